@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.message_record import Message
-from bytescope.memory.units import MIB, human
+from bytescope.memory.units import GIB, MIB, human
 
 # Cause -> its sentence on the screen.
 CAUSES: Mapping[str, str] = {
@@ -26,7 +26,7 @@ CAUSES: Mapping[str, str] = {
     "replicated_tensor": "A tensor is whole on one or every device, although it is or will be sharded.",
     "captured_constant": "The function closes over arrays instead of taking them as arguments.",
     "unusable_donation": "The donated memory stays allocated beside the results.",
-    "device_full": "The device is already full: the request is small against what other arrays hold.",
+    "device_full": "The device is already full: other arrays and programs hold its memory.",
     "fragmentation": "Enough memory is free, but no free piece is large enough.",
     "other_process": "The pool itself is small: another process probably holds the rest of the device.",
     "outside_pool": "Memory beside XLA's pool is missing. The pool takes 75 % of a GPU by default; libraries and "
@@ -40,12 +40,14 @@ CAUSES: Mapping[str, str] = {
 _SENTENCES: Mapping[tuple[str, str], str] = {
     ("saved_activations", "remat"): "Temporary memory and results, usually activations, are larger than the budget.",
     ("large_tensor", "bfc"): "One program is too large for this device. The log does not say which of its tensors.",
-    ("large_tensor", "cuda_async"): "One allocation is larger than the whole GPU. No batch size will make it fit.",
+    ("large_tensor", "cuda_async"): "Free memory does not help.",
     ("replicated_tensor", "gpu_buffers"): "Each device creates the whole array, although it keeps only a shard.",
     ("device_full", "gpu_platform"): "The device was full before this request.",
 }
 # Requests, donated bytes and tensors below these sizes do not matter.
 _TINY_REQUEST, _TINY_DONATION, _TINY_TENSOR = 256, MIB, 16 * MIB
+# Requests from this size on are usually the temporary memory of a whole program.
+_LARGE_REQUEST = GIB
 # Minimum share of the listed bytes for a cause; minimum padding factor; share of a pool that is free if it is
 # fragmented.
 _SHARE, _PADDING, _FREE = 0.5, 1.5, 0.3
@@ -139,6 +141,12 @@ def decide(
             f"full to the "
             "last byte."
         )
+    if requested is not None and form == "gpu_request":
+        if requested >= _LARGE_REQUEST:
+            return "unknown", (
+                "A request of this size is usually the temporary memory of one program: activations and gradients."
+            )
+        return "unknown", "A request of this size usually fails because other arrays had filled the device before."
     return "unknown", ""
 
 

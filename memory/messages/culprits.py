@@ -40,7 +40,7 @@ _OPTIMIZER = re.compile(
     r"adam|adafactor|opt_state|optimizer|momentum|scale_by_|apply_updates|\[?['.](?:mu|nu)['\]]", re.I
 )
 _ACCUMULATOR = re.compile(r"acc(?:umulat\w*)?_?grads?|grads?_acc\w*|MultiSteps", re.I)
-_LAYER = re.compile(r"^(?:.*?[_.])??(\d{1,4})$")
+_LAYER = re.compile(r"^(?:\w*(?:layers?|blocks?)|h|stage)?[_.]?(\d{1,4})$", re.I)
 _GATHER = re.compile(r"all[-_]gather")
 _COPY = re.compile(r"^(?:copy|transpose|convert|bitcast_convert|reshape|pad)(?:[._-]|$)")
 # Minimum columns of a vocabulary, minimum length of a sequence whose scores are large, maximum layers of a model.

@@ -45,6 +45,8 @@ ROWS = {
     "whole": "the whole tensor",
     "before": "before rematerialization",
 }
+# Forms of messages that older versions of XLA printed with a list of buffers.
+_LISTS_NO_MORE = ("gpu_request", "gpu_buffers", "gpu_platform", "bfc")
 _LIMIT_NAMES = {
     "remat_warning": "budget of the compiler",
     "bfc": "limit of the pool",
@@ -100,70 +102,41 @@ def _others(explanation: ExplanationRecord) -> Iterable[RenderableType]:
     for form, count in explanation.messages.items():
         count -= form == explanation.form
         if count:
-            others.append(f"{count} x {FORM_NAMES.get(form, form)}")
+            others.append(f"{count} x {FORMS[form].name}")
     if others:
         more = f", {len(others) - MAX_OTHERS} more kinds" if len(others) > MAX_OTHERS else ""
         yield Prose(f"also in the log: {', '.join(others[:MAX_OTHERS])}{more}", "dim")
 
 
-# Form -> its name in the list of other messages.
-FORM_NAMES = {
-    "gpu_buffers": "list of buffers",
-    "gpu_request": "failed request",
-    "bare_code": "RESOURCE_EXHAUSTED",
-    "gpu_platform": "failed request of the driver",
-    "picker": "failed measurement of algorithms",
-    "cpu_request": "failed request on the CPU",
-    "bfc": "line of the pool",
-    "bfc_no_failure": "line of the pool that is not a failure",
-    "bfc_dump": "list of the pool's chunks",
-    "cuda_async": "line of CUDA's allocator",
-    "pinned_host": "refused pinned host memory",
-    "driver": "refusal of the driver",
-    "torch_cuda": "out-of-memory error of PyTorch",
-    "remat": "rematerialization warning",
-    "remat_budget": "budget warning",
-    "spmd": "warning of full rematerialization",
-    "donation": "warning of unusable donation",
-    "constants": "warning of captured constants",
-    "nccl_memory": "error of NCCL",
-    "library_other": "error of a CUDA library",
-    "cudnn_memory": "error of a CUDA library",
-}
-
-
 def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
     """Returns (name, bytes) of each figure of the message, then of the figures that are missing, with None."""
-    kind = FORMS[explanation.form].kind
-    rows: list[tuple[str, int | None]] = []
+    form, own = FORMS[explanation.form], explanation.figures
+    rows: dict[str, int | None] = {}
     if explanation.requested_bytes is not None:
-        rows.append(("requested", explanation.requested_bytes))
+        rows["requested"] = explanation.requested_bytes
     for name, title in ROWS.items():
-        size = explanation.figures.get(name)
-        if name == "limit":
-            size, title = explanation.limit_bytes, _LIMIT_NAMES.get(kind, "limit")
-            if kind == "bfc" and "limit" not in explanation.figures:
-                title = _LIMIT_NAMES["remat_warning"]
-        if size == 0 and name in ("parameters", "arguments", "outputs", "constants") and kind == "tpu_hbm":
-            continue  # libtpu prints 0B for sizes that it did not count
-        if size is not None and not (
-            name == "card" and size == explanation.limit_bytes and "card" in explanation.figures
-        ):
-            rows.append((title, size))
-    if explanation.total_bytes is not None and explanation.total_bytes != explanation.figures.get("in_use"):
-        rows.append((_TOTAL_NAMES.get(kind, "temporary memory and results (warning)"), explanation.total_bytes))
-    if kind in ("donation", "spmd"):
-        return list(dict(rows).items())
-    have = {name for name, _ in rows}
-    program = any(name.startswith("this program") or "total" in name for name in have)
-    missing = {
-        "size of the request": explanation.requested_bytes is not None or not explanation.failure,
+        size = own.get(name)
+        if name == "limit":  # a limit that is not in the message itself is of a warning of the compiler
+            size, kind = explanation.limit_bytes, form.kind if name in own else "remat_warning"
+            title = _LIMIT_NAMES.get(kind, title)
+        is_uncounted = size == 0 and (form.kind == "tpu_hbm" or name == "largest")
+        is_limit = name == "card" and size == explanation.limit_bytes
+        if size is not None and not is_uncounted and not is_limit:
+            rows[title] = size
+    if explanation.total_bytes is not None and explanation.total_bytes != own.get("in_use"):
+        title = _TOTAL_NAMES.get(form.kind, "needed in total")
+        rows[title if "total" in own else "temporary memory and results (warning)"] = explanation.total_bytes
+    if form.kind in ("donation", "spmd") or explanation.cause_kind == "on_chip_memory":
+        return list(rows.items())
+    is_warning = form.kind == "remat_warning"
+    known = {
+        "size of the request": explanation.requested_bytes is not None or is_warning,
         "limit": explanation.limit_bytes is not None,
-        "this program": program or kind == "remat_warning",
-        "other arrays": bool({"in use before the request", "arrays on the device"} & have),
-        "memory outside the pool": "card" in explanation.figures or kind == "tpu_hbm",
+        "this program": is_warning or any(name.startswith("this program") or "total" in name for name in rows),
+        "other arrays": "in_use" in own or "heap" in own,
+        "memory outside the pool": "card" in own or form.kind == "tpu_hbm",
     }
-    return list(dict(rows).items()) + [(name, None) for name, known in missing.items() if not known]
+    return [*rows.items(), *((name, None) for name, is_known in known.items() if not is_known)]
 
 
 def _where(explanation: ExplanationRecord) -> RenderableType | None:
@@ -181,6 +154,8 @@ def _where(explanation: ExplanationRecord) -> RenderableType | None:
 def culprit_name(culprit: Culprit) -> str:
     """Returns number, shape and place of a culprit, such as "3 x float32[8,1024], layers 1 to 3"."""
     times = f"{culprit.count} x " if culprit.count > 1 else ""
+    if culprit.identity == "chunk":
+        return f"{times}{human((culprit.bytes or 0) / culprit.count)}"
     layers = ""
     if len(culprit.layers) > 1:
         layers = f", layers {culprit.layers[0]} to {culprit.layers[-1]}"
@@ -191,6 +166,8 @@ def culprit_name(culprit: Culprit) -> str:
 
 def culprit_origin(culprit: Culprit) -> str:
     """Returns what a culprit usually is, its component and operation, and its source line."""
+    if culprit.identity == "chunk":
+        return culprit.what
     where = " ".join(filter(None, (culprit.component, culprit.operation)))
     padding = f", padded {culprit.padding:.3g} times" if culprit.padding >= 1.05 else ""
     parts = culprit.source.rsplit("/", 3)
@@ -199,17 +176,13 @@ def culprit_origin(culprit: Culprit) -> str:
 
 
 def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
-    culprits = explanation.culprits
-    if not culprits:
-        if (
-            FORMS[explanation.form].kind in ("plain", "bfc", "gpu_buffers")
-            and explanation.cause_kind != "no_memory_problem"
-        ):
-            return Prose(
-                f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29.", "dim"
-            )
-        return None
-    return culprit_table(culprits)
+    if explanation.culprits:
+        return culprit_table(explanation.culprits)
+    if explanation.form in _LISTS_NO_MORE and explanation.cause_kind != "no_memory_problem":
+        return Prose(
+            f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29.", "dim"
+        )
+    return None
 
 
 def culprit_table(culprits: Sequence[Culprit], most: int = MAX_CULPRITS) -> FigureTable | None:

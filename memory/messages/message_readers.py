@@ -285,6 +285,8 @@ _LIBRARY = re.compile(
     r"NCCL operation (?P<w_operation>\w+)|(?P<w_nccl>ncclUnhandledCudaError|unhandled cuda error)"
     r"|(?P<w_status>(?:CUDNN|CUBLAS|CUSOLVER)_STATUS_\w+)|(?P<w_library>cu(?:DNN|BLAS|Solver|FFT)|DNN) library"
 )
+# Characters of one error of a library, which may name itself several times.
+_SAME_ERROR = 300
 _LIBRARY_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY|ALLOC_FAILED|[Ff]ailed to allocate")
 
 
@@ -336,7 +338,11 @@ def read_allocators(text: str) -> Iterator[Message]:
         yield _message("driver", match)
     for match in _VMM.finditer(text):
         yield _message("vmm_budget", match)
+    last = -_SAME_ERROR
     for match in _LIBRARY.finditer(text):
+        if match.start() - last < _SAME_ERROR:
+            continue
+        last = match.start()
         around = text[max(match.start() - 150, 0) : match.end() + 400]
         is_nccl = bool(match["w_operation"] or match["w_nccl"])
         words = {**_words(match), "library": "NCCL" if is_nccl else match["w_status"] or match["w_library"]}

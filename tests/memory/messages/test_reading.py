@@ -112,6 +112,7 @@ def check(text):
     str(found)
     assert found.kind in (*KINDS, "unknown") and found.cause_kind in CAUSES
     assert found.recognized == (found.form in FORMS)
+    assert len(found.happened) > 20 and "{" not in found.happened
 
 
 def cuts(name, step):
