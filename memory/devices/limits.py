@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import (
     FRACTION_VARIABLES,
     JAX_FRACTION,
     MEMORY_FRACTION,
     allocates_singly,
+    pool_can_grow,
     user_fraction,
 )
 from bytescope.memory.errors import ReportError
@@ -47,7 +48,8 @@ def limit_bytes(device: Any) -> int:
 
     - A device of this process: the limit of its allocator (`memory_stats()["bytes_limit"]`).
     - A GPU that is not present: the pool that jaxlib would allocate, a fraction of its memory (`pool_bytes`). With the
-      `platform` allocator, which has no pool: the memory minus the CUDA context.
+      `platform` allocator, which has no pool, and with `cuda_async`, whose pool grows: the memory minus the CUDA
+      context.
     - A TPU that is not present: the HBM minus the part that libtpu takes.
     - A CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, because
       simulated devices share the host. It changes with the load of the machine.
@@ -59,9 +61,8 @@ def limit_bytes(device: Any) -> int:
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
     if device.is_described:
-        return described_limit(
-            device.platform, device.device_memory_bytes, device.reserved_bytes, device.memory_fraction
-        )
+        fraction = None if device.pool_can_grow else device.memory_fraction
+        return described_limit(device.platform, device.device_memory_bytes, device.reserved_bytes, fraction)
     return _device_limit(device.devices()[0])
 
 
@@ -69,9 +70,10 @@ def described_limit(platform: str, memory: int, reserved: int, fraction: float |
     """Returns the bytes that programs can use on a device that is not present.
 
     platform: the device's platform, such as "cuda". memory: bytes of the device's memory. reserved: the part that the
-    runtime takes. fraction: the fraction of a GPU's memory that is in jax's pool; None if there is no pool.
+    runtime takes. fraction: the fraction of a GPU's memory that is in jax's pool; None if there is no pool, or if the
+    pool can grow.
     """
-    return pool_bytes(memory, fraction) if platform == "cuda" and fraction else memory - reserved
+    return pool_bytes(memory, fraction) if platform in GPU_PLATFORMS and fraction else memory - reserved
 
 
 def pool_bytes(memory: int, fraction: float) -> int:
@@ -134,7 +136,7 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
 
 
 def _is_pool(target: Mapping[str, Any], limit: int | None) -> bool:
-    known = target.get("memory_fraction") and target.get("device_memory_bytes")
+    known = target.get("memory_fraction") and target.get("device_memory_bytes") and not target.get("pool_can_grow")
     return bool(limit and known and limit == target.get("limit_bytes"))
 
 
@@ -147,10 +149,10 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
         target: JSON of a `memory.devices.targets.Target`.
         limit: the limit in bytes.
     """
-    if not limit or target.get("platform") != "cuda" or limit != target.get("limit_bytes"):
+    if not limit or target.get("platform") not in GPU_PLATFORMS or limit != target.get("limit_bytes"):
         return ""
     fraction = target.get("memory_fraction")
-    if fraction:
+    if fraction and not target.get("pool_can_grow"):
         source = target.get("memory_fraction_source")
         return f"{100 * fraction:.4g} % of the GPU's memory{f' ({source})' if source else ''}"
     memory = target.get("device_memory_bytes") or 0
@@ -176,6 +178,6 @@ def _device_limit(device: JaxDevice) -> int:
 
 
 def _usual_fraction() -> float | None:
-    if allocates_singly():
+    if allocates_singly() or pool_can_grow():
         return None
     return (user_fraction() or JAX_FRACTION).value

@@ -9,6 +9,7 @@ Source: XLA's gpu_hlo_schedule.cc (GetSchedulerMemoryLimit), jaxlib 0.10.2.
 
 from __future__ import annotations
 
+from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.devices.compiler import MemorySettings
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.records.report_record import XlaBudget, XlaStats
@@ -19,11 +20,11 @@ USUAL_PERCENT = 80
 
 def find(stats: XlaStats, target: Target | None, settings: MemorySettings | None) -> XlaBudget:
     """Returns XLA's memory limit for a program and the figures from which XLA computes it. All fields are None if the
-    target is not an NVIDIA GPU, or if the program was not compiled in this process.
+    target is not a GPU, or if the program was not compiled in this process.
 
     stats: XLA's byte counts of the program. settings: the memory settings with which it was compiled.
     """
-    if target is None or target.platform != "cuda" or settings is None or stats.argument_bytes is None:
+    if target is None or target.platform not in GPU_PLATFORMS or settings is None or stats.argument_bytes is None:
         return XlaBudget()
     base = settings.device_memory_bytes
     if base is None and not target.is_described:

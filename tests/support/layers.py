@@ -30,6 +30,7 @@ LAYERS = {
         ("memory.records",),
         ("memory.hlo", "memory.formulas"),
         ("memory.devices",),
+        ("memory.allocators",),
         ("memory.program",),
         ("memory.peak",),
         ("memory.cost",),

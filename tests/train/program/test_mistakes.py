@@ -105,6 +105,8 @@ MISTAKES = {
         ("tiny --tensor=2", "--tensor=2 is only valid with --generate"),
         ("tiny --kv=int8", "--kv=int8 is only valid with --generate"),
         ("tiny --generate --run", "--run cannot be used with --generate"),
+        ("tiny --generate --allocators", "--allocators cannot be used with --generate"),
+        ("tiny cpu --allocators", "cpu:1 has none of jax's GPU allocators: compile for a GPU"),
         ("tiny --generate --formulas", "--formulas cannot be used with --generate"),
         ("tiny --generate --export=x", "--export cannot be used with --generate"),
         ("--generate", "no config"),
