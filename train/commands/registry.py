@@ -88,7 +88,7 @@ COMMANDS: Mapping[str, Subcommand] = {
             "job.log --html=explained.html",
             "job.log --report=runs/tiny/memory.json",
             "- --config=llama_8b --target=h100:8 --json=-",
-            "-- python train.py",
+            "-- python -m my_package.train",
         ),
     ),
     "trace": Subcommand(
