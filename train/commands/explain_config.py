@@ -33,7 +33,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = registry.parse_arguments("explain", words[:at])
     args.job = words[at + 1 :]
     if at < len(words) and not args.job:
-        raise ReportError("no command is given after --: give one, such as bytescope explain -- python -m my_package.train")
+        raise ReportError("no command is given after --: give one, such as -- python -m my_package.train")
     if args.job and args.log != explain_command.STANDARD:
         raise ReportError(f"{args.log} and a command after -- cannot be combined: give one of the two")
     return args
