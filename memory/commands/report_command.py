@@ -255,7 +255,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
 
 
 def _print_ways_to_fit(report: ReportRecord) -> None:
-    from bytescope.memory.findings.post_mortem import ways_out
+    from bytescope.memory.messages.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose
 

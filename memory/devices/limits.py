@@ -99,6 +99,16 @@ def outside_excess(target: Mapping[str, Any], limit: int | None, outside: int) -
     return max(outside - (target["device_memory_bytes"] - target["limit_bytes"]), 0)
 
 
+def fraction_variable(target: Mapping[str, Any]) -> str:
+    """Returns the environment variable in which the user should set the fraction of jax's pool: the one that is set
+    already, because jax refuses to start if both of its variables are set; otherwise the newer one.
+
+    target: the JSON of the devices.
+    """
+    source = target.get("memory_fraction_source", "")
+    return source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
+
+
 def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
     """Returns advice about the fraction of the GPU's memory that is in jax's pool, at most one sentence. It names a
     fraction with which the program would fit, or says that too little memory is left outside of the pool. For a pool
@@ -111,9 +121,7 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
         predicted: bytes that the program needs in the pool.
         outside: bytes that the runtime needs outside of the pool.
     """
-    memory, source = target.get("device_memory_bytes") or 0, target.get("memory_fraction_source", "")
-    # jax refuses to start if both of its variables are set.
-    variable = source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
+    memory, variable = target.get("device_memory_bytes") or 0, fraction_variable(target)
     if target.get("pool_can_grow") and limit is not None and limit == target.get("limit_bytes"):
         kept = int(memory * target["memory_fraction"])
         if not kept < predicted <= limit:

@@ -38,6 +38,7 @@ LAYERS = {
         ("memory.remat", "memory.findings"),
         ("memory.analysis",),
         ("memory.view",),
+        ("memory.messages",),
         ("memory.report",),
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
