@@ -86,6 +86,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
         "limit_bytes": report.limit_bytes,
         "fits": report.fits,
         "xla_recomputes": report.xla_recomputes,
+        "xla_margin_bytes": report.xla_budget.margin_bytes,
         "compile_seconds": seconds,
         "target": dict(report.target),
         "versions": dict(report.versions),

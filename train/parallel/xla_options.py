@@ -12,6 +12,7 @@ import jax
 import jaxlib
 from jax.sharding import Mesh
 
+from bytescope.memory.devices.compiler import DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS
 from bytescope.memory.errors import remedy_for
 
 Options = dict[str, bool | int | str]
@@ -25,7 +26,8 @@ TABLE: Mapping[str, Mapping[str, Options]] = {
     "optimization_level": {f"O{level}": {"optimization_level": 10 * level + 9} for level in range(4)},
     "latency_hiding": {
         "on": {"xla_gpu_enable_latency_hiding_scheduler": True},
-        "off": {"xla_gpu_enable_latency_hiding_scheduler": False},
+        # jaxlib 0.10 schedules for latency with the first option alone, 0.12 does not.
+        "off": {"xla_gpu_enable_latency_hiding_scheduler": False, DISABLED_PASSES: SCHEDULER_PASS},
     },
     "command_buffers": {
         "off": {"xla_gpu_enable_command_buffer": ""},
@@ -58,13 +60,15 @@ def pipelined(version: str = jaxlib.__version__) -> Options:
     return {name.format(kind): value for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Options:
+def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str, xla_pass: bool = True) -> Options:
     """Returns XLA compiler options, option name -> value, for a config on a platform.
 
     Args:
       xla: the config group `xla`. Each value is the name of a row of TABLE, or "" for the compiler's default.
       prefetch: the config key `mesh.prefetch`, the number of layers whose parameters are gathered in advance.
       platform: the platform name of the devices, such as "gpu".
+      xla_pass: the config key `remat.xla_pass`. An option that switches passes off replaces what jax sets for False, so
+        it switches XLA's rematerialization pass off too.
 
     Raises:
       ValueError: a value is not in TABLE, or is set although `platform` is not a GPU. The message has the remedy.
@@ -83,6 +87,8 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Op
                 f"xla.{key}={value} is for XLA's GPU compiler, but the platform is {platform}: leave it empty"
             )
         options |= rows[value]
+    if DISABLED_PASSES in options and not xla_pass:
+        options[DISABLED_PASSES] = f"{options[DISABLED_PASSES]},{REMAT_PASS}"
     return options
 
 

@@ -132,7 +132,10 @@ class Program(Choices):
     @property
     def compiler_options(self) -> Options:
         """The XLA options with which the program is compiled, name -> value."""
-        return compiler_options(self.settings.xla, self.settings.mesh.prefetch, self.mesh.devices.flat[0].platform)
+        platform = self.mesh.devices.flat[0].platform
+        return compiler_options(
+            self.settings.xla, self.settings.mesh.prefetch, platform, xla_pass=self.settings.remat.xla_pass
+        )
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step with the compiler options of the program, and returns the executable."""
