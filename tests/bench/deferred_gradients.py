@@ -19,6 +19,7 @@ that with other sizes than the issue's).
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -234,7 +235,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="12 narrow layers instead of Llama 3 8B")
     parser.add_argument("--layers", type=int, help="number of layers (default 32; 12 with --small)")
     parser.add_argument("--batch", type=int, help="number of sequences (default 8; 2 with --small)")
-    parser.add_argument("--fixed-latencies", action="store_true", help="XLA's table of latencies; always with --small")
+    parser.add_argument("--xla", nargs="+", default=[], metavar="NAME=VALUE", help="more options of XLA")
     parser.add_argument("--target", default="h200:8", help="GPUs to compile for (default h200:8)")
     parser.add_argument("--variants", nargs="+", choices=PUBLISHED, default=list(PUBLISHED), help="default: all three")
     parser.add_argument("--peak", action="store_true", help="also print the buffers at the peak of the first variant")
@@ -242,7 +243,10 @@ def main() -> None:
     given = {name: getattr(args, name) for name in ("layers", "batch") if getattr(args, name)}
     size = dataclasses.replace(SMALL if args.small else Size(), **given)
     target = memory.target(args.target)
-    options = FIXED_LATENCIES if args.small or args.fixed_latencies else {}
+    options = dict(FIXED_LATENCIES) if args.small else {}
+    for pair in args.xla:
+        name, _, value = pair.partition("=")
+        options[name] = json.loads(value) if value in ("true", "false") or value.isdigit() else value
     print(f"jax {jax.__version__}, {target.name}, {size}, {OPTIONS | options}")
     print(f"{'':12}{'published GB':>14}{'temp GB':>10}{'peak GB':>10}{'compiled in s':>15}", flush=True)
     temp = {}
