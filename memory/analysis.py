@@ -336,7 +336,7 @@ def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
     """
     if limit is None:
         return report
-    return dataclasses.replace(report, **vars(_verdict_of(report.predicted_bytes, limit)))
+    return dataclasses.replace(report, **vars(verdict_of(report.predicted_bytes, limit)))
 
 
 def pool_notes(report: ReportRecord) -> list[str]:
@@ -354,13 +354,14 @@ def _verdict(predicted: int, target: Target | None, outside: int) -> Verdict:
     """
     if target is None:
         return Verdict()
-    verdict = _verdict_of(predicted, target.limit_bytes)
+    verdict = verdict_of(predicted, target.limit_bytes)
     if limits.outside_excess(target.to_json(), verdict.limit_bytes, outside):
         return Verdict(verdict.limit_bytes, False, "exceeds")
     return verdict
 
 
-def _verdict_of(predicted: int, limit: int) -> Verdict:
+def verdict_of(predicted: int, limit: int) -> Verdict:
+    """Returns the verdict on a program that needs `predicted` bytes where `limit` bytes are available."""
     word = "fits"
     if predicted > limit:
         word = "exceeds"

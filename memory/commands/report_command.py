@@ -9,7 +9,7 @@ import argparse
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_written, user_path, write
@@ -18,6 +18,9 @@ from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
+
+if TYPE_CHECKING:
+    from bytescope.memory.allocators.program_events import ProgramCall
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +48,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
         "and the reason for each chosen setting",
+    )
+    parser.add_argument(
+        "--allocators",
+        action="store_true",
+        help="also replay the allocations of a run on models of jax's GPU allocators (bfc, cuda_async, platform), and "
+        "show which of them fit",
     )
     parser.add_argument(
         "--try-remedies",
@@ -79,7 +88,13 @@ def run(args: argparse.Namespace) -> int:
     if args.try_remedies:
         report = with_tried_remedies(report, functools.partial(report_with_options, program))
     show(report, args.verbose)
-    write_files(args, report, compilation.proto, {})
+    more = {}
+    if args.allocators:
+        from bytescope.memory.allocators.program_events import call_of
+        from bytescope.memory.report.allocator_table import CALLS
+
+        more["allocators"] = show_allocators(report, [(call_of(report), CALLS)])
+    write_files(args, report, compilation.proto, more)
     code = verdict(args, report)
     if code == DOES_NOT_FIT and args.program:
         _print_ways_to_fit(report)
@@ -177,6 +192,23 @@ def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
     report_text.show(report, choices=choices, verbose=verbose)
 
 
+def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int]]) -> list[dict[str, Any]]:
+    """Replays a run on jax's GPU allocators and prints the table. Returns its rows for the JSON file; `memory.replay`
+    describes their keys.
+
+    report: the report of the step. calls: the programs of the run, each with its number of calls.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.report import allocator_table
+    from bytescope.memory.view.console import put
+
+    rows = allocator_table.rows_of(calls, allocator_table.device_of(report))
+    put(Group(Text(), allocator_table.render(rows, calls, report)))
+    return list(rows)
+
+
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that the flags --json, --html and --export request.
 
@@ -223,7 +255,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
 
 
 def _print_ways_to_fit(report: ReportRecord) -> None:
-    from bytescope.memory.findings.post_mortem import ways_out
+    from bytescope.memory.messages.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose
 

@@ -9,6 +9,7 @@ Source: XLA's gpu_hlo_schedule.cc (GetSchedulerMemoryLimit), jaxlib 0.10.2.
 
 from __future__ import annotations
 
+from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.devices.compiler import MemorySettings
 from bytescope.memory.devices.compiler_log import RematLog
 from bytescope.memory.devices.targets import Target
@@ -26,13 +27,13 @@ def find(
     scheduler_bytes: int | None = None,
 ) -> XlaBudget:
     """Returns XLA's memory limit for a program, the figures from which XLA computes it, and the margin to it. All
-    fields are None if the target is not an NVIDIA GPU, or if the program was not compiled in this process.
+    fields are None if the target is not a GPU, or if the program was not compiled in this process.
 
     stats: XLA's byte counts of the program. settings: the memory settings with which it was compiled. remat_log: XLA's
     log line about a rematerialization pass that did not reach its limit. scheduler_bytes: bytes that the order of the
     schedule adds to the peak; None if unknown.
     """
-    if target is None or target.platform != "cuda" or settings is None or stats.argument_bytes is None:
+    if target is None or target.platform not in GPU_PLATFORMS or settings is None or stats.argument_bytes is None:
         return XlaBudget()
     base = settings.device_memory_bytes
     if base is None and not target.is_described:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
-from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.hlo.sources import short_place
+from bytescope.memory.messages.post_mortem import PostMortem
+from bytescope.memory.messages.post_mortem_text import memory_sum
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
     METHODS,
@@ -23,7 +24,6 @@ from bytescope.memory.records.report_record import (
     ReportRecord,
     Transfer,
 )
-from bytescope.memory.report.post_mortem_text import memory_sum
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import (
     flops_text,
@@ -141,6 +141,7 @@ def _failure_section(post_mortem: PostMortem) -> dict[str, Any]:
         "title": f"{post_mortem.step} ran out of memory at call {post_mortem.call:,}",
         "error": post_mortem.error,
         "sum": memory_sum(post_mortem),
+        "cause": post_mortem.cause,
         "ways": post_mortem.ways_out,
         "held": table(columns, post_mortem.held[:MAX_BARS]),
         "left": max(len(post_mortem.held) - MAX_BARS, 0),

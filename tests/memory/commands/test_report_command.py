@@ -11,6 +11,7 @@ from rich.console import Console
 
 from bytescope import memory
 from bytescope.memory import __main__ as command
+from bytescope.memory.allocators.program_events import ProgramCall
 from bytescope.memory.analysis import judge
 from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.compare.prepared_program import PreparedProgram
@@ -22,7 +23,7 @@ from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, RuntimeOverhead
 from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
-from bytescope.train.plan import config_factory
+from bytescope.train.plan import config_factory, run_peak
 from support import programs
 from support.oracles import require
 
@@ -152,8 +153,12 @@ def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys,
 
 def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_limit):
     require("cuda")
-    code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")
+    words = ["--program=their_steps:described", "h100", "--github", "--json=r.json", "--allocators"]
+    code, out, err = run(capsys, "report", *words)
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
+    verdicts = {row["allocator"]: row["verdict"] for row in json.loads(Path("r.json").read_text())["allocators"]}
+    assert verdicts == {"bfc": "exceeds", "bfc, growing": "exceeds", "cuda_async": "fits", "platform": "fits"}
+    assert "bfc: jit_step requests " in out and "replayed: 3 x jit_step; outside the pool: context 500.00 MiB" in out
     ways = out[out.index("does not fit: ") :]
     assert "reduce the batch" in ways
     assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out
@@ -392,9 +397,15 @@ def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys
 
     monkeypatch.setattr(config_factory, "build_program", lambda name, overrides, target: None)
     monkeypatch.setattr(config_factory, "prepare_program", precompiled)
-    words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64"]
+    others = [ProgramCall("init", results=(400,), makes_state=True), ProgramCall("evaluation", temp=500)]
+    monkeypatch.setattr(run_peak, "other_programs", lambda program: others)
+    monkeypatch.setattr(run_peak, "peaks", lambda program, calls: {call.name: call.temp for call in calls})
+    words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64", "--run", "--allocators"]
     assert command.main(words) == 3
     out = capsys.readouterr().out
+    unwrapped = " ".join(out.split())
+    assert "evaluation 500 B; the largest peak is step" in unwrapped
+    assert "replayed: init, 3 x step, 2 x evaluation, step; outside the pool" in unwrapped
     assert out.startswith("tiny on h100:2 (NVIDIA H100 80GB HBM3)  remat none\n") and "changed: data.seq_len=64" in out
     assert "attention [/b] (why)" in out and "EXCEEDS" in out
     below = out[out.index("does not fit: ") :]

@@ -133,7 +133,7 @@ def test_a_target_has_a_mesh(devices):
     with pytest.raises(memory.ReportError, match="3 devices does not fit cpu:8"):
         target.mesh(data=3)
     with pytest.raises(memory.ReportError, match="did you mean h200"):
-        memory.target("h20")
+        memory.target("h2000")
     with pytest.raises(memory.ReportError, match="target 8 is not a name"):
         memory.target(8)
 
