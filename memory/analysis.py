@@ -127,6 +127,7 @@ def report_of(
         xla_budget=xla_budget.find(stats, target, compilation.budget),
         subject=subject,
         versions=compilation.versions,
+        compiler_options=dict(compilation.options),
         config=dict(config or {}),
     )
 

@@ -6,14 +6,17 @@ This module reports on a user's program or an HLO dump; `train.commands.report_c
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_written, user_path, write
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, add_xla, show_written, user_path, write
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import ReportRecord, Subject
 
@@ -44,6 +47,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
         "and the reason for each chosen setting",
     )
+    add_xla(parser)
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
@@ -57,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
     """Runs `bytescope report` for the program of --program or --hlo. Returns the exit code."""
     from bytescope.memory.devices import targets
 
+    options = parse_flags(args.xla)
     start_platform(args)
     if args.program:
         program = prepare(user_program.load(args.program), args.target)
+        if options:
+            program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
     report, compilation = make_report(program)

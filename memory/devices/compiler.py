@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bytescope.memory.devices import compile_cache
+from bytescope.memory.devices import compile_cache, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.signature import Signature, read_signature
@@ -49,6 +49,10 @@ _PACKAGES = (
 
 # xla.proto, xla_gpu_memory_limit_slop_factor: its name and its default in debug_options_flags.cc.
 SLOP, SLOP_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
+# xla.proto, xla_disable_hlo_passes: names of passes that XLA leaves out, separated by commas. jax sets it to REMAT_PASS
+# if its setting jax_compiler_enable_remat_pass is False; a compiler option of this name replaces jax's value.
+DISABLED_PASSES = "xla_disable_hlo_passes"
+REMAT_PASS, SCHEDULER_PASS, COPY_FUSION_PASS = "rematerialization", "latency-hiding-scheduler", "copy_fusion"
 # compile_options.proto: CompileOptionsProto.executable_build_options, ExecutableBuildOptionsProto.device_memory_size.
 _BUILD_OPTIONS_FIELD, _DEVICE_MEMORY_FIELD = 3, 15
 
@@ -112,6 +116,7 @@ class Compilation:
         notes: notes on the compilation for the report.
         versions: package -> version, for the packages that compiled the program.
         budget: the memory settings with which XLA:GPU compiled; None if unknown.
+        options: the compiler options that were given, flag of XLA -> value.
     """
 
     proto: bytes = b""
@@ -125,6 +130,7 @@ class Compilation:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     budget: MemorySettings | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def executable(self) -> CompiledStage:
@@ -183,7 +189,8 @@ def compile_lowered(
         exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks them,
             so they are saved next to the cache entry. If they are missing there and `exact` is set, the program is
             compiled again. If `exact` is not set, lifetimes are derived from the schedule.
-        options: compiler options, as in `Lowered.compile(compiler_options=)`.
+        options: compiler options, as in `Lowered.compile(compiler_options=)`. Raises ReportError if XLA does not know
+            an option or its value.
         jaxpr, notes: fields of the Compilation. Notes of the compiler come first.
         device_memory_bytes: bytes of the pool that jax would have on a GPU that is not present. XLA then plans with
             this size, as on a real GPU. None lets XLA plan with 80 % of the device's memory.
@@ -209,6 +216,7 @@ def compile_lowered(
         notes=result.notes + notes,
         versions=versions(),
         budget=read_settings(),
+        options=dict(options or {}),
     )
 
 
@@ -320,6 +328,8 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
             raise ReportError(
                 f"XLA cannot compile arrays of these sizes ({one_line(error)}): give smaller sizes"
             ) from error
+        if refused := xla_flags.refusal(error):
+            raise refused from error
         known = next((each for each in RETRIES if each.error in str(error)), None)
         if known is None or set(known.options) & set(options):
             raise

@@ -17,7 +17,7 @@ from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import METHODS, Collective, Communication, ReportRecord, Transfer
 from bytescope.memory.report.post_mortem_text import memory_sum
 from bytescope.memory.report.report_data import page_data
-from bytescope.memory.report.report_text import over, overheads, overlapped_by, xla_limit
+from bytescope.memory.report.report_text import compiled_with, over, overheads, overlapped_by, xla_limit
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
@@ -203,7 +203,14 @@ def _lines_below_figures(report: ReportRecord) -> list[str]:
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
     return [
         line
-        for line in (others, overheads(report), xla_limit(report), times.spent(report), times.at_least(report))
+        for line in (
+            others,
+            compiled_with(report),
+            overheads(report),
+            xla_limit(report),
+            times.spent(report),
+            times.at_least(report),
+        )
         if line
     ]
 
