@@ -24,7 +24,8 @@ class PreparedProgram:
 
     Fields:
         compile: compiles the program. Returns the compilation, and the target whose memory limit applies (None if no
-            limit applies).
+            limit applies). An optional argument has compiler options, flag of XLA -> value, to compile with instead of
+            the program's own. The program is traced only once if it is compiled several times.
         name: the name of the program in error messages.
         config: a mapping that is stored in the report unchanged.
         facts: the trainer's description of the step, which the report's formulas and findings use; None if unknown.
@@ -43,7 +44,7 @@ class PreparedProgram:
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
 
-    compile: Callable[[], tuple[Compilation, Target | None]]
+    compile: Callable[..., tuple[Compilation, Target | None]]
     name: str = "program"
     config: Any = None
     facts: ModelFacts | None = None
@@ -79,9 +80,18 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
     is_local = (target if isinstance(target, str) else target.name) == "local"
     chosen = own["target"] if is_local else target
 
-    def compile_program() -> tuple[Compilation, Target | None]:
+    own_flags = own["compiler_options"]
+
+    def compile_program(flags: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
         with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):  # the first trace
-            return compiled_for(program.program, program.args, own["kwargs"], target=chosen, options=options)
+            return compiled_for(
+                program.program,
+                program.args,
+                own["kwargs"],
+                target=chosen,
+                options=options,
+                compiler_options={**(own_flags or {}), **(flags or {})},
+            )
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
         from bytescope.memory.compare.measured_steps import measure_program
