@@ -160,7 +160,7 @@ def compare_what_if(
     answers, cached, interrupted = answer(args, factory, [*reversed(distinct.values())])
     base_job = jobs[what_if.AS_GIVEN]
     base = answers.get(base_job.name, {})
-    rows, unchanged = [], list[str]()
+    rows, unchanged, kept = list[Row](), list[str](), dict[str, Mapping[str, Any]]()
     for change, job in jobs.items():
         if job.name not in answers:
             continue
@@ -172,8 +172,11 @@ def compare_what_if(
             left_out[change] = row.status
         elif base.get("status") == "ok" and not what_if.is_changed(found, base):
             unchanged.append(change)
+        elif alike := next((name for name, other in kept.items() if not what_if.is_changed(found, other)), ""):
+            left_out[change] = f"the same program as {alike}"
         else:
             rows.append(row)
+            kept[change] = found
     given_row = next((row for row in rows if row.change == what_if.AS_GIVEN), None)
     if given_row is not None and not given_row.ok:
         raise ReportError(f"the program as given could not be compiled: fix its error: {given_row.status}")
