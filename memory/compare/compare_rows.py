@@ -400,12 +400,14 @@ def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
     if unknown. The name is MEASURED, PREDICTED or RECOMPUTED.
 
     The cost is measured seconds per token if any row was measured, otherwise predicted seconds per token. If no time is
-    known, the cost is recomputed FLOPs / model FLOPs.
+    known, the cost is recomputed FLOPs / model FLOPs. In a what-if the number of tokens need not be known.
     """
     if any(row.measured for row in rows):
         return MEASURED, lambda row: _per_token((row.measured or {}).get("tokens_per_s"))
     if any(row.predicted_tokens_per_s for row in rows):
         return PREDICTED, lambda row: _per_token(row.predicted_tokens_per_s)
+    if any(row.change for row in rows) and any(row.predicted_seconds for row in rows):  # all have the same batch
+        return PREDICTED, lambda row: row.predicted_seconds or math.inf
     return RECOMPUTED, lambda row: math.inf if row.recompute_flops_fraction is None else row.recompute_flops_fraction
 
 

@@ -12,7 +12,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
-from bytescope.memory.program.compilation import compiled_for
+from bytescope.memory.program.compilation import compiled_for, trace_step
 
 if TYPE_CHECKING:
     from bytescope.memory.program.user_program import UserProgram
@@ -80,18 +80,14 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
     is_local = (target if isinstance(target, str) else target.name) == "local"
     chosen = own["target"] if is_local else target
 
-    own_flags = own["compiler_options"]
+    traced: list[Any] = []  # the step, traced at the first compile
 
     def compile_program(flags: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
         with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):  # the first trace
-            return compiled_for(
-                program.program,
-                program.args,
-                own["kwargs"],
-                target=chosen,
-                options=options,
-                compiler_options={**(own_flags or {}), **(flags or {})},
-            )
+            if not traced:
+                traced.append(trace_step(program.program, program.args, own["kwargs"], target=chosen, options=options))
+            compiler_options = {**(own["compiler_options"] or {}), **(flags or {})}
+            return compiled_for(traced[0], target=chosen, compiler_options=compiler_options)
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
         from bytescope.memory.compare.measured_steps import measure_program

@@ -55,17 +55,8 @@ def compiled_for(
     Raises ReportError if XLA does not know a compiler option, if the object is not a program, if it cannot be compiled
     for the target, or if a file is damaged.
     """
-    if isinstance(target, str):
-        target = targets.parse(target)
-    elif target is not None and not isinstance(target, Target):
-        raise ReportError(
-            f'target={target!r:.60} is not a target: give a name such as "h200:8", or memory.target("h200:8")'
-        )
-    if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
-        raise ReportError(
-            f"{type_phrase(program)} is a program already and takes no arguments: leave the arguments out, or "
-            f"give the step with its arguments, {_CALLED}"
-        )
+    target = _as_target(target)
+    program = trace_step(program, args, kwargs, target=target, options=options)
     if compiler_options and (_is_compiled(_unwrapped_stage(program)) or isinstance(program, (*_DUMPS, Compilation))):
         raise ReportError(
             f"{type_phrase(program)} is compiled already, so the compiler option {next(iter(compiler_options))} cannot "
@@ -75,12 +66,6 @@ def compiled_for(
         return program, target or (targets.parse("local") if program.local else None)
     if isinstance(program, _DUMPS):
         return _compilation_of_dump(_dump(program), target)
-    if args or kwargs or (takes_arguments(program) and tracing.takes_no_arguments(program)):
-        if target is not None and target.is_described:
-            target.devices()  # a missing compiler is reported before anything is traced
-        if not callable(program):
-            raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
-        program = tracing.trace(program, args, kwargs or {}, options or {})
     stage = _unwrapped_stage(program)
     if _is_traced(stage):
         check_sizes(stage.jaxpr)
@@ -90,13 +75,51 @@ def compiled_for(
         judged = target or _described_target(lowered)
         pool = judged.pool_bytes if judged else None
         compilation = compile_lowered(
-            lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool, options=compiler_options
+            lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool, options=compiler_options or {}
         )
         return compilation, judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
         _refuse_other_devices(stage, target)
     compilation = compilation_of(stage, target, compiler_options)
     return compilation, target or _target_of(stage, compilation)
+
+
+def trace_step(
+    program: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Target | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Traces a step with its arguments, so that it can be compiled several times. Returns a program that `compiled_for`
+    takes without arguments. A program that is no step, such as a jax stage, is returned unchanged.
+
+    The arguments are those of `compiled_for`. Raises ReportError if the step cannot be traced for the target.
+    """
+    if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
+        raise ReportError(
+            f"{type_phrase(program)} is a program already and takes no arguments: leave the arguments out, or "
+            f"give the step with its arguments, {_CALLED}"
+        )
+    target = _as_target(target)
+    if args or kwargs or (takes_arguments(program) and tracing.takes_no_arguments(program)):
+        if target is not None and target.is_described:
+            target.devices()  # a missing compiler is reported before anything is traced
+        if not callable(program):
+            raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
+        return tracing.trace(program, args, kwargs or {}, options or {})
+    return program
+
+
+def _as_target(target: Target | str | None) -> Target | None:
+    if isinstance(target, str):
+        return targets.parse(target)
+    if target is not None and not isinstance(target, Target):
+        raise ReportError(
+            f'target={target!r:.60} is not a target: give a name such as "h200:8", or memory.target("h200:8")'
+        )
+    return target
 
 
 def compilation_of(

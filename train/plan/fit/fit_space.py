@@ -27,7 +27,13 @@ LEVERS: Mapping[str, str] = {
 }
 
 # Prefix of a config key -> the lever that changes it. If the command line sets such a key, the lever is not used.
-LEVER_OF_KEY = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding", "xla.": "xla"}
+LEVER_OF_KEY = {
+    "remat.": "remat",
+    "batch.micro": "micro",
+    "batch.accumulation": "accumulation",
+    "mesh.": "sharding",
+    "xla.": "xla",
+}
 
 AXES = ("stage", *BATCH_AXES, "context", "tensor")
 ONE_AXIS = {
