@@ -195,6 +195,8 @@ def compile_lowered(
         device_memory_bytes: bytes of the pool that jax would have on a GPU that is not present. XLA then plans with
             this size, as on a real GPU. None lets XLA plan with 80 % of the device's memory.
     """
+    if options and not str(options.get(SLOP, 0)).isdecimal():
+        raise ReportError(f"{SLOP}={options[SLOP]} is not valid for XLA: give a whole number")
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
