@@ -143,7 +143,7 @@ def compilation_of(
     if _is_lowered(program):
         described = target or _described_target(program)
         pool = described.pool_bytes if described else None
-        return compile_lowered(program, device_memory_bytes=pool, options=compiler_options)
+        return compile_lowered(program, device_memory_bytes=pool, options=compiler_options or {})
     if hasattr(program, "lower") or callable(program):
         raise ReportError(f"{type_phrase(program)} cannot be compiled without its arguments: give them, {_CALLED}")
     raise ReportError(
