@@ -10,11 +10,12 @@ Each public name is imported at its first use, and jax and the drawing libraries
 needed.
 
 Folders, each importing only from the folders before it: records (the parts of a report), hlo (readers of the
-compiler's protos), formulas (published arithmetic), devices (compile targets), program (the user's function and
-arguments, lowered for a target), peak (the content and live range of every buffer), cost (FLOPs, bytes and collectives
-of a step), seconds (predicted step time), remat (the least recomputation under a memory budget), findings (problems
-with their remedies), view (tables, charts and pages), report (the `Report` object with its pages, differences and
-guards), watching (running steps), profile (profiler traces), compare (many programs side by side), commands.
+compiler's protos), formulas (published arithmetic), devices (compile targets), allocators (models of jax's GPU
+allocators), program (the user's function and arguments, lowered for a target), peak (the content and live range of
+every buffer), cost (FLOPs, bytes and collectives of a step), seconds (predicted step time), remat (the least
+recomputation under a memory budget), findings (problems with their remedies), view (tables, charts and pages),
+messages (out-of-memory messages in a log, read and explained), report (the `Report` object with its pages, differences
+and guards), watching (running steps), profile (profiler traces), compare (many programs side by side), commands.
 
 Start at `analysis.py:report_of`. It takes a compiled program and returns a `records.report_record.ReportRecord`.
 """
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.errors import GuardError, ReportError
     from bytescope.memory.formulas.model_facts import ModelFacts
+    from bytescope.memory.messages.explanation import Explanation, explain
     from bytescope.memory.records.buffer_records import Buffer, LedgerRow, TimelinePoint
     from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
     from bytescope.memory.records.report_record import Finding, XlaStats
     from bytescope.memory.remat.recognition import RematPolicy
+    from bytescope.memory.report.allocator_table import replay
     from bytescope.memory.report.difference import Difference, diff
     from bytescope.memory.report.remat_plan import RematPlan
     from bytescope.memory.report.remat_planning import plan_remat
@@ -59,6 +62,7 @@ _HOMES = {
     **dict.fromkeys(("Difference", "diff"), "report.difference"),
     **dict.fromkeys(("Executable", "compile"), "watching.executable"),
     **dict.fromkeys(("Watched", "watch"), "watching.watched"),
+    "replay": "report.allocator_table",
     "RematPlan": "report.remat_plan",
     "plan_remat": "report.remat_planning",
     "RematPolicy": "remat.recognition",
@@ -67,6 +71,7 @@ _HOMES = {
     "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
     "ModelFacts": "formulas.model_facts",
+    **dict.fromkeys(("Explanation", "explain"), "messages.explanation"),
     **dict.fromkeys(("Finding", "XlaStats"), "records.report_record"),
     **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "records.buffer_records"),
     **dict.fromkeys(("Collective", "Communication", "ZeroRow"), "records.parallel_records"),
@@ -78,6 +83,7 @@ __all__ = [
     "Communication",
     "Difference",
     "Executable",
+    "Explanation",
     "Finding",
     "GuardError",
     "LedgerRow",
@@ -97,9 +103,11 @@ __all__ = [
     "assert_fits",
     "compile",
     "diff",
+    "explain",
     "live",
     "load",
     "plan_remat",
+    "replay",
     "target",
     "targets",
     "watch",

@@ -10,15 +10,19 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, add_xla, show_written, user_path, write
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.xla_flags import parse_flags
+from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import ReportRecord, Subject
+from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
+
+if TYPE_CHECKING:
+    from bytescope.memory.allocators.program_events import ProgramCall
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +52,18 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "and the reason for each chosen setting",
     )
     add_xla(parser)
+    parser.add_argument(
+        "--allocators",
+        action="store_true",
+        help="also replay the allocations of a run on models of jax's GPU allocators (bfc, cuda_async, platform), and "
+        "show which of them fit",
+    )
+    parser.add_argument(
+        "--try-remedies",
+        action="store_true",
+        help="also compile the program with the remedy of each finding that has flags or compiler options, and show "
+        "what it frees",
+    )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
@@ -61,6 +77,11 @@ def run(args: argparse.Namespace) -> int:
     """Runs `bytescope report` for the program of --program or --hlo. Returns the exit code."""
     from bytescope.memory.devices import targets
 
+    if args.hlo and args.try_remedies:
+        raise ReportError(
+            "--try-remedies cannot be used with --hlo, because a dump is not compiled again: give the step with "
+            "--program=MODULE:FUNCTION"
+        )
     options = parse_flags(args.xla)
     start_platform(args)
     if args.program:
@@ -70,8 +91,16 @@ def run(args: argparse.Namespace) -> int:
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
     report, compilation = make_report(program)
+    if args.try_remedies:
+        report = with_tried_remedies(report, functools.partial(report_with_options, program))
     show(report, args.verbose)
-    write_files(args, report, compilation.proto, {})
+    more = {}
+    if args.allocators:
+        from bytescope.memory.allocators.program_events import call_of
+        from bytescope.memory.report.allocator_table import CALLS
+
+        more["allocators"] = show_allocators(report, [(call_of(report), CALLS)])
+    write_files(args, report, compilation.proto, more)
     code = verdict(args, report)
     if code == DOES_NOT_FIT and args.program:
         _print_ways_to_fit(report)
@@ -127,6 +156,37 @@ def make_report(
     return report, compilation
 
 
+def with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], ReportRecord | None]) -> ReportRecord:
+    """Returns the report with what the remedy of each finding frees, and prints a line before each compile.
+
+    compile_with: compiles the program with the remedy of a finding; returns None if it cannot.
+    """
+    from bytescope.memory.report.tried_remedies import try_remedies
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    return try_remedies(report, compile_with, lambda line: put(Prose(line, "dim")))
+
+
+def report_with_options(
+    program: PreparedProgram, finding: Finding, subject_of: Callable[[int], Subject] | None = None
+) -> ReportRecord | None:
+    """Compiles a program with the compiler options of a finding's remedy and returns its report. Returns None if the
+    remedy has no compiler options, or if the program was compiled before.
+
+    subject_of: as in `make_report`.
+    """
+    from bytescope.memory.devices.compiler import trial_options
+    from bytescope.memory.report.tried_remedies import options_of
+
+    options = options_of(finding)
+    if not options:
+        return None
+    with trial_options(options):
+        report, compilation = make_report(program, subject_of)
+    return report if compilation.budget is not None else None
+
+
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
     """Prints a report.
 
@@ -136,6 +196,23 @@ def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
     from bytescope.memory.report import report_text
 
     report_text.show(report, choices=choices, verbose=verbose)
+
+
+def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int]]) -> list[dict[str, Any]]:
+    """Replays a run on jax's GPU allocators and prints the table. Returns its rows for the JSON file; `memory.replay`
+    describes their keys.
+
+    report: the report of the step. calls: the programs of the run, each with its number of calls.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.report import allocator_table
+    from bytescope.memory.view.console import put
+
+    rows = allocator_table.rows_of(calls, allocator_table.device_of(report))
+    put(Group(Text(), allocator_table.render(rows, calls, report)))
+    return list(rows)
 
 
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
@@ -184,7 +261,7 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
 
 
 def _print_ways_to_fit(report: ReportRecord) -> None:
-    from bytescope.memory.findings.post_mortem import ways_out
+    from bytescope.memory.messages.post_mortem import ways_out
     from bytescope.memory.units import human
     from bytescope.memory.view.text_layout import Prose
 

@@ -84,6 +84,7 @@ class Row:
         limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
         xla_recomputes: whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's
             memory limit. Its FLOPs are in the predicted time, but not in `recompute_flops_fraction`.
+        xla_margin_bytes: bytes by which the program is below XLA's memory limit; negative above it, None if unknown.
         pareto: whether the row is Pareto-optimal: it fits, and no fitting row of the same workload has fewer bytes at
             equal or less time. Time is measured, otherwise predicted; if neither is known, recomputation replaces it.
         formula: figures of the published formulas, a `formulas.reconcile.Formula` as JSON. None without --formulas or
@@ -128,6 +129,7 @@ class Row:
     limit_bytes: int | None = None
     fits: bool | None = None
     xla_recomputes: bool = False
+    xla_margin_bytes: int | None = None
     pareto: bool = False
     change: str = ""
     effect: str = ""
@@ -303,15 +305,22 @@ def why_slower(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def beyond_xla_limit(rows: Sequence[Row]) -> str:
-    """Returns a sentence about the rows in which XLA's own rematerialization pass recomputes values, if it does so in
-    some rows only: their seconds are then hard to compare with the others. Returns "" otherwise."""
+    """Returns a sentence about the rows above XLA's memory limit, if other rows are below it: their seconds are then
+    hard to compare. In rows above the limit, XLA's rematerialization pass recomputes values, or its scheduler overlaps
+    less. Returns "" otherwise."""
     compiled = [row for row in rows if row.ok]
-    beyond = [row for row in compiled if row.xla_recomputes]
+    recomputing = [row for row in compiled if row.xla_recomputes]
+    beyond = recomputing or [row for row in compiled if (row.xla_margin_bytes or 0) < 0]
     if not 0 < len(beyond) < len(compiled):
         return ""
     keys = varying(rows)
     names = [label(row, keys) for row in beyond]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    if not recomputing:
+        return (
+            f"{len(beyond)} of {len(compiled)} programs ({shown}) are above XLA's memory limit: XLA schedules them for "
+            "less memory and less overlap, which is part of their seconds"
+        )
     return (
         f"XLA's rematerialization pass recomputes values in {len(beyond)} of {len(compiled)} programs ({shown}), "
         "because they exceed XLA's memory limit: its work is part of their seconds"

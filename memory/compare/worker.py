@@ -108,6 +108,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory, programs: HeldProgra
         "limit_bytes": report.limit_bytes,
         "fits": report.fits,
         "xla_recomputes": report.xla_recomputes,
+        "xla_margin_bytes": report.xla_budget.margin_bytes,
         "compile_seconds": seconds,
         "target": dict(report.target),
         "versions": dict(report.versions),

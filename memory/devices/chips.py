@@ -13,6 +13,9 @@ from bytescope.memory.units import GIB, MIB
 
 GB = 10**9
 T = 1e12  # TFLOP/s, TB/s
+# Platforms whose devices are GPUs. jax calls both of them "gpu".
+GPU_PLATFORMS = ("cuda", "rocm")
+PCIE_5 = 64 * GB  # bytes/s of PCI Express 5 with 16 lanes, in one direction
 
 # Bytes that CUDA takes on a GPU before the first buffer: context, kernels and their local memory, handles of cuBLAS and
 # cuDNN. For CUDA 13 on Hopper: NVML's used bytes minus the allocator's pool, after the first jitted call. An estimate,
@@ -33,7 +36,9 @@ class GpuShape:
         cores: number of streaming multiprocessors (SM). fpus_per_core: float32 units of an SM.
         clock_ghz: boost clock in GHz. l2_bytes: L2 cache in bytes.
         shared_per_core: bytes of shared memory of an SM. shared_per_block_optin: the maximum that one block can have.
-        threads_per_core: maximum resident threads of an SM.
+        threads_per_core: maximum resident threads of an SM. threads_per_warp: threads that execute in lockstep.
+        registers: 32-bit registers of an SM. gcn_arch: XLA's name of an AMD GPU's instruction set, "" for NVIDIA. An
+            SM is then a compute unit, and capability is unused.
     """
 
     capability: tuple[int, int]
@@ -45,6 +50,9 @@ class GpuShape:
     shared_per_core: int
     shared_per_block_optin: int
     threads_per_core: int = 2048
+    threads_per_warp: int = 32
+    registers: int = 65536
+    gcn_arch: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Chip:
     """An accelerator, and the host machine that it is usually part of.
 
     Fields:
-        name: the name in targets, such as "h100". kind: jax's `device_kind`. platform: "cuda" or "tpu".
+        name: the name in targets, such as "h100". kind: jax's `device_kind`. platform: "cuda", "rocm" or "tpu".
         device_memory_bytes: memory of one device as its driver reports it. It is less than the nominal size, because
             the driver and error correction take a part.
         reserved_bytes: bytes of device memory that the runtime takes before any program runs.
@@ -101,6 +109,26 @@ def _sources(sheet: str, host: str, total: str = _TOTAL, link: str = _PCIE) -> d
 _AMPERE = GpuShape((8, 0), "", 108, 64, 1.41, 40 * 2**20, 164 * 1024, 163 * 1024)
 _HOPPER = GpuShape((9, 0), "ACCELERATED_FEATURES", 132, 128, 1.98, 50 * 2**20, 228 * 1024, 227 * 1024)
 _BLACKWELL = GpuShape((10, 0), "ACCELERATED_FEATURES", 148, 128, 1.965, 126 * 2**20, 228 * 1024, 227 * 1024)
+# GH200 and H20 have 60 MiB of L2 cache, the full amount of the chip (torch.cuda.get_device_properties).
+_GRACE_HOPPER = dataclasses.replace(_HOPPER, l2_bytes=60 * 2**20)
+_H20 = dataclasses.replace(_GRACE_HOPPER, cores=78)
+# XLA's gb300.txtpb. Its b300.txtpb states 158 SMs, but the B300 that is sold has 148 (torch's device properties).
+_GB300 = GpuShape((10, 3), "ACCELERATED_FEATURES", 152, 128, 2.07, 135_528_448, 228 * 1024, 227 * 1024)
+_B300 = dataclasses.replace(_GB300, cores=148, clock_ghz=2.032)
+# XLA's mi300.txtpb, which describes MI300X; MI325X has the same compute units.
+_MI300 = GpuShape(
+    (9, 4),
+    "",
+    304,
+    128,
+    2.1,
+    4 * 2**20,
+    64 * 1024,
+    64 * 1024,
+    threads_per_warp=64,
+    registers=131072,
+    gcn_arch="gfx942:sramecc+:xnack-",
+)
 _L40S = GpuShape((8, 9), "", 142, 128, 2.52, 96 * 2**20, 100 * 1024, 99 * 1024, 1536)
 _ADA = dataclasses.replace(_L40S, cores=128, l2_bytes=72 * 2**20)
 _L4 = dataclasses.replace(_L40S, cores=58, clock_ghz=2.04, l2_bytes=48 * 2**20)
@@ -119,6 +147,9 @@ _L40S_FLOPS = {"fp32": 91.6 * T, "tf32": 183 * T, "bf16": 362 * T, "fp16": 362 *
 _H100_PCIE_FLOPS = {"fp32": 51 * T, "tf32": 378 * T, "bf16": 756 * T, "fp16": 756 * T, "fp8": 1513 * T}
 _H100_NVL_FLOPS = {"fp32": 60 * T, "tf32": 417.5 * T, "bf16": 835.5 * T, "fp16": 835.5 * T, "fp8": 1670.5 * T}
 _GB200_FLOPS = {"fp32": 80 * T, "tf32": 1250 * T, "bf16": 2500 * T, "fp16": 2500 * T, "fp8": 5000 * T}
+# The published table of H20 states 44 TFLOP/s for fp32, for which 78 SMs would need 2.2 GHz; they reach 1.98 GHz.
+_H20_FLOPS = {"fp32": 39.5 * T, "tf32": 74 * T, "bf16": 148 * T, "fp16": 148 * T, "fp8": 296 * T}
+_MI300_FLOPS = {"fp32": 163.4 * T, "tf32": 653.7 * T, "bf16": 1307.4 * T, "fp16": 1307.4 * T, "fp8": 2614.9 * T}
 _L4_FLOPS = {"fp32": 30.3 * T, "tf32": 60 * T, "bf16": 121 * T, "fp16": 121 * T, "fp8": 242.5 * T}
 _A10G_FLOPS = {"fp32": 35 * T, "tf32": 35 * T, "bf16": 70 * T, "fp16": 70 * T}
 _A5000_FLOPS = {"fp32": 27.8 * T, "tf32": 55.6 * T, "bf16": 111.1 * T, "fp16": 111.1 * T}
@@ -148,6 +179,8 @@ def _gpu(
     host_link: str = _PCIE,
     devices_per_host: int = 8,
     rack_hosts: int = 0,
+    total: str = _TOTAL,
+    platform: str = "cuda",
 ) -> Chip:
     """Returns the Chip of a GPU.
 
@@ -156,11 +189,12 @@ def _gpu(
     the source of `link`. nvlink: bytes/s between all GPUs of a host, 0 if they exchange data over PCIe. nic: bytes/s
     between hosts, per device. host_bytes: memory of one host. flops: dtype -> dense FLOP/s. sheet, host: sources of the
     GPU's and the host's data. rack_hosts: number of hosts in a rack that is one NVLink domain, 0 if there is none.
+    total: the source of `total_gib`. platform: "cuda" or "rocm".
     """
     return Chip(
         name,
         kind,
-        "cuda",
+        platform,
         int(total_gib * GIB),
         CONTEXT_BYTES,
         hbm,
@@ -170,7 +204,7 @@ def _gpu(
         devices_per_host,
         host_bytes,
         flops,
-        _sources(sheet, host, link=host_link),
+        _sources(sheet, host, total, link=host_link),
         gpu=shape,
         max_shape=(rack_hosts, devices_per_host) if rack_hosts else (),
     )
@@ -484,6 +518,124 @@ _CHIPS = (
         devices_per_host=4,
         rack_hosts=18,
     ),
+    # As GB200, with Blackwell Ultra GPUs.
+    _gpu(
+        "gb300",
+        "NVIDIA GB300",
+        276.5,
+        8 * T,
+        225 * GB,
+        900 * GB,
+        900 * GB,
+        960 * GB,
+        _GB200_FLOPS,  # the data sheets state the same rates
+        _GB300,
+        "NVIDIA GB300 NVL72 data sheet (per GPU, dense)",
+        "NVIDIA GB300 NVL72 data sheet (a compute tray)",
+        host_link="NVLink-C2C, 900 GB/s of a superchip both ways, for two GPUs",
+        devices_per_host=4,
+        rack_hosts=18,
+        total=f"{_TOTAL}; XLA's gb300.txtpb states 276.62 GiB",
+    ),
+    _gpu(
+        "b300",
+        "NVIDIA B300 SXM6 AC",
+        267.69,
+        8 * T,
+        64 * GB,
+        900 * GB,
+        100 * GB,
+        2048 * GIB,
+        _B200_FLOPS,  # the data sheets state the same rates
+        _B300,
+        "NVIDIA HGX B300 data sheet (per GPU, dense)",
+        "NVIDIA DGX B300 data sheet",
+        total=f"{_TOTAL}; nvidia-smi prints 275,040 MiB. XLA's b300.txtpb states 276.62 GiB, the size of a GB300",
+    ),
+    # One superchip is one host: a GPU and a Grace CPU with 480 GB. Boards with four GH200 120GB are not described.
+    _gpu(
+        "gh200-96g",
+        "NVIDIA GH200 480GB",
+        94.5,
+        4 * T,
+        450 * GB,
+        450 * GB,
+        50 * GB,
+        480 * GB,
+        _H100_FLOPS,  # the data sheets state the same rates
+        _GRACE_HOPPER,
+        "NVIDIA GH200 Grace Hopper Superchip data sheet (96 GB HBM3)",
+        "NVIDIA MGX GH200 reference design (one superchip, 400 Gb/s)",
+        host_link="NVLink-C2C, 900 GB/s both ways",
+        devices_per_host=1,
+        total="96,768 MiB that torch.cuda.get_device_properties reports (github.com/stas00/ml-engineering/pull/60)",
+    ),
+    # GH200 NVL2: two superchips in a host, connected by NVLink.
+    _gpu(
+        "gh200-144g",
+        "NVIDIA GH200 144G HBM3e",
+        153_008_209_920 / GIB,
+        4.9 * T,
+        450 * GB,
+        450 * GB,
+        50 * GB,
+        960 * GB,
+        _H100_FLOPS,
+        _GRACE_HOPPER,
+        "NVIDIA GH200 Grace Hopper Superchip data sheet (144 GB HBM3e)",
+        "NVIDIA GH200 NVL2 data sheet",
+        host_link="NVLink-C2C, 900 GB/s both ways",
+        devices_per_host=2,
+        total="153,008,209,920 bytes that torch.cuda.get_device_properties reports",
+    ),
+    _gpu(
+        "h20",
+        "NVIDIA H20",
+        97_285 / 1024,
+        4 * T,
+        64 * GB,
+        450 * GB,
+        50 * GB,
+        2048 * GIB,
+        _H20_FLOPS,
+        _H20,
+        "published table of H20's specifications (NVIDIA publishes no data sheet)",
+        "assumed to be the host of an H200: NVIDIA DGX H200 data sheet",
+        total="97,285 MiB that torch.cuda.get_device_properties reports; newer drivers leave up to 95.22 GiB",
+    ),
+    # Seven links of Infinity Fabric connect a GPU with the seven others of a host, 128 GB/s each both ways.
+    _gpu(
+        "mi300x",
+        "AMD Instinct MI300X",
+        191.98,
+        5.3 * T,
+        64 * GB,
+        448 * GB,
+        50 * GB,
+        1536 * GIB,
+        _MI300_FLOPS,
+        _MI300,
+        "AMD Instinct MI300X data sheet (dense)",
+        "8xMI300X_2xEPYC-9374F of MLPerf Inference v4.1; one 400 Gb/s network card per GPU is assumed",
+        total=f"{_TOTAL} of ROCm; newer drivers leave 191.69 GiB",
+        platform="rocm",
+    ),
+    _gpu(
+        "mi325x",
+        "AMD Instinct MI325X",
+        255.98,
+        6 * T,
+        64 * GB,
+        448 * GB,
+        50 * GB,
+        1536 * GIB,
+        _MI300_FLOPS,
+        _MI300,
+        "AMD Instinct MI325X data sheet (dense)",
+        "assumed to be the host of an MI300X",
+        total=f"{_TOTAL} of ROCm; newer drivers leave 255.69 GiB",
+        platform="rocm",
+    ),
     _tpu(
         "v5e",
         "TPU v5 lite",
@@ -539,8 +691,8 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
     """Returns the description of a GPU (GpuTargetConfigProto, as text) with which XLA can compile for a GPU that is
     not present.
 
-    It contains only fields that older versions of jax know. runtime: the CUDA version (major, minor). Raises
-    ValueError for a chip that is not a GPU.
+    It contains only fields that older versions of jax know. runtime: the CUDA version (major, minor), unused for AMD.
+    Raises ValueError for a chip that is not a GPU.
     """
     gpu = chip.gpu
     if gpu is None:
@@ -548,8 +700,8 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
     extension = f"feature_extension: {gpu.feature_extension}" if gpu.feature_extension else ""
     info = {
         "threads_per_block_limit": 1024,
-        "threads_per_warp": 32,
-        "shared_memory_per_block": 48 * 1024,
+        "threads_per_warp": gpu.threads_per_warp,
+        "shared_memory_per_block": gpu.shared_per_core if gpu.gcn_arch else 48 * 1024,
         "shared_memory_per_core": gpu.shared_per_core,
         "threads_per_core_limit": gpu.threads_per_core,
         "core_count": gpu.cores,
@@ -562,23 +714,28 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
         "clock_rate_ghz": gpu.clock_ghz,
         "device_memory_size": chip.device_memory_bytes,
         "shared_memory_per_block_optin": gpu.shared_per_block_optin,
-        "registers_per_core_limit": 65536,
-        "registers_per_block_limit": 65536,
+        "registers_per_core_limit": gpu.registers,
+        "registers_per_block_limit": gpu.registers,
     }
     fields = "\n".join(f"  {name}: {value}" for name, value in info.items())
-    return (
-        f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: {gpu.capability[0]} "
-        f"minor: {gpu.capability[1]} {extension} }}\n}}\n"
-        f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 }}\n'
-        f"runtime_version {{ major: {runtime[0]} minor: {runtime[1]} }}\n"
-        f'device_description_str: "{chip.kind}"\n'
-    )
+    if gpu.gcn_arch:
+        capability = f'rocm_compute_capability {{ gcn_arch_name: "{gpu.gcn_arch}" }}'
+        versions = 'platform_name: "ROCM"\ndnn_version_info {}\n'
+    else:
+        capability = f"cuda_compute_capability {{ major: {gpu.capability[0]} minor: {gpu.capability[1]} {extension} }}"
+        versions = (
+            f'platform_name: "CUDA"\ndnn_version_info {{ major: 9 minor: 10 }}\n'
+            f"runtime_version {{ major: {runtime[0]} minor: {runtime[1]} }}\n"
+        )
+    return f'gpu_device_info {{\n{fields}\n  {capability}\n}}\n{versions}device_description_str: "{chip.kind}"\n'
 
 
 def lacks(chip: Chip) -> str:
     """Returns a warning about a GPU without bfloat16 units, such as "no bf16 units; fp16 65 TFLOP/s; needs CUDA 12:
-    bytescope[cuda12]"; "" for all other chips.
+    bytescope[cuda12]", or about a GPU whose compiler needs more than the usual package; "" for all other chips.
     """
+    if chip.platform == "rocm":
+        return "needs bytescope[rocm] and ROCm 7"
     if chip.gpu is None or "bf16" in chip.peak_flops:
         return ""
     rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"

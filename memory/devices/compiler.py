@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytescope.memory.devices import compile_cache, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
-from bytescope.memory.devices.compiler_log import hold_back_log
+from bytescope.memory.devices.compiler_log import RematLog, hold_back_log, read_remat_log
 from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
@@ -94,10 +94,12 @@ class MemorySettings:
             its description of the device.
         slop_percent: the percentage that temporary buffers may use of the memory left by arguments and results
             (`xla_gpu_memory_limit_slop_factor`).
+        disabled_passes: names of the compiler passes that were switched off (`xla_disable_hlo_passes`).
     """
 
     device_memory_bytes: int | None = None
     slop_percent: int = SLOP_PERCENT
+    disabled_passes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,7 @@ class Compilation:
         versions: package -> version, for the packages that compiled the program.
         budget: the memory settings with which XLA:GPU compiled; None if unknown.
         options: the compiler options that were given, flag of XLA -> value.
+        remat_log: XLA's log line about a rematerialization pass that did not reach its limit; None if there was none.
     """
 
     proto: bytes = b""
@@ -131,6 +134,7 @@ class Compilation:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     budget: MemorySettings | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    remat_log: RematLog | None = None
 
     @property
     def executable(self) -> CompiledStage:
@@ -200,11 +204,11 @@ def compile_lowered(
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
-        settings.enter_context(hold_back_log())
+        log = settings.enter_context(hold_back_log())
         if described:
             settings.enter_context(_disabled_compilation_cache())
         read_settings = settings.enter_context(_memory_settings(device_memory_bytes if described else None))
-        result = _compile_or_load(lowered, options or {}, exact and not described)
+        result = _compile_or_load(lowered, _with_trial(options or {}), exact and not described)
     module, assignment = (b"", b"") if result.proto else _serialize_module_and_buffers(result.compiled)
     return Compilation(
         proto=result.proto,
@@ -219,6 +223,7 @@ def compile_lowered(
         versions=versions(),
         budget=read_settings(),
         options=dict(options or {}),
+        remat_log=read_remat_log(log),
     )
 
 
@@ -405,6 +410,44 @@ def _memory_settings(size: int | None) -> Iterator[Callable[[], MemorySettings |
         _MEMORY_REQUEST.reset(token)
 
 
+# Compiler options of a trial, which are added to the options of every compile in this thread.
+_TRIAL: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("options of a trial", default=None)
+
+
+@contextlib.contextmanager
+def trial_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Context manager in which `compile_lowered` adds compiler options, such as those of a finding's remedy. A name
+    that begins with "jax_" is a boolean setting of jax.config instead.
+
+    The option `xla_disable_hlo_passes` is added to the passes that are off already, and does not replace them.
+    """
+    import jax
+
+    settings = {name: value == "True" for name, value in options.items() if name.startswith("jax_")}
+    before = {name: getattr(jax.config, name) for name in settings}
+    token = _TRIAL.set({name: value for name, value in options.items() if name not in settings})
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        _TRIAL.reset(token)
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def _with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    trial = dict(_TRIAL.get() or {})
+    if DISABLED_PASSES in trial:
+        import jax
+
+        passes = [*str(options.get(DISABLED_PASSES, "")).split(","), *trial[DISABLED_PASSES].split(",")]
+        if not jax.config.jax_compiler_enable_remat_pass and DISABLED_PASSES not in options:  # type: ignore[attr-defined]
+            passes.append(REMAT_PASS)
+        trial[DISABLED_PASSES] = ",".join(dict.fromkeys(filter(None, passes)))
+    return {**options, **trial}
+
+
 @functools.cache
 def _wrap_compile_options() -> None:
     """Wraps jax's function that creates compile options, so that it follows the current request for device memory.
@@ -421,8 +464,11 @@ def _wrap_compile_options() -> None:
         options, request = create(*args, **kwargs), _MEMORY_REQUEST.get()
         if request is None:
             return options
-        slop = dict(options.env_option_overrides).get(SLOP)
-        request.settings = MemorySettings(request.size, int(_slop_of_flags() if slop is None else slop))
+        given = dict(options.env_option_overrides)
+        slop = given.get(SLOP)
+        disabled = given.get(DISABLED_PASSES, options.executable_build_options.debug_options.xla_disable_hlo_passes)
+        passes = tuple(filter(None, str(disabled).split(",")))
+        request.settings = MemorySettings(request.size, int(_slop_of_flags() if slop is None else slop), passes)
         if request.size is None:
             return options
         build_options = write_field(_DEVICE_MEMORY_FIELD, request.size)

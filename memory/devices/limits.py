@@ -4,13 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.devices.chips import CHIPS
+from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS
 from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import (
     FRACTION_VARIABLES,
     JAX_FRACTION,
     MEMORY_FRACTION,
     allocates_singly,
+    pool_can_grow,
     user_fraction,
 )
 from bytescope.memory.errors import ReportError
@@ -47,7 +48,8 @@ def limit_bytes(device: Any) -> int:
 
     - A device of this process: the limit of its allocator (`memory_stats()["bytes_limit"]`).
     - A GPU that is not present: the pool that jaxlib would allocate, a fraction of its memory (`pool_bytes`). With the
-      `platform` allocator, which has no pool: the memory minus the CUDA context.
+      `platform` allocator, which has no pool, and with `cuda_async`, whose pool grows: the memory minus the CUDA
+      context.
     - A TPU that is not present: the HBM minus the part that libtpu takes.
     - A CPU: free host memory within cgroup limits and `ulimit -v`, divided by the number of local devices, because
       simulated devices share the host. It changes with the load of the machine.
@@ -59,9 +61,8 @@ def limit_bytes(device: Any) -> int:
     if hasattr(device, "memory_stats"):
         return _device_limit(device)
     if device.is_described:
-        return described_limit(
-            device.platform, device.device_memory_bytes, device.reserved_bytes, device.memory_fraction
-        )
+        fraction = None if device.pool_can_grow else device.memory_fraction
+        return described_limit(device.platform, device.device_memory_bytes, device.reserved_bytes, fraction)
     return _device_limit(device.devices()[0])
 
 
@@ -69,9 +70,10 @@ def described_limit(platform: str, memory: int, reserved: int, fraction: float |
     """Returns the bytes that programs can use on a device that is not present.
 
     platform: the device's platform, such as "cuda". memory: bytes of the device's memory. reserved: the part that the
-    runtime takes. fraction: the fraction of a GPU's memory that is in jax's pool; None if there is no pool.
+    runtime takes. fraction: the fraction of a GPU's memory that is in jax's pool; None if there is no pool, or if the
+    pool can grow.
     """
-    return pool_bytes(memory, fraction) if platform == "cuda" and fraction else memory - reserved
+    return pool_bytes(memory, fraction) if platform in GPU_PLATFORMS and fraction else memory - reserved
 
 
 def pool_bytes(memory: int, fraction: float) -> int:
@@ -97,10 +99,21 @@ def outside_excess(target: Mapping[str, Any], limit: int | None, outside: int) -
     return max(outside - (target["device_memory_bytes"] - target["limit_bytes"]), 0)
 
 
+def fraction_variable(target: Mapping[str, Any]) -> str:
+    """Returns the environment variable in which the user should set the fraction of jax's pool: the one that is set
+    already, because jax refuses to start if both of its variables are set; otherwise the newer one.
+
+    target: the JSON of the devices.
+    """
+    source = target.get("memory_fraction_source", "")
+    return source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
+
+
 def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
     """Returns advice about the fraction of the GPU's memory that is in jax's pool, at most one sentence. It names a
-    fraction with which the program would fit, or says that too little memory is left outside of the pool. Returns [] if
-    neither applies.
+    fraction with which the program would fit, or says that too little memory is left outside of the pool. For a pool
+    that can grow, it names the fraction from which the pool keeps the program's memory between calls. Returns [] if
+    none of them applies.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`.
@@ -108,11 +121,18 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
         predicted: bytes that the program needs in the pool.
         outside: bytes that the runtime needs outside of the pool.
     """
+    memory, variable = target.get("device_memory_bytes") or 0, fraction_variable(target)
+    if target.get("pool_can_grow") and limit is not None and limit == target.get("limit_bytes"):
+        kept = int(memory * target["memory_fraction"])
+        if not kept < predicted <= limit:
+            return []
+        # github.com/marin-community/marin/pull/8490: one of 704 processes failed to map it again every one or two hours
+        return [
+            f"cuda_async keeps {human(kept)} between calls and maps the rest again in every call, which can fail: set "
+            f"{variable}={math.ceil(100 * predicted / memory) / 100:g} or more"
+        ]
     if not _is_pool(target, limit):
         return []
-    memory, source = target["device_memory_bytes"], target.get("memory_fraction_source", "")
-    # jax refuses to start if both of its variables are set.
-    variable = source if source in FRACTION_VARIABLES else FRACTION_VARIABLES[0]
     if excess := outside_excess(target, limit, outside):
         largest = math.floor(100 * (memory - outside) / memory) / 100
         return [
@@ -126,7 +146,7 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
 
 
 def _is_pool(target: Mapping[str, Any], limit: int | None) -> bool:
-    known = target.get("memory_fraction") and target.get("device_memory_bytes")
+    known = target.get("memory_fraction") and target.get("device_memory_bytes") and not target.get("pool_can_grow")
     return bool(limit and known and limit == target.get("limit_bytes"))
 
 
@@ -139,10 +159,10 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
         target: JSON of a `memory.devices.targets.Target`.
         limit: the limit in bytes.
     """
-    if not limit or target.get("platform") != "cuda" or limit != target.get("limit_bytes"):
+    if not limit or target.get("platform") not in GPU_PLATFORMS or limit != target.get("limit_bytes"):
         return ""
     fraction = target.get("memory_fraction")
-    if fraction:
+    if fraction and not target.get("pool_can_grow"):
         source = target.get("memory_fraction_source")
         return f"{100 * fraction:.4g} % of the GPU's memory{f' ({source})' if source else ''}"
     memory = target.get("device_memory_bytes") or 0
@@ -168,6 +188,6 @@ def _device_limit(device: JaxDevice) -> int:
 
 
 def _usual_fraction() -> float | None:
-    if allocates_singly():
+    if allocates_singly() or pool_can_grow():
         return None
     return (user_fraction() or JAX_FRACTION).value

@@ -77,9 +77,11 @@ def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) ->
 
 
 def _is_no_missing_driver(record: logging.LogRecord) -> bool:
-    """A logging filter that removes the traceback that jax's CUDA plugin logs on a machine without a driver. Returns
-    True for all other records."""
+    """A logging filter that removes the tracebacks that jax's plugins for GPUs log on a machine without a driver.
+    Returns True for all other records."""
     error = record.exc_info[1] if record.exc_info else None
+    if "No AMD GPUs were found" in str(error):
+        return accelerator() == "rocm"
     return "cuPTI" not in str(error) or "xla_cuda" not in record.getMessage() or accelerator() == "cuda"
 
 
@@ -157,6 +159,18 @@ def allocates_singly(env: Mapping[str, str] | None = None) -> bool:
     """Returns whether the user chose jax's `platform` allocator. It has no pool: it requests each buffer from CUDA."""
     env = os.environ if env is None else env
     return env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
+
+
+def pool_can_grow(env: Mapping[str, str] | None = None) -> bool:
+    """Returns whether the user chose jax's `cuda_async` allocator. It requests each buffer from a pool of CUDA. This
+    pool takes the memory fraction at its start, but grows up to the whole GPU if a program needs more: XLA passes the
+    fraction as the pool's release threshold, not as its maximum (gpu_cudamallocasync_allocator.cc).
+
+    XLA's out-of-memory message recommends TF_GPU_ALLOCATOR=cuda_malloc_async instead, which TensorFlow reads and jax
+    does not.
+    """
+    env = os.environ if env is None else env
+    return env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "cuda_async"
 
 
 def user_fraction(env: Mapping[str, str] | None = None) -> MemoryFraction | None:

@@ -23,16 +23,17 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, Chip, target_config
+from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.host_memory import physical_bytes
-from bytescope.memory.devices.limits import limit_bytes
+from bytescope.memory.devices.limits import limit_bytes, pool_bytes
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
     MemoryFraction,
     accelerator,
     allocates_singly,
     choose_platform,
+    pool_can_grow,
     simulate_devices,
     user_fraction,
 )
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 # jax's CUDA plugins that compile for a described GPU -> CUDA version of the described runtime.
 CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
+# jax's plugin for AMD GPUs. It compiles for described GPUs too, but loads only if ROCm's libraries are found, and
+# registers itself only on a machine with an AMD GPU.
+ROCM_PLUGIN = "xla_rocm7"
 
 # Without these variables, libtpu looks for a TPU machine and takes a lock file, which compiling does not need.
 _LIBTPU_QUIET = {
@@ -76,6 +80,7 @@ class Target:
         memory_fraction: the fraction (0 to 1) of the memory that is in jax's pool, for a GPU that is not present. None
             for other targets, and for the `platform` allocator, which has no pool.
         memory_fraction_source: what set the fraction, for messages, such as "jax's default".
+        pool_can_grow: whether jax's pool can become larger than the fraction (the allocator `cuda_async`).
         host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
             host with eight, it is an eighth of the memory.
         hbm_bytes_per_s: bandwidth of the device's memory.
@@ -96,6 +101,7 @@ class Target:
     reserved_bytes: int = 0
     memory_fraction: float | None = None
     memory_fraction_source: str = ""
+    pool_can_grow: bool = False
     host_memory_bytes: int = 0
     hbm_bytes_per_s: float = 0.0
     host_link_bytes_per_s: float = 0.0
@@ -107,14 +113,19 @@ class Target:
     @property
     def limit_bytes(self) -> int:
         """Bytes that programs can use on one device: its memory minus the parts that the runtime and jax's memory
-        fraction leave out; for a CPU, free host memory divided by the number of devices."""
+        fraction leave out; for a CPU, free host memory divided by the number of devices. A pool that can grow is
+        limited only by the device."""
         return limit_bytes(self)
 
     @property
     def pool_bytes(self) -> int | None:
-        """Bytes of jax's pool on a GPU that is not present. On the real GPU, XLA's compiler would take this size as the
-        device memory. None for other targets and without a pool."""
-        return self.limit_bytes if self.memory_fraction else None
+        """Bytes of jax's pool at its start, on a GPU that is not present. On the real GPU, XLA's compiler takes this
+        size as the device memory. None for other targets and without a pool."""
+        if not self.memory_fraction:
+            return None
+        if self.pool_can_grow:  # cuda_async does not round
+            return int(self.device_memory_bytes * self.memory_fraction)
+        return pool_bytes(self.device_memory_bytes, self.memory_fraction)
 
     @property
     def host_bytes_per_device(self) -> float:
@@ -198,7 +209,7 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
         raise ReportError(
             f"target {name!r} has no number of devices after the colon: write a count such as 8 or a shape such as 2x8"
         )
-    if at and (base not in CHIPS or CHIPS[base].platform != "cuda"):
+    if at and (base not in CHIPS or CHIPS[base].platform not in GPU_PLATFORMS):
         raise ReportError(
             f"target {name!r} is not valid: @ sets the memory fraction of a GPU that is not present; leave @{given} out"
             + (", and set XLA_CLIENT_MEM_FRACTION" if base == "local" else "")
@@ -214,7 +225,7 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
     chip = CHIPS[base]
     full = _SHAPES[chip.platform](place, chip, shape)
     plain = f"{base}{':' if colon else ''}{'x'.join(map(str, shape))}"
-    if chip.platform != "cuda":
+    if chip.platform not in GPU_PLATFORMS:
         return _described(plain, chip, full)
     if not at:
         return _described(plain, chip, full, _fraction(default_fraction))
@@ -278,10 +289,10 @@ def from_devices(devices: Sequence[JaxDevice], default_fraction: MemoryFraction 
         hosts = len({device.process_index for device in devices})
         shape = (hosts, len(devices) // hosts)
     # The short forms for one host and for one device: h200:8, h200.
-    counts = shape[1:] if chip.platform == "cuda" and shape[0] == 1 else shape
+    counts = shape[1:] if chip.platform in GPU_PLATFORMS and shape[0] == 1 else shape
     count = f":{'x'.join(map(str, counts))}" if len(devices) > 1 or chip.platform == "tpu" else ""
     name = f"{chip.name}{count}"
-    if chip.platform != "cuda":
+    if chip.platform not in GPU_PLATFORMS:
         return _described(name, chip, shape)
     if first in _GIVEN_FRACTIONS:
         fraction = _GIVEN_FRACTIONS[first]
@@ -331,12 +342,12 @@ def _check_tpu_shape(name: str, chip: Chip, shape: tuple[int, ...]) -> tuple[int
     return full
 
 
-_SHAPES = {"cuda": _check_gpu_shape, "tpu": _check_tpu_shape}
+_SHAPES = {**dict.fromkeys(GPU_PLATFORMS, _check_gpu_shape), "tpu": _check_tpu_shape}
 
 
 def _described(name: str, chip: Chip, shape: tuple[int, ...], fraction: MemoryFraction | None = None) -> Target:
     n_devices = math.prod(shape)
-    per_host = shape[1] if chip.platform == "cuda" else min(n_devices, chip.devices_per_host)
+    per_host = shape[1] if chip.platform in GPU_PLATFORMS else min(n_devices, chip.devices_per_host)
     return Target(
         name=name,
         platform=chip.platform,
@@ -348,6 +359,7 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...], fraction: MemoryFr
         host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host,
         memory_fraction=fraction.value if fraction else None,
         memory_fraction_source=fraction.source if fraction else "",
+        pool_can_grow=fraction is not None and pool_can_grow(),
         is_described=True,
         **_figures(chip),
     )
@@ -412,6 +424,9 @@ def platform_of(device: JaxDevice) -> str:
     so the version string of jax's client decides between them."""
     if device.platform != "gpu":
         return device.platform
+    chip = next((chip for chip in CHIPS.values() if chip.kind == device.device_kind), None)
+    if chip:
+        return chip.platform
     return "rocm" if "rocm" in str(getattr(device.client, "platform_version", "")).lower() else "cuda"
 
 
@@ -440,7 +455,7 @@ def _devices_of_target(name: str) -> tuple[JaxDevice, ...]:
         return tuple(devices[:n])
     chip = CHIPS[base]
     shape = _SHAPES[chip.platform](place, chip, _parse_shape(count))
-    if chip.platform != "cuda":
+    if chip.platform == "tpu":
         return tuple(tpu_devices(name, chip, shape))
     gpus = tuple(gpu_devices(name, chip, shape))
     if given:
@@ -471,6 +486,10 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
         raise ReportError(
             f"target {name} cannot be compiled for: the table of chips lacks this GPU's properties; give another target"
         )
+    if chip.platform == "rocm":
+        _register_rocm_without_gpu(name)
+        config = target_config(chip, (0, 0))
+        return _topology(name, "rocm", topology=_gpu_topology(shape), target_config=config)
     old = chip.gpu.capability < CUDA_13_FROM
     able = [plugin for plugin, version in CUDA_PLUGINS.items() if version < (13, 0) or not old]
     plugins = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
@@ -484,10 +503,43 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
         raise ReportError(
             f"target {name}: no CUDA compiler is installed; pip install 'bytescope[cuda]' (it needs no GPU)"
         )
-    topology = f"1x{shape[0]}x{shape[1]}"  # slices x hosts x devices
     config = target_config(chip, CUDA_PLUGINS[plugins[0]])
     _register_without_gpu(f"jax_plugins.{plugins[0]}")
-    return _topology(name, "cuda", topology=topology, target_config=config)
+    return _topology(name, "cuda", topology=_gpu_topology(shape), target_config=config)
+
+
+def _gpu_topology(shape: tuple[int, ...]) -> str:
+    return f"1x{shape[0]}x{shape[1]}"  # slices x hosts x devices
+
+
+def _register_rocm_without_gpu(name: str) -> None:
+    """Registers jax's ROCm plugin, which refuses to do so on a machine without an AMD GPU.
+
+    name: the target's name, for messages. Raises ReportError if the plugin or ROCm's libraries are not installed.
+    """
+    if not installed(f"jax_plugins.{ROCM_PLUGIN}"):
+        raise ReportError(
+            f"target {name}: no ROCm compiler is installed; pip install 'bytescope[rocm]' and install ROCm 7 (it needs "
+            "no GPU)"
+        )
+    if accelerator() == "rocm":
+        return
+    from jax._src import hardware_utils, xla_bridge  # no public API registers a plugin
+
+    xla_bridge._discover_and_register_pjrt_plugins()  # the ROCm plugin refuses; jax looks for plugins only once
+    if "rocm" in xla_bridge._backend_factories:
+        return
+    count = hardware_utils.num_available_amd_gpus
+    hardware_utils.num_available_amd_gpus = lambda stop_at=None: 1
+    try:
+        importlib.import_module(f"jax_plugins.{ROCM_PLUGIN}").initialize()
+    except Exception as error:  # jaxlib raises its own type if the plugin's library cannot be loaded
+        raise ReportError(
+            f"target {name}: jax's ROCm plugin cannot be loaded ({one_line(error, 160)}); install ROCm 7 and add its "
+            "folder of libraries to LD_LIBRARY_PATH (it needs no GPU)"
+        ) from error
+    finally:
+        hardware_utils.num_available_amd_gpus = count
 
 
 def _register_without_gpu(plugin: str) -> None:
@@ -532,10 +584,9 @@ def _topology(target: str, platform: str, *, name: str | None = None, **options:
         except Exception as error:  # the plugins raise RuntimeError, NotImplementedError and other types
             refused = error
     reason = one_line(refused, 160)
-    extra = {"cuda": "cuda", "tpu": "tpu"}[platform]
     raise ReportError(
         f"target {target}: the {platform} compiler rejects this target ({reason}); update the compiler with "
-        f"pip install -U 'bytescope[{extra}]'"
+        f"pip install -U 'bytescope[{platform}]'"
     ) from refused
 
 

@@ -13,10 +13,8 @@ These are not items, because they add nothing to the peak: programs that run bef
 the operands of only one matrix product at a time; and constants, which are usually a few bytes. The compiler counts
 constants, but the runtime keeps them outside of the pool.
 
-One more effect is not modelled. If the only free chunk of an allocator is less than twice as large as the request, and
-at most 128 MiB larger, the allocator hands out the whole chunk (bfc_allocator.cc, ShouldSplitChunk). This adds nothing
-by default: the pool is reserved in one piece, so that a large free chunk remains for large requests. A run that grows
-its pool, or frees large buffers between steps, may see this effect.
+The items count bytes, not the addresses of blocks. `memory.allocators` replays a run on models of jax's allocators, and
+finds requests that fail because the free memory is in pieces.
 
 Sources named by file are in XLA (openxla/xla). Figures marked "estimate" have not been measured on a GPU: `python
 tests/gpu/accuracy.py --calibrate` measures them and prints the line for this file.
@@ -27,6 +25,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from bytescope.memory.allocators import bfc
+from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.records.report_record import CARD, POOL, RuntimeOverhead
 from bytescope.memory.units import MIB
 
@@ -36,8 +36,6 @@ from bytescope.memory.units import MIB
 NCCL_CONNECTION_BYTES, NCCL_CHANNELS = 4 * MIB + 512 * 1024 + 4_915_200, 24
 
 # ---- Figures that XLA fixes.
-# bfc_allocator.h, kMinAllocationSize: every request is rounded up to a multiple.
-ROUNDING = {"cuda": 256}
 # matmul_utils.h, GemmConfig: kHopperWorkspace from compute capability 9 on, kDefaultWorkspace before.
 BLAS_WORKSPACE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 
@@ -107,8 +105,7 @@ def rounded(size: int, platform: str) -> int:
     """Returns the bytes that the allocator of a `platform` reserves for a request of `size` bytes. Allocators round
     up.
     """
-    unit = ROUNDING.get(platform, 1)
-    return -(-size // unit) * unit
+    return bfc.rounded(size) if platform in GPU_PLATFORMS else size
 
 
 def _rounding(facts: Facts) -> int:
@@ -122,7 +119,7 @@ def _blas(facts: Facts) -> int:
 
 
 def _nccl(facts: Facts) -> int:
-    return facts.communicators * NCCL_CHANNELS * NCCL_CONNECTION_BYTES if facts.platform == "cuda" else 0
+    return facts.communicators * NCCL_CHANNELS * NCCL_CONNECTION_BYTES if facts.platform in GPU_PLATFORMS else 0
 
 
 ITEMS = (
@@ -151,7 +148,7 @@ ITEMS = (
     Item(
         "machine code",
         CARD,
-        lambda facts: facts.code if facts.platform == "cuda" else 0,
+        lambda facts: facts.code if facts.platform in GPU_PLATFORMS else 0,
         "generated_code_size_in_bytes, loaded by the driver; from the source",
     ),
 )

@@ -380,6 +380,10 @@ class StateFlow:
             for at, operand in enumerate(user.operands):
                 if operand == instruction.id and at:
                     yield from self._inner(user.called[at - 1 : at], 0, index)
+        elif user.opcode in ("async-update", "async-done"):
+            # An async operation's value is ((operands), result, context). Its "done" returns the result.
+            if index[:1] == (1,):
+                yield user, index if user.opcode == "async-update" else index[1:]
         elif user.opcode in _HANDING or user.opcode in _CASTING:
             yield user, index if "barrier" in user.opcode else ()
 
@@ -393,6 +397,6 @@ class StateFlow:
     def _calls_returning(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
-            yield from (
-                (caller, index) for caller in self.flow.callers.get(computation.id, ()) if caller.opcode in _HANDING
-            )
+            for caller in self.flow.callers.get(computation.id, ()):
+                if caller.opcode in _HANDING:
+                    yield caller, (1, *index) if caller.opcode == "async-start" else index

@@ -55,6 +55,7 @@ _BEST = "best shape, gpu_benchmark (github.com/mag-/gpu_benchmark)"
 _FA3 = "cuDNN in FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608, fig. 5 and 6)"
 _FA2 = "FlashAttention-2 (Dao 2023, arXiv 2307.08691, section 1: up to 73 % of the peak forward, 63 % backward)"
 _FA4 = "FlashAttention-4 (github.com/Dao-AILab/flash-attention/pull/2605, backward pull/2280)"
+_NVBANDWIDTH = "nvbandwidth (github.com/NVIDIA/Megatron-LM/issues/6491)"
 _BENCHES = "gpu-benches (github.com/te42kyfo/gpu-benches)"
 
 
@@ -148,6 +149,10 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
         ),
         ("host_link",): _constant_rate(_azure("GB200 v6"), 193 * _G),
     },
+    "mi300x": {("products", "bf16"): _tflops(_BEST, (5522, 788.2))},
+    # From device to host. The other direction is faster: 211 GB/s on GB300, 415 GB/s on GH200.
+    "gb300": {("host_link",): _constant_rate(f"{_NVBANDWIDTH}, 4 GB300", 193.5 * _G)},
+    "gh200-96g": {("host_link",): _constant_rate(f"{_NVBANDWIDTH}, 4 GH200", 170 * _G)},
     "a5000": {
         ("products", "bf16"): _tflops(_BEST, (8192, 93.9)),
         ("attention", "forward", 64): _attention(
@@ -183,6 +188,13 @@ NEAREST: Mapping[str, tuple[str, ...]] = {
     "h100-nvl": ("h100", "h200"),
     "b200": ("gb200", "h200", "h100"),
     "gb200": ("b200", "h200", "h100"),
+    "b300": ("b200", "gb200", "h200", "h100"),
+    "gb300": ("gb200", "b200", "h200", "h100"),
+    "gh200-96g": ("h100", "h200"),
+    "gh200-144g": ("h200", "h100"),
+    "h20": ("h100", "h200"),
+    "mi300x": ("h100", "h200"),
+    "mi325x": ("mi300x", "h100", "h200"),
     "rtx5090": ("rtx4090", "h200", "h100"),
     "a100-80g": ("a5000", "h100"),
     "a100-40g": ("a100-80g", "a5000", "h100"),

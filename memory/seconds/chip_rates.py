@@ -8,7 +8,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.memory.devices.chips import CHIPS, Chip
+from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS, PCIE_5, Chip
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import achieved
 from bytescope.memory.seconds.achieved import COLLECTIVES, LIKE, MEASURED, MESHES, NEAREST, NETWORKS, TWINS, Bus
@@ -239,7 +239,9 @@ def _measured_links(chip: Chip, kind: str, between: bool) -> tuple[str, list[Bus
 
 
 def _uses_pcie_within_host(chip: Chip) -> bool:
-    return chip.platform == "cuda" and chip.in_host == chip.host_link
+    # PCI Express 5 with 16 lanes is slower than every NVLink. A comparison with the link to the host would not do: on
+    # GH200, both links have the same bandwidth.
+    return chip.platform in GPU_PLATFORMS and chip.in_host <= PCIE_5
 
 
 def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
@@ -269,7 +271,8 @@ def _summarize_sources(name: str, sources: Mapping[str, str]) -> str:
             like = next((chip for chip in CHIPS if source.startswith(f"efficiency of {chip}:")), name)
             if part not in by_chip.setdefault(like, []):
                 by_chip[like].append(part)
-    own = ", ".join(by_chip.pop(name)) or "nothing"
+    rest = "link to the host" if ("host_link",) in MEASURED.get(name, {}) else "nothing"
+    own = ", ".join(by_chip.pop(name)) or rest
     return f"measured on {name}: {own}" + "".join(
         f"; {', '.join(parts)} with the efficiency of {chip}" for chip, parts in by_chip.items()
     )

@@ -19,8 +19,9 @@ from typing import Any
 from bytescope.memory.devices import live
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import in_one_line
-from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.messages.explanation import explain
+from bytescope.memory.messages.post_mortem import HeldArrays, PostMortem
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human
 
@@ -107,6 +108,7 @@ class StepReporter:
                 held=held_arrays(device, list(arguments)),
                 allocator=allocator_stats(device),
                 report=report,
+                explanation=explain(error_text(error), report),
             )
             files = write_post_mortem(post_mortem, self._folder, jax.process_index())
             where = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
@@ -163,10 +165,15 @@ def _with_causes(error: BaseException | None) -> list[BaseException]:
     return errors
 
 
+def error_text(error: BaseException) -> str:
+    """Returns the texts of an error and its causes, one below the other."""
+    return "\n".join(str(each) for each in _with_causes(error))
+
+
 def memory_line(error: BaseException) -> str:
     """Returns the line of an error's text that reports the failed allocation, beginning at the status code. If there
     is no such line, returns the whole text in one line."""
-    text = "\n".join(str(each) for each in _with_causes(error))
+    text = error_text(error)
     line = next((line for line in text.splitlines() if EXHAUSTED in line), text)
     return in_one_line(line[max(line.find(EXHAUSTED), 0) :])
 
@@ -268,7 +275,7 @@ def printed_post_mortem(post_mortem: PostMortem, files: Iterable[str] = (), widt
 
     files: names of the written files, which the text mentions. width: characters per line (default: the terminal's).
     """
-    from bytescope.memory.report import post_mortem_text
+    from bytescope.memory.messages import post_mortem_text
     from bytescope.memory.view.console import columns, make_console, put
 
     out = io.StringIO()

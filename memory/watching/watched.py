@@ -21,9 +21,9 @@ from typing import Any, overload
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.errors import ReportError, type_phrase
-from bytescope.memory.findings.post_mortem import PostMortem
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.program.in_place import LostUpdateError
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options

@@ -207,7 +207,9 @@ CUDNN_FROM = (8, 0)
 
 def platform_of(device: jax.Device) -> str:
     """Returns the platform name for `choose_kernel`: the platform of the device, such as "cuda", or the name of the
-    GPU if it is too old to run cuDNN's FlashAttention."""
+    GPU if it cannot run cuDNN's FlashAttention: an AMD GPU, or one that is too old."""
+    if device.device_kind.startswith("AMD"):
+        return device.device_kind
     nvidia = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform in ("gpu", "cuda") and nvidia and tuple(map(int, nvidia.groups())) < CUDNN_FROM:
         return device.device_kind

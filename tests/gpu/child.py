@@ -41,7 +41,7 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         return {"cannot": " ".join(str(error).split())}, None, None
     answer = {"compile_s": time.perf_counter() - began}
     report = report_of(compilation, target=target, loop=run_peak.loop_overhead(program))
-    others = run_peak.peaks(program) if asked.get("others") else {}
+    others = run_peak.peaks(program, run_peak.other_programs(program)) if asked.get("others") else {}
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)
     answer |= {

@@ -79,6 +79,18 @@ COMMANDS: Mapping[str, Subcommand] = {
             "--hlo=step.after_optimizations.hlo.pb --json=a.json",
         ),
     ),
+    "explain": Subcommand(
+        "train.commands.explain_config",
+        "measure",
+        "explain an out-of-memory message in a log: cause and fix",
+        (
+            "job.log",
+            "job.log --html=explained.html",
+            "job.log --report=runs/tiny/memory.json",
+            "- --config=llama_8b --target=h100:8 --json=-",
+            "-- python -m my_package.train",
+        ),
+    ),
     "trace": Subcommand(
         "memory.commands.trace_command",
         "measure",
@@ -233,12 +245,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if hasattr(module, "parse"):
         args = module.parse(rest)
     else:
-        args = _parse_arguments(name, rest)
+        args = parse_arguments(name, rest)
     args.command = name
     return args
 
 
-def _parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
+def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
+    """Parses the arguments of the command `name` with the parser of its module. The result has `overrides`."""
     from bytescope.train.commands.config_arguments import settle_subject
 
     overrides: list[tuple[str, str]] = []

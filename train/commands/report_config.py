@@ -17,7 +17,7 @@ from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.train.commands.config_arguments import add_subject, with_xla
 from bytescope.train.generate import generate_flags
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -85,10 +85,11 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
             raise ReportError(f"--{flag}={value} is only valid with --generate: give both, or leave it out")
-    for flag in ("formulas", "run", "github", "export"):
+    for flag in ("formulas", "run", "allocators", "try_remedies", "github", "export"):
         if args.generate and getattr(args, flag):
             raise ReportError(
-                f"--{flag} cannot be used with --generate, because it belongs to a training step: leave one of them out"
+                f"--{flag.replace('_', '-')} cannot be used with --generate, because it belongs to a training step: "
+                "leave one of them out"
             )
     if args.hlo is not None and args.xla:
         raise ReportError(
@@ -106,22 +107,44 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
+    from bytescope.memory.report.allocator_table import check_target
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+    from bytescope.train.plan.open_levers import parse_flags
     from bytescope.train.plan.report_remedies import with_remedies
 
     target = targets.parse(args.target, TRAIN_FRACTION)
+    if args.allocators:
+        check_target(target.to_json())
     program = build_program(args.config, args.overrides, target)
     prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
+    if args.try_remedies:
+
+        def compile_with(finding: Finding) -> ReportRecord | None:
+            if not finding.flags:
+                return report_command.report_with_options(prepared, finding, subject)
+            overrides = [*args.overrides, *parse_flags(finding.flags)]
+            try:
+                changed = build_program(args.config, overrides, target)
+                flat = configs.load_flat(args.config, overrides)
+                return report_command.make_report(prepare_program(changed, target, flat), subject)[0]
+            except ValueError:  # the config cannot run with this remedy
+                return None
+
+        report = report_command.with_tried_remedies(report, compile_with)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
     if args.formulas and prepared.facts:
         more["formula"] = _show_formulas(report, prepared.facts, compilation.jaxpr)
+    if args.run or args.allocators:
+        others = run_peak.other_programs(program)
     if args.run:
-        more["run"] = _show_peaks_of_run(report, run_peak.peaks(program))
+        more["run"] = _show_peaks_of_run(report, run_peak.peaks(program, others))
+    if args.allocators:
+        more["allocators"] = report_command.show_allocators(report, run_peak.run_calls(report, others))
     report_command.write_files(args, report, compilation.proto, more)
     code = report_command.verdict(args, report)
     if code == DOES_NOT_FIT:

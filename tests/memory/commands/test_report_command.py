@@ -11,6 +11,7 @@ from rich.console import Console
 
 from bytescope import memory
 from bytescope.memory import __main__ as command
+from bytescope.memory.allocators.program_events import ProgramCall
 from bytescope.memory.analysis import judge
 from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.compare.prepared_program import PreparedProgram
@@ -22,7 +23,7 @@ from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, RuntimeOverhead
 from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
-from bytescope.train.plan import config_factory
+from bytescope.train.plan import config_factory, run_peak
 from support import programs
 from support.oracles import require
 
@@ -79,6 +80,15 @@ def bare():
 def described():
     return jax.jit(step, donate_argnums=0).trace(shapes(256), jnp.ones((8, 256)), scale=1.0)
 
+def sums(x):
+    for _ in range(3):
+        x, stack = jax.lax.scan(lambda carry, one: (carry + one, carry + one), x, jnp.ones(len(x)))
+        x += jnp.sum(stack, axis=-1)
+    return x
+
+def copies():
+    return sums, (jax.ShapeDtypeStruct((20000,), jnp.float32),)
+
 def shapes(width):
     return {"w": jax.ShapeDtypeStruct((width, width), jnp.float32)}
 """
@@ -114,6 +124,20 @@ def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
     assert "(their_steps.py:5)" in err
 
 
+def test_the_remedies_of_a_step_are_compiled_on_request(their_folder, capsys):
+    require("cuda")
+    code, out, err = run(capsys, "report", "--program=their_steps:copies", "h100", "--try-remedies", "--json=r.json")
+    report = memory.load("r.json")
+    assert (code, err) == (0, "")
+    if report.peak_bytes < 2 * 4 * 20000**2:  # XLA of jaxlib 0.12 makes no such copies
+        assert "compiling with" not in out
+        return
+    assert "compiling with xla_disable_hlo_passes=copy_fusion" in out
+    (found,) = [finding for finding in report.findings if finding.kind == "fused_copies"]
+    assert found.tried_bytes <= report.allocated_bytes - found.bytes // 2
+    assert "compiled with this: " in out and f"{report_text.human(found.tried_bytes)} allocated instead of" in out
+
+
 def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys, monkeypatch):
     """Simulated ones, where there is no accelerator: the mesh that it makes is moved to the target."""
     from bytescope.memory.devices import platform
@@ -129,8 +153,12 @@ def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys,
 
 def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_limit):
     require("cuda")
-    code, out, err = run(capsys, "report", "--program=their_steps:described", "h100", "--github", "--json=r.json")
+    words = ["--program=their_steps:described", "h100", "--github", "--json=r.json", "--allocators"]
+    code, out, err = run(capsys, "report", *words)
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
+    verdicts = {row["allocator"]: row["verdict"] for row in json.loads(Path("r.json").read_text())["allocators"]}
+    assert verdicts == {"bfc": "exceeds", "bfc, growing": "exceeds", "cuda_async": "fits", "platform": "fits"}
+    assert "bfc: jit_step requests " in out and "replayed: 3 x jit_step; outside the pool: context 500.00 MiB" in out
     ways = out[out.index("does not fit: ") :]
     assert "reduce the batch" in ways
     assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out
@@ -182,6 +210,7 @@ def test_one_screen(step):
         (["report", "--hlo=x", "--config=tiny"], "a config and --hlo cannot be combined"),
         (["report", "--hlo=x", "--config.model.n_layers=2"], "it needs a config"),
         (["report", "--hlo=x", "--target=h300"], "h300"),
+        (["report", "--hlo=x", "--try-remedies"], "--try-remedies cannot be used with --hlo"),
         (["report", "--config=nothing"], "nothing"),
         (["diff", "a.json"], "required"),
         (["diff", "a.json", "b.json"], "cannot read a.json"),
@@ -368,9 +397,15 @@ def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys
 
     monkeypatch.setattr(config_factory, "build_program", lambda name, overrides, target: None)
     monkeypatch.setattr(config_factory, "prepare_program", precompiled)
-    words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64"]
+    others = [ProgramCall("init", results=(400,), makes_state=True), ProgramCall("evaluation", temp=500)]
+    monkeypatch.setattr(run_peak, "other_programs", lambda program: others)
+    monkeypatch.setattr(run_peak, "peaks", lambda program, calls: {call.name: call.temp for call in calls})
+    words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64", "--run", "--allocators"]
     assert command.main(words) == 3
     out = capsys.readouterr().out
+    unwrapped = " ".join(out.split())
+    assert "evaluation 500 B; the largest peak is step" in unwrapped
+    assert "replayed: init, 3 x step, 2 x evaluation, step; outside the pool" in unwrapped
     assert out.startswith("tiny on h100:2 (NVIDIA H100 80GB HBM3)  remat none\n") and "changed: data.seq_len=64" in out
     assert "attention [/b] (why)" in out and "EXCEEDS" in out
     below = out[out.index("does not fit: ") :]

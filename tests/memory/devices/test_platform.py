@@ -27,6 +27,8 @@ def test_simulated_devices_are_as_many_as_the_target_asks():
         ("cpu", "Unable to load cuPTI. Is it installed?", 0),
         ("cuda", "Unable to load cuPTI. Is it installed?", 1),
         ("cpu", "cuDNN is too old", 1),
+        ("cpu", "No AMD GPUs were found, skipping ROCm plugin initialization", 0),
+        ("rocm", "No AMD GPUs were found, skipping ROCm plugin initialization", 1),
     ],
 )
 def test_the_traceback_of_a_missing_driver_is_not_logged(driver, error, said, monkeypatch, caplog):

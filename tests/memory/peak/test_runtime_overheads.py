@@ -7,6 +7,9 @@ import jax
 import pytest
 
 from bytescope import memory
+from bytescope.memory.allocators.paged_memory import PagedMemory
+from bytescope.memory.allocators.program_events import ProgramCall, events_of
+from bytescope.memory.allocators.replay import replay
 from bytescope.memory.analysis import judge, report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CONTEXT_BYTES
@@ -15,7 +18,7 @@ from bytescope.memory.peak import runtime_overheads
 from bytescope.memory.peak.runtime_overheads import Facts, LoopOverhead
 from bytescope.memory.records.report_record import CARD, POOL, ReportRecord, RuntimeOverhead, load
 from bytescope.memory.report.report_text import overheads
-from bytescope.memory.units import MIB
+from bytescope.memory.units import GIB, MIB
 from bytescope.train.plan import run_peak
 from bytescope.train.program.program import build
 from bytescope.train.run import loop
@@ -119,7 +122,8 @@ def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():
 
     target, where = targets.parse("h200"), jax.sharding.SingleDeviceSharding(described("h200")[0])
     arrays = [jax.ShapeDtypeStruct((257, 3), "float32", sharding=where) for _ in range(2)]
-    report = report_of(_compiled(product.lower(*arrays)), target=target, loop=LoopOverhead((12,), 1))
+    compilation = _compiled(product.lower(*arrays))
+    report = report_of(compilation, target=target, loop=LoopOverhead((12,), 1))
     rows = {row.name: row.bytes for row in report.runtime_overheads}
     outputs = [b for b in report.buffers if b.category == "outputs" and b.phase == "output"]
     asked = [3084, 3084, report.xla.temp_bytes, 12, *(b.bytes for b in outputs)]
@@ -128,6 +132,12 @@ def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():
     assert rows["rounding"] == sum(-size % 256 for size in (*asked, *held))
     assert rows["cuBLAS workspace"] <= 2 * 3084  # both operands, were it a call of cuBLAS
     assert rows["context"] == CONTEXT_BYTES == target.reserved_bytes
+    alone = report_of(compilation, target=target)  # without the arrays of a loop
+    on_bfc, growing, paged, single = memory.replay(alone)
+    assert on_bfc["peak_in_use_bytes"] == alone.predicted_bytes + -rows["cuBLAS workspace"] % 256
+    assert on_bfc["limit_bytes"] == on_bfc["reserved_bytes"] == target.limit_bytes == paged["reserved_bytes"]
+    assert growing["reserved_bytes"] == single["reserved_bytes"] == 2 * MIB
+    assert {row["verdict"] for row in (on_bfc, growing, paged, single)} == {"fits"}
 
 
 def _compiled(lowered):
@@ -174,16 +184,24 @@ def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_pa
     assert {row.name: row.bytes for row in saved.runtime_overheads}["batches waiting"] == 10 * 2 * 32 * 4
 
 
-def test_the_programs_beside_the_step_hold_the_state_and_their_own():
+def test_the_programs_beside_the_step_hold_the_state_and_their_own(monkeypatch):
     program = small_program({"train.sample_tokens": 0, "model.n_layers": 1})
     state = run_peak.device_bytes(program.state)
     assert state == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state))
-    sizes = run_peak.peaks(program)
+    others = run_peak.other_programs(program)
+    sizes = run_peak.peaks(program, others)
     assert set(sizes) == {"init", "evaluation"}
+    assert sum(others[0].results) == state and others[0].makes_state
     stats = program.evaluate.lower(program.state.params, program.eval_shapes).compile().memory_analysis()
     held = 2 * run_peak.device_bytes(program.eval_shapes)
     assert sizes["evaluation"] == state + held + stats.temp_size_in_bytes + stats.output_size_in_bytes
     assert sizes["init"] >= state
+    step = ProgramCall("step", state=others[0].results, temp=1000)
+    monkeypatch.setattr(run_peak, "call_of", lambda report, name: step)
+    run = run_peak.run_calls(None, others)
+    assert [(call.name, count) for call, count in run] == [("init", 1), ("step", 3), ("evaluation", 2), ("step", 1)]
+    replayed = replay(events_of(run), PagedMemory(GIB))
+    assert (replayed.peak_in_use, replayed.peak_program) == (max(*sizes.values(), state + 1000), "evaluation")
     hosted = small_program({"train.sample_tokens": 0, "model.n_layers": 1, "offload.optimizer": True})
     assert run_peak.device_bytes(hosted.state) < state / 2
     assert dataclasses.asdict(run_peak.loop_overhead(program))["results"] == 1

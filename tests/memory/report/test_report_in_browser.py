@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from bytescope.memory.findings.post_mortem import HeldArrays, PostMortem
+from bytescope.memory.messages.post_mortem import HeldArrays, PostMortem
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.report import report_data as report_data_page
 from bytescope.memory.report import report_page

@@ -173,6 +173,7 @@ def test_a_limit_fails_as_a_device_does_and_the_original_error_is_raised(watch, 
     report = check(told[-1], tmp_path, ["float32[300,1000]", f"{len(kept)}, 3.43 MiB", "too much", "delete "])
     assert (report.limit_bytes, report.fits) == (1024, False)
     found = run.post_mortem
+    assert found.explanation is not None and found.explanation.recognized
     group = next(group for group in found.held if group.shape == (300, 1000))
     assert (group.arrays, group.others, group.other_bytes) == (3, 3, 3 * 1200000)
     own = [group for group in found.held if group.shape == (WIDTH, WIDTH)]

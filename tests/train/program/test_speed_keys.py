@@ -109,7 +109,10 @@ TAKEN = {
     ("optimization_level", "O2"): ["optimization_level: EFFORT_O2"],
     ("optimization_level", "O3"): ["optimization_level: EFFORT_O3"],
     ("latency_hiding", "on"): ["xla_gpu_enable_latency_hiding_scheduler: true"],
-    ("latency_hiding", "off"): ["xla_gpu_enable_latency_hiding_scheduler: false"],
+    ("latency_hiding", "off"): [
+        "xla_gpu_enable_latency_hiding_scheduler: false",
+        'xla_disable_hlo_passes: "latency-hiding-scheduler"',
+    ],
     ("command_buffers", "off"): [],
     ("command_buffers", "kernels"): ["xla_gpu_enable_command_buffer: FUSION"],
     ("command_buffers", "loops"): [
@@ -213,6 +216,13 @@ def test_options_of_a_program_reach_its_report_and_unknown_ones_are_refused():
 def test_empty_keys_tell_the_compiler_nothing():
     xla = small_config().xla
     assert compiler_options(xla, 0, "cuda") == compiler_options(xla, 0, "cpu") == {}
+
+
+def test_without_the_scheduler_the_remat_pass_stays_as_it_is():
+    """The option that names passes replaces the one of jax, which switches the pass off for remat.xla_pass=false."""
+    xla = small_config({"xla.latency_hiding": "off"}).xla
+    passes = [compiler_options(xla, 0, "cuda", xla_pass=on)["xla_disable_hlo_passes"] for on in (True, False)]
+    assert passes == ["latency-hiding-scheduler", "latency-hiding-scheduler,rematerialization"]
 
 
 @described

@@ -3,16 +3,21 @@
 import dataclasses
 import io
 import json
+import random
 
 import pytest
 from rich.console import Console
 
 from bytescope.memory.findings import finding_rules
-from bytescope.memory.findings.post_mortem import _BATCH, HeldArrays, PostMortem, ways_out
+from bytescope.memory.messages import post_mortem_text as text
+from bytescope.memory.messages.explanation import explain
+from bytescope.memory.messages.post_mortem import _BATCH, HeldArrays, PostMortem, ways_out
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ROWS, Buffer, Finding, ReportRecord
-from bytescope.memory.report import post_mortem_text as text
+from bytescope.memory.report import report_page
 from bytescope.memory.units import GIB, MIB
+from bytescope.memory.view.console import plain_text
+from support import memory_messages
 
 pytestmark = pytest.mark.quick
 
@@ -79,8 +84,7 @@ def test_what_the_step_does_not_need_comes_first():
 def test_a_pool_that_leaves_a_quarter_of_the_card_idle(pool, told):
     ways = ways_out(report_of(KEPT, target={"device_memory_bytes": 80 * GIB}), pool=pool)
     assert (
-        ways[0].words.startswith("set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92")
-        and ways[0].bytes == int(0.92 * 80 * GIB) - pool
+        ways[0].words.startswith("set XLA_CLIENT_MEM_FRACTION=0.92") and ways[0].bytes == int(0.92 * 80 * GIB) - pool
     ) is told
 
 
@@ -138,3 +142,20 @@ def test_what_fits_by_the_figures_is_said_to():
     assert text.memory_sum(dataclasses.replace(found, allocator={"bytes_limit": GIB})).endswith(
         "of 1.00 GiB, 5.00 GiB too much"
     )
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_buffers_and_the_cause_of_the_exception_are_shown(width):
+    sample = memory_messages.gpu_buffers(random.Random(2))
+    held = tuple(HeldArrays((number,), "float32", 1, MIB, 1, MIB) for number in range(9))
+    report = report_of(KEPT, WIDE)
+    found = PostMortem(
+        "step", 1, "RESOURCE_EXHAUSTED", held=held, report=report, explanation=explain(sample.text, report)
+    )
+    shown = plain_text(text.render(found), width)
+    assert found.cause and f"cause: {found.cause}" in " ".join(shown.split())
+    assert "largest buffers" in shown and len(shown.splitlines()) <= 40
+    assert found.cause in report_page.render(report, found)
+    assert found.to_json()["post_mortem"]["explanation"]["requested_bytes"] == sample.requested
+    unknown = dataclasses.replace(found, explanation=explain(memory_messages.plain(random.Random(1)).text))
+    assert not unknown.cause and "cause: " not in plain_text(text.render(unknown), width)

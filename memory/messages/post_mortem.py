@@ -13,15 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.devices.limits import fraction_variable
 from bytescope.memory.devices.platform import MEMORY_FRACTION
+from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.report_record import ReportRecord
 
 # Maximum number of remedies; minimum fraction of the peak for arrays, findings and residuals; minimum fraction of the
 # peak for a buffer to compute in parts; fraction of the GPU's memory below which the pool could be larger.
 MAX_REMEDIES, MIN_SHARE, MIN_SHARE_IN_PARTS, LOW_FRACTION = 3, 0.01, 0.10, 0.85
-# Kinds of findings whose remedy uses more memory.
-_USES_MORE = ("spare_memory",)
+# Kinds of findings whose remedy uses more memory, or is about XLA's limit instead of the device's.
+_FREES_NOTHING = ("spare_memory", "arguments_above_limit", "xla_remat_falls_short")
 _BATCH = "reduce the batch, or accumulate gradients over parts of it"
 
 
@@ -74,6 +76,7 @@ class PostMortem:
         held: the live arrays, grouped by shape and dtype, the group with the most bytes first.
         allocator: statistics of the allocator, with jax's keys (`memory_stats`); for a CPU, the memory of the process.
         report: report of the executable that failed; None if the compiler ran out of memory.
+        explanation: what the whole text of the exception says about memory; None if it was not read.
     """
 
     step: str
@@ -83,6 +86,15 @@ class PostMortem:
     held: tuple[HeldArrays, ...] = ()
     allocator: Mapping[str, int] = dataclasses.field(default_factory=dict)
     report: ReportRecord | None = None
+    explanation: ExplanationRecord | None = None
+
+    @property
+    def cause(self) -> str:
+        """The cause in the words of the exception's explanation, with its evidence; "" if the exception has none."""
+        found = self.explanation
+        if found is None or found.cause_kind in ("unknown", "no_memory_problem"):
+            return ""
+        return " ".join(filter(None, (found.cause, found.evidence)))
 
     @property
     def other_bytes(self) -> int:
@@ -107,7 +119,9 @@ class PostMortem:
     def to_json(self) -> dict[str, Any]:
         """Returns the post-mortem as JSON values. These are the values of its report, which `memory.load` and
         `bytescope diff` can read, and the other fields under the key `post_mortem`."""
-        own = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "report"}
+        records = ("report", "explanation")
+        own = {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name not in records}
+        own["explanation"] = self.explanation.to_json() if self.explanation else None
         own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes, "ways_out": plain(self.ways_out)}
         return {**(self.report.to_json() if self.report else {}), "post_mortem": own}
 
@@ -134,7 +148,7 @@ def _propose_larger_pool(report: ReportRecord | None, pool: int) -> Iterator[Way
     if 0 < pool < LOW_FRACTION * memory:
         yield WayOut(
             int(MEMORY_FRACTION * memory) - pool,
-            f"set XLA_PYTHON_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before jax "
+            f"set {fraction_variable(report.target if report else {})}={MEMORY_FRACTION} before jax "
             f"starts: its pool is {pool / memory:.0%} of the GPU's memory",
         )
 
@@ -156,7 +170,7 @@ def _propose_to_delete_arrays(report: ReportRecord | None, held: Sequence[HeldAr
 
 def _propose_remedies(report: ReportRecord) -> Iterator[WayOut]:
     for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
-        if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _USES_MORE:
+        if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _FREES_NOTHING:
             yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})", finding.flags)
 
 

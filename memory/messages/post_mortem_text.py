@@ -5,14 +5,15 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.findings.post_mortem import PostMortem
+from bytescope.memory.messages.explanation_text import culprit_table
+from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, safe, shorten
 from bytescope.memory.view.text_layout import Items, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
-# Maximum groups of arrays, rows of the peak, characters of the error, and characters of a remedy.
-_GROUPS, _ROWS, _ERROR, _WAY = 5, 4, 160, 210
+# Maximum groups of arrays, rows of the peak, characters of the error, characters of a remedy, and listed buffers.
+_GROUPS, _ROWS, _ERROR, _WAY, _CULPRITS = 5, 4, 160, 210, 2
 _ALLOCATOR = (
     ("in use", "bytes_in_use"),
     ("peak", "peak_bytes_in_use"),
@@ -28,6 +29,7 @@ def render(post_mortem: PostMortem, files: tuple[str, ...] = ()) -> RenderableTy
     """
     return blocks(
         _head(post_mortem),
+        culprit_table(post_mortem.explanation.culprits, _CULPRITS) if post_mortem.explanation else None,
         _held(post_mortem),
         _peak_summary(post_mortem),
         _ways(post_mortem),
@@ -52,6 +54,8 @@ def _head(post_mortem: PostMortem) -> RenderableType:
     ]
     if figures:
         lines.append(Items(figures, title="allocator"))
+    if post_mortem.cause:
+        lines.append(Prose(Text.assemble(("cause: ", "bold"), post_mortem.cause)))
     return Group(*lines)
 
 

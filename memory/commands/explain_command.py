@@ -1,0 +1,156 @@
+"""bytescope explain: explains an out-of-memory message in a log, alone or compared with the report of a program.
+
+Without --program and --hlo, jax is not started. `train.commands.explain_config` adds configs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
+from bytescope.memory.errors import ReportError
+from bytescope.memory.messages import explanation_text
+from bytescope.memory.messages.explanation import explain
+from bytescope.memory.records import report_record
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.view.console import make_console, put
+
+# The name that stands for standard input and output.
+STANDARD = "-"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `bytescope explain`: the log, the program that ran, and the output files."""
+    parser.add_argument(
+        "log",
+        metavar="FILE",
+        nargs="?",
+        default=STANDARD,
+        help="the log of the failed job; - for standard input (default). Or give a command after --: it is run, and "
+        "its output is explained on standard error",
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        type=user_path,
+        help="compare the failure with a memory report, such as memory.json in the run directory",
+    )
+    parser.add_argument(
+        "--program",
+        metavar="MODULE:FUNCTION",
+        help="compare the failure with your step, compiled for the target; bytescope report --help explains FUNCTION",
+    )
+    parser.add_argument(
+        "--hlo", metavar="FILE", type=user_path, help="compare the failure with an XLA dump of the failed job"
+    )
+    parser.add_argument(
+        "--target",
+        metavar="TARGET",
+        help="devices of the failed job, such as h100:8 (default: local, the devices of this machine)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=user_path, help="write the explanation as JSON; - for standard output only"
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=user_path,
+        help="write the explanation as a page that opens offline, with a bar for each listed buffer",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `bytescope explain`: prints the explanation of a log and writes the requested files. Returns 0 if a message
+    about memory was recognized, else 1."""
+    check_flags(args)
+    return explain_source(args, _make_report)
+
+
+def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Namespace], ReportRecord | None]) -> int:
+    """Explains the log that the arguments name, or the output of the command after `--`, which is run first. Returns
+    the exit code: of the command; without a command 0 if a message was recognized, else 1.
+
+    make_report: a function from the arguments to the report of the program that ran, None if it is unknown.
+    """
+    if not vars(args).get("job"):
+        return explain_log(args, read_log(args.log), make_report(args))
+    from bytescope.memory.commands.recorded_job import run_job
+
+    code, log = run_job(args.job)
+    if code or explain(log).recognized:
+        explain_log(args, log, make_report(args), make_console(stderr=True))
+    return code
+
+
+def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report", "program", "hlo")) -> None:
+    """Raises ReportError if several flags name a program, or if a requested file cannot be written.
+
+    subjects: the flags that name a program.
+    """
+    check_files(args, ("html",) if str(args.json) == STANDARD else ("json", "html"))
+    given = [name for name in subjects if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
+
+
+def read_log(name: str) -> bytes:
+    """Returns the bytes of a file, or of standard input if the name is "-". Raises ReportError if it cannot be read."""
+    if name == STANDARD:
+        if sys.stdin.isatty():
+            print("paste the log, then press Ctrl-D", file=sys.stderr)
+        stream = getattr(sys.stdin, "buffer", None)
+        return stream.read() if stream else sys.stdin.read().encode("utf-8", "replace")
+    try:
+        return Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise ReportError(
+            f"cannot read {name}: {error.strerror}; give the log of the failed job, or - for standard input"
+        ) from error
+
+
+def explain_log(
+    args: argparse.Namespace, log: bytes, report: ReportRecord | None, console: Console | None = None
+) -> int:
+    """Explains a log, prints the explanation and writes the files of --json and --html. Returns the exit code.
+
+    report: report of the program that ran, None if it is unknown. console: where it is printed, by default stdout.
+    """
+    explanation = explain(log, report)
+    text = json.dumps(explanation.to_json(), indent=1) + "\n"
+    to_stdout = str(args.json) == STANDARD
+    if to_stdout:
+        sys.stdout.write(text)
+    else:
+        put(explanation_text.render(explanation), console)
+        if args.json:
+            write(args.json, text)
+    if args.html:
+        write(args.html, explanation.to_html())
+    if not to_stdout and console is None:
+        show_written(args.json, args.html)
+    return 0 if explanation.recognized else 1
+
+
+def _make_report(args: argparse.Namespace) -> ReportRecord | None:
+    if args.report is not None:
+        return report_record.load(args.report)
+    if args.program is None and args.hlo is None:
+        return None
+    from bytescope.memory.commands import report_command
+    from bytescope.memory.compare.prepared_program import prepare, prepare_dump
+    from bytescope.memory.devices import targets
+    from bytescope.memory.program import user_program
+
+    report_command.start_platform(args)
+    if args.program is not None:
+        user_program.split(args.program)
+        program = prepare(user_program.load(args.program), args.target)
+    else:
+        program = prepare_dump(args.hlo, targets.parse(args.target))
+    return report_command.make_report(program)[0]

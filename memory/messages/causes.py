@@ -1,0 +1,248 @@
+"""Decides the cause of a failed allocation from the messages of a log: one of `CAUSES`, with the evidence.
+
+The rules are ordered from messages that name their cause to guesses from the largest buffers. A message that does not
+contain a cause has the cause "unknown"; nothing is guessed from a size alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from bytescope.memory.messages.culprits import Culprit
+from bytescope.memory.messages.message_forms import FORMS
+from bytescope.memory.messages.message_record import Message
+from bytescope.memory.units import GIB, MIB, human
+
+# Cause -> its sentence on the screen.
+CAUSES: Mapping[str, str] = {
+    "saved_activations": "Activations take most of the memory: the forward pass keeps them for the backward pass.",
+    "attention_scores": "Attention scores take most of the memory. They grow with the square of the sequence length.",
+    "logits": "Logits over the vocabulary take most of the memory.",
+    "large_tensor": "Tensors of the computation are too large for this device; they grow with an input.",
+    "padding": "Padding takes most of the memory: a TPU pads the last two dimensions to tiles of 8 x 128.",
+    "outputs": "The results of the program take most of the memory.",
+    "weights_and_state": "Parameters, optimizer state or other arguments take most of the memory.",
+    "replicated_tensor": "A tensor is whole on one or every device, although it is or will be sharded.",
+    "captured_constant": "The function closes over arrays instead of taking them as arguments.",
+    "unusable_donation": "The donated memory stays allocated beside the results.",
+    "device_full": "The device is already full: other arrays and programs hold its memory.",
+    "fragmentation": "Enough memory is free, but no free piece is large enough.",
+    "other_process": "The pool itself is small: another process probably holds the rest of the device.",
+    "outside_pool": "Memory beside XLA's pool is missing. The pool takes 75 % of a GPU by default; libraries and "
+    "the driver use the rest.",
+    "host_memory": "Memory of the computer is missing, not of the GPU or TPU.",
+    "on_chip_memory": "On-chip memory of a TPU core is missing. This is a limit of a single kernel; HBM is not full.",
+    "no_memory_problem": "This is no sign of missing memory.",
+    "unknown": "The log does not contain the cause.",
+}
+# (cause, form) -> its sentence for a form of messages that shows less than the cause's sentence says.
+_SENTENCES: Mapping[tuple[str, str], str] = {
+    ("saved_activations", "remat"): "Temporary memory and results, usually activations, are larger than the budget.",
+    ("large_tensor", "bfc"): "One program is too large for this device. The log does not say which of its tensors.",
+    ("large_tensor", "cuda_async"): "Free memory does not help.",
+    ("replicated_tensor", "gpu_buffers"): "Each device creates the whole array, although it keeps only a shard.",
+    ("device_full", "gpu_platform"): "The device was full before this request.",
+}
+# Requests, donated bytes and tensors below these sizes do not matter.
+_TINY_REQUEST, _TINY_DONATION, _TINY_TENSOR = 256, MIB, 16 * MIB
+# Requests from this size on are usually the temporary memory of a whole program.
+_LARGE_REQUEST = GIB
+# Minimum share of the listed bytes for a cause; minimum padding factor; share of a pool that is free if it is
+# fragmented.
+_SHARE, _PADDING, _FREE = 0.5, 1.5, 0.3
+_BY_IDENTITY = {
+    "scores": "attention_scores",
+    "logits": "logits",
+    "stack": "saved_activations",
+    "saved": "saved_activations",
+    "norm": "saved_activations",
+    "argument": "weights_and_state",
+    "optimizer": "weights_and_state",
+    "accumulator": "weights_and_state",
+    "gathered": "replicated_tensor",
+    "recomputed": "large_tensor",
+    "gradient": "large_tensor",
+    "copy": "large_tensor",
+    "tensor": "large_tensor",
+}
+
+
+def decide(
+    messages: Sequence[Message], primary: Message, figures: Mapping[str, int | None], culprits: Sequence[Culprit]
+) -> tuple[str, str]:
+    """Returns (key of `CAUSES`, the evidence in one sentence, "" if there is none).
+
+    messages: all messages of the log. primary: the one that is explained. figures: "requested", "limit" and "total" of
+    the log. culprits: the buffers that `primary` lists.
+    """
+    form, own = primary.form, primary.figures
+    requested = figures.get("requested")
+    if form in ("gpu_buffers", "tpu_table"):
+        return _from_program(primary, culprits)
+    if form in ("tpu_scoped",):
+        return "on_chip_memory", ""
+    if form in ("cpu_request", "pinned_host", "xla_host"):
+        tiny = requested is not None and requested <= _TINY_REQUEST
+        return (
+            ("no_memory_problem", f"A request of {requested} bytes fails for another reason.")
+            if tiny
+            else ("host_memory", "")
+        )
+    if form in ("driver", "nccl_memory", "cudnn_memory", "picker"):
+        return "outside_pool", ""
+    if form in ("library_other", "bfc_no_failure", "not_memory"):
+        return "no_memory_problem", ""
+    if form == "tpu_sparse_core":
+        if own["sparse_core"] > own["tensor_core"]:
+            return "weights_and_state", f"Embedding tables on the SparseCores take {human(own['sparse_core'])} of it."
+        return "unknown", ""
+    if form == "tpu_single":
+        return "large_tensor", ""
+    if form in ("tpu_allocate", "tpu_reserve", "tpu_available"):
+        free = own.get("total") if form == "tpu_available" else own.get("free")
+        if requested is None or free is None:
+            return ("fragmentation", "") if "largest" in own else ("unknown", "")
+        if own.get("outputs", 0) > _SHARE * own.get("in_use", own.get("heap", 1 << 62)):
+            return "outputs", f"Results take {human(own['outputs'])} of the allocated memory."
+        if free >= requested:
+            return "fragmentation", f"{human(free)} are free, more than the request of {human(requested)}."
+        return "device_full", f"Only {human(free)} are free."
+    if form in ("bfc", "bfc_dump", "cuda_async"):
+        return _from_pool(messages, primary, requested)
+    if form == "remat_budget":
+        return "weights_and_state", ""
+    if form == "remat":
+        if own.get("limit", 0) < 0:
+            return "weights_and_state", "The budget is negative: arguments and results alone exceed it."
+        total, before = own.get("total"), own.get("before")
+        if total is None:
+            return "saved_activations", ""
+        reduced = f" Recomputing saved {human(before - total)} already." if before is not None else ""
+        return "saved_activations", (
+            f"On the device, the program needs {human(total)} plus its arguments, without those that are "
+            f"donated.{reduced}"
+        )
+    if form == "spmd":
+        whole = own.get("whole", own.get("shard"))
+        if whole is not None and whole < _TINY_TENSOR:
+            return "no_memory_problem", f"The tensor has only {human(whole)}."
+        return "replicated_tensor", ""
+    if form in ("donation", "constants"):
+        total = own.get("total")
+        if form == "constants":
+            return "captured_constant", ""
+        if total is not None and total < _TINY_DONATION:
+            return "unusable_donation", f"They have only {human(total)}, which does not matter."
+        return "unusable_donation", ""
+    if requested is not None and requested <= _TINY_REQUEST:
+        return "no_memory_problem", (
+            f"A request of {requested} bytes fails only if the allocator itself does not work, or if a device is "
+            f"full to the "
+            "last byte."
+        )
+    if requested is not None and form == "gpu_request":
+        if requested >= _LARGE_REQUEST:
+            return "unknown", (
+                "A request of this size is usually the temporary memory of one program: activations and gradients."
+            )
+        return "unknown", "A request of this size usually fails because other arrays had filled the device before."
+    return "unknown", ""
+
+
+def _from_pool(messages: Sequence[Message], primary: Message, requested: int | None) -> tuple[str, str]:
+    own = primary.figures
+    limit, in_use = own.get("limit"), own.get("in_use")
+    card_free = own.get("free") if primary.form == "cuda_async" else None
+    if limit and requested and requested > limit:
+        return (
+            "large_tensor",
+            f"One allocation of {human(requested)} is larger than the whole memory of {human(limit)}.",
+        )
+    if limit and in_use is not None:
+        free = card_free if card_free is not None else limit - in_use
+        if (requested is None and free >= _FREE * limit) or (requested is not None and free >= requested):
+            return "fragmentation", f"{human(free)} of {human(limit)} are not in use."
+        return "device_full", f"{human(in_use)} of {human(limit)} are in use."
+    bar = primary.words.get("bar", "")
+    if not bar:
+        return "unknown", ""
+    used = bar.count("*") / len(bar)
+    warning = next((message for message in messages if message.form == "remat" and "total" in message.figures), None)
+    if used <= 0.02:
+        return "other_process", "The bar of the pool shows that it is empty, and still too small."
+    if warning:
+        return "large_tensor", (
+            f"The compiler had warned: the program's memory could not be brought below "
+            f"{human(warning.figures['total'])}."
+        )
+    holes = [len(hole) for hole in bar.split("*") if hole]
+    if used >= 0.9:
+        return "device_full", f"{used:.0%} of the pool is in use."
+    if len(holes) >= 8 and max(holes) < len(bar) / 4:
+        return "fragmentation", f"{1 - used:.0%} of the pool is free, in at least {len(holes)} holes."
+    return "unknown", f"{used:.0%} of the pool was in use."
+
+
+def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, str]:
+    own = primary.figures
+    space = primary.words.get("space", "hbm")
+    if space not in ("hbm", ""):
+        return "on_chip_memory", ""
+    listed = sum(culprit.bytes or 0 for culprit in culprits)
+    padded = sum((culprit.bytes or 0) * (1 - 1 / culprit.padding) for culprit in culprits)
+    if own.get("unpadded") and own.get("padded", 0) > _PADDING * own["unpadded"]:
+        factor = own["padded"] / own["unpadded"]
+        return (
+            "padding",
+            f"{human(own['padded'])} with padding are {human(own['unpadded'])} without: {factor:.1f} times.",
+        )
+    if listed and padded > _SHARE * listed:
+        return "padding", f"{human(padded)} of the {human(listed)} of listed buffers are padding."
+    outputs, temp, parameters = (
+        own.get("outputs", 0),
+        own.get("temp", 0),
+        own.get("parameters", own.get("arguments", 0)),
+    )
+    complete = {"outputs", "temp"} <= own.keys()  # else the table is cut off
+    if complete and outputs > max(temp, parameters):
+        return "outputs", f"Results take {human(outputs)}, temporary memory {human(temp)}."
+    if complete and parameters > max(temp, outputs):
+        return "weights_and_state", f"Arguments take {human(parameters)}, temporary memory {human(temp)}."
+    if not listed:
+        return "unknown", ""
+    sizes: Counter[str] = Counter()
+    for culprit in culprits:
+        if culprit.identity:
+            sizes[culprit.identity] += culprit.bytes or 0
+    listed = sum(sizes.values())
+    if not listed:
+        return "unknown", ""
+    if sizes["random"] > _SHARE * listed:
+        evidence = "The largest buffers are random bits of an initialization"
+        if temp > 2 * outputs > 0:
+            return "replicated_tensor", f"{evidence}; its result on this device has only {human(outputs)}."
+        return "weights_and_state", f"{evidence}."
+    causes: Counter[str] = Counter()
+    for identity, size in sizes.items():
+        causes[_BY_IDENTITY.get(identity, "unknown")] += size
+    saved = causes["saved_activations"]
+    scores_saved = sum(
+        c.bytes or 0 for c in culprits if c.identity == "scores" and c.phase == "forward" and c.count > 1
+    )
+    # Scores of several layers beside other saved activations: nothing is recomputed.
+    if saved and scores_saved and saved + scores_saved > _SHARE * listed:
+        return "saved_activations", f"{human(saved + scores_saved)} of the {human(listed)} of listed buffers are saved."
+    cause, size = causes.most_common(1)[0]
+    evidence = f"{human(size)} of the {human(listed)} of listed buffers."
+    return (cause, evidence) if size > _SHARE * listed else ("large_tensor", "")
+
+
+def sentence(cause: str, form: str) -> str:
+    """Returns the sentence of a cause. `form`: the form of the explained message."""
+    return _SENTENCES.get((cause, form), CAUSES[cause])
+
+
+def is_failure(message: Message) -> bool:
+    """Returns whether a message reports an error, not a warning."""
+    return FORMS[message.form].failure

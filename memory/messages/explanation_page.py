@@ -1,0 +1,114 @@
+"""Shows an explanation of an out-of-memory message as one HTML file that opens offline, with a bar for each buffer."""
+
+from __future__ import annotations
+
+from bytescope.memory.messages.culprits import Culprit
+from bytescope.memory.messages.explanation_record import ExplanationRecord
+from bytescope.memory.messages.explanation_text import (
+    PHASES,
+    compared_rows,
+    culprit_name,
+    culprit_origin,
+    draw_shardings,
+    memory_rows,
+    next_steps,
+)
+from bytescope.memory.messages.remedies import Remedy
+from bytescope.memory.units import human
+from bytescope.memory.view.elements import figure
+from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import page_table
+
+NOTES = (
+    "Sizes with two decimals are rounded by XLA or libtpu. Units are binary: 1 GiB is 2**30 bytes.",
+    "What a tensor usually is follows from the name of its operation, its shape and its dtype. The message does "
+    "not say it.",
+    "XLA lists at most 15 buffers on a GPU and 20 on a TPU, the largest first. Newer versions list none on a GPU.",
+)
+
+
+def render(explanation: ExplanationRecord) -> str:
+    """Returns the page of an explanation."""
+    rows = memory_rows(explanation) if explanation.recognized else []
+    culprits = explanation.culprits
+    most = max((culprit.bytes or 0 for culprit in culprits), default=0) or 1
+    sentence, commands = next_steps(explanation)
+    match = explanation.match
+    return page(
+        "explain",
+        "out of memory · explained",
+        {},
+        heading=explanation.happened,
+        where=f"line {explanation.line:,} of the log" if explanation.recognized else "no message",
+        facts=[" ".join(filter(None, (explanation.cause, explanation.evidence)))],
+        versions="",
+        figures=[
+            figure(name, size)
+            for name, size in (
+                ("requested", explanation.requested_bytes),
+                ("limit", explanation.limit_bytes),
+                ("in total", explanation.total_bytes),
+            )
+            if size is not None
+        ],
+        memory=page_table(TableView(MEMORY_COLUMNS, [row for row in rows if row[1] is not None])),
+        missing=[name for name, size in rows if size is None],
+        bars=[
+            {
+                "name": culprit_name(culprit),
+                "title": culprit_origin(culprit),
+                "bytes": culprit.bytes,
+                "width": 100 * culprit.bytes / most,
+            }
+            for culprit in culprits
+            if culprit.bytes
+        ],
+        buffers=page_table(TableView(BUFFER_COLUMNS, culprits)),
+        shardings=draw_shardings(explanation),
+        compared=page_table(TableView(COMPARED_COLUMNS, compared_rows(match) if match else [])),
+        comparison=f"{match.title}: {match.sentence}" if match else "",
+        remedies=page_table(TableView(remedy_columns(explanation), explanation.remedies)),
+        sentence=sentence,
+        commands=commands,
+        notes=NOTES,
+    )
+
+
+MEMORY_COLUMNS = (ColumnView("name", "what", path="0"), ColumnView("bytes", "bytes", "bytes", path="1"))
+
+
+COMPARED_COLUMNS = (
+    ColumnView("name", "what", path="0"),
+    ColumnView("report", "report", "bytes", path="1"),
+    ColumnView("log", "log", "bytes", path="2"),
+)
+
+
+def _layers(culprit: Culprit) -> str:
+    return ", ".join(map(str, culprit.layers))
+
+
+BUFFER_COLUMNS = (
+    ColumnView("shape", "shape", read=lambda culprit: culprit.shape or "not in the message"),
+    ColumnView("count", "number", "count"),
+    ColumnView("bytes", "bytes", "bytes"),
+    ColumnView("phase", "phase", "words", read=lambda culprit: PHASES[culprit.phase] or "unknown"),
+    ColumnView("component", "component", "words"),
+    ColumnView("layers", "layers", "words", read=_layers),
+    ColumnView("operation", "operation", "words"),
+    ColumnView("what", "what it usually is", "words"),
+    ColumnView("source", "source", "words", read=lambda culprit: culprit.source or "not in the message"),
+)
+
+
+def remedy_columns(explanation: ExplanationRecord) -> tuple[ColumnView, ...]:
+    """Returns the columns of the table of remedies: the instruction, and the bytes that it can free."""
+
+    def saving(remedy: Remedy) -> int | None:
+        return explanation.savings.get(remedy.saves)
+
+    return (
+        ColumnView("words", "what to do"),
+        ColumnView("saves", "up to", "bytes", read=saving, page=lambda remedy: human(saving(remedy))),
+    )

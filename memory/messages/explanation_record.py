@@ -1,0 +1,99 @@
+"""The record of an explanation: what a log says about memory, the cause, the largest buffers and the remedies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from bytescope.memory.messages import causes
+from bytescope.memory.messages.culprits import Culprit
+from bytescope.memory.messages.message_forms import FORMS
+from bytescope.memory.messages.remedies import Remedy
+from bytescope.memory.messages.report_match import ReportMatch
+from bytescope.memory.units import human
+
+# Kind of an explanation without any message.
+UNKNOWN = "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplanationRecord:
+    """What a log says about memory. All sizes are bytes on one device; None if the log does not contain them.
+
+    Fields:
+        recognized: whether the log contains a message about memory.
+        kind: the kind of the richest message, one of `message_forms.KINDS`; "unknown" if there is none.
+        form: the form of the explained message, a key of `message_forms.FORMS`; "" if there is none.
+        failure: whether the explained message is an error; False for a warning.
+        line: number of the message's line in the log, starting at 1.
+        quote: beginning of the message.
+        requested_bytes: what the failed allocation asked for.
+        limit_bytes: the printed capacity of the memory, or the budget of the compiler's pass; may be negative.
+        total_bytes: bytes of all that is or would be in the memory.
+        figures: all other sizes in the message, such as "temp", "outputs", "free" and "in_use".
+        words: names in the message, such as "allocator" and "space".
+        cause_kind: the cause, a key of `causes.CAUSES`. cause: the same in a sentence. evidence: what in the message
+            shows it, "" if nothing more does.
+        culprits: the listed buffers, the ones with the most bytes first.
+        savings: name of a saving -> the bytes that the listed buffers show for it.
+        remedies: what to do, the cheapest first.
+        messages: number of messages of each form in the log, the explained form included.
+        match: the failure compared with the memory report of a program; None without a report.
+    """
+
+    recognized: bool = False
+    kind: str = UNKNOWN
+    form: str = ""
+    failure: bool = False
+    line: int = 0
+    quote: str = ""
+    requested_bytes: int | None = None
+    limit_bytes: int | None = None
+    total_bytes: int | None = None
+    figures: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cause_kind: str = "unknown"
+    cause: str = causes.CAUSES["unknown"]
+    evidence: str = ""
+    culprits: tuple[Culprit, ...] = ()
+    savings: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    remedies: tuple[Remedy, ...] = ()
+    messages: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    match: ReportMatch | None = None
+
+    @property
+    def happened(self) -> str:
+        """What happened, in one or two sentences."""
+        if not self.form:
+            return "The log contains no message about memory that is known here."
+        form = FORMS[self.form]
+        sizes: dict[str, int | None] = {
+            **self.figures,
+            "requested": self.requested_bytes,
+            "limit": self.limit_bytes,
+            "total": self.total_bytes,
+        }
+        names = {name: human(size) for name, size in sizes.items() if size is not None}
+        try:
+            return form.sentence.format(**{**self.words, **names})
+        except (KeyError, IndexError):
+            return form.short
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the explanation as JSON values."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {
+            **own,
+            "happened": self.happened,
+            "figures": dict(self.figures),
+            "words": dict(self.words),
+            "savings": dict(self.savings),
+            "messages": dict(self.messages),
+            "culprits": [{**dataclasses.asdict(culprit), "layers": list(culprit.layers)} for culprit in self.culprits],
+            "remedies": [
+                {"words": remedy.words, "uses": list(remedy.uses), "bytes": self.savings.get(remedy.saves)}
+                for remedy in self.remedies
+            ],
+            "match": dataclasses.asdict(self.match) if self.match else None,
+        }

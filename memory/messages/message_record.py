@@ -1,0 +1,130 @@
+"""The parts of a message about memory: its form, its figures, and the buffers that it lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from bytescope.memory.hlo.shapes import DTYPES
+from bytescope.memory.units import GIB, KIB, MIB, TIB
+
+# A printed size, such as "4.44GiB", "12.5M", "1.2 KiB", "4,237,689,856 bytes" or "0B".
+SIZE = r"-?\d[\d,]*(?:\.\d+)?\s?(?:[KMGTP]i?B?|B|bytes)(?![A-Za-z])"
+_SIZE = re.compile(r"(-?[\d,]+(?:\.\d+)?)\s?(\w*)")
+_UNITS = {"K": KIB, "M": MIB, "G": GIB, "T": TIB, "P": 2**50}
+_DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+
+# XLA's short name of a dtype -> jax's name.
+_SHORT = {
+    "pred": "bool",
+    "bf16": "bfloat16",
+    **{
+        f"{short}{bits}": f"{name}{bits}"
+        for short, name in (("s", "int"), ("u", "uint"), ("f", "float"))
+        for bits in (2, 4, 8, 16, 32, 64)
+    },
+    "c64": "complex64",
+    "c128": "complex128",
+}
+BITS = dict(DTYPES.values())
+_SHAPE = re.compile(r"([a-z][a-z0-9_]*)\[([\d,<= ]*)\]")
+
+
+def size_of(text: str | None, decimal: bool = False) -> int | None:
+    """Returns a printed size in bytes, None for None. Units are binary (K and KiB are 2**10) unless `decimal`."""
+    match = _SIZE.match(text.strip()) if text else None
+    if match is None or len(match[1]) > 40:
+        return None
+    try:
+        value = float(match[1].replace(",", ""))
+    except ValueError:
+        return None
+    if "." not in match[1] and match[2][:1] not in _UNITS:
+        return int(match[1].replace(",", ""))
+    return round(value * (_DECIMAL if decimal else _UNITS).get(match[2][:1], 1)) if abs(value) < 1e30 else None
+
+
+class ArrayType(NamedTuple):
+    """Dtype and dimensions of an array in a message. The dtype has jax's name, such as "float32"."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int | None:
+        """Bytes without padding; None for an unknown dtype."""
+        if self.dtype not in BITS:
+            return None
+        count = BITS[self.dtype]
+        for dim in self.dims:
+            count *= dim
+        return (count + 7) // 8
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+def array_types(text: str, most: int = 10_000) -> list[ArrayType]:
+    """Returns the types of all arrays named in a text, written as by XLA (f32[8,128]) or by jax (float32[8,128])."""
+    found = []
+    for match in _SHAPE.finditer(text):
+        short = match[1]
+        dtype = _SHORT.get(short) or (short if short in BITS else "")
+        if not dtype and short.startswith("f8"):
+            dtype = f"float8_{short[2:]}"
+        dims = [dim.lstrip("<= ") for dim in match[2].split(",") if dim.strip()]
+        if dtype in BITS and len(dims) < 32 and all(dim.isdigit() and len(dim) < 19 for dim in dims):
+            found.append(ArrayType(dtype, tuple(map(int, dims))))
+        if len(found) == most:
+            break
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedBuffer:
+    """A buffer in the list of a message.
+
+    Fields:
+        bytes: its size, with padding; None if the message does not contain it.
+        array: dtype and dimensions; None if the message does not contain them. For a tuple, the largest element.
+        op_name: jax's name of the operation, "" if unknown.
+        source: file and line of the operation, such as "model.py:12", "" if unknown.
+        label: XLA's opcode or name of the instruction, such as "fusion".
+        unpadded_bytes: size without padding; None if the message does not contain it.
+        is_argument: whether it is an argument of the program.
+        allocation: XLA's kind of the allocation on a TPU, such as "HLO temp".
+    """
+
+    bytes: int | None = None
+    array: ArrayType | None = None
+    op_name: str = ""
+    source: str = ""
+    label: str = ""
+    unpadded_bytes: int | None = None
+    is_argument: bool = False
+    allocation: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """A message about memory in a log.
+
+    Fields:
+        form: its form, a key of `message_forms.FORMS`, such as "gpu_request".
+        line: number of its line in the log, starting at 1. position: position in its passage.
+        figures: name -> bytes, such as "requested", "limit", "total", "free", "in_use". A figure that the message does
+            not contain is left out.
+        words: name -> text, such as "space", "allocator" or "operation".
+        buffers: the buffers that the message lists.
+        quote: its first line.
+    """
+
+    form: str
+    line: int = 0
+    position: int = 0
+    figures: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    buffers: tuple[ListedBuffer, ...] = ()
+    quote: str = ""

@@ -1,0 +1,250 @@
+"""The remedies for each cause of a failed allocation, the cheapest first, and what to run to know more.
+
+A remedy names only functions, variables and flags that exist in the jax and jaxlib that the project supports
+(`Remedy.uses`); a test looks each of them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from bytescope.memory.devices.platform import MEMORY_FRACTION
+
+
+class Remedy(NamedTuple):
+    """A remedy for a failed allocation.
+
+    Fields:
+        words: the instruction.
+        uses: the functions, environment variables and flags of JAX and XLA in `words`.
+        saves: name of the bytes that it can free, a key of `Explanation.savings`; "" if they do not follow from a
+            message.
+    """
+
+    words: str
+    uses: tuple[str, ...] = ()
+    saves: str = ""
+
+
+REMEDIES: Mapping[str, Remedy] = {
+    "larger_pool": Remedy(
+        f"If no other process needs the GPU, set XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before JAX starts. "
+        f"Its default "
+        "is 0.75 of the GPU's memory.",
+        ("XLA_CLIENT_MEM_FRACTION",),
+        "pool",
+    ),
+    "smaller_pool": Remedy(
+        "Leave more memory outside the pool: set XLA_CLIENT_MEM_FRACTION=0.7, or less, before JAX starts.",
+        ("XLA_CLIENT_MEM_FRACTION",),
+    ),
+    "checkpoint": Remedy(
+        "Recompute activations: put jax.checkpoint around each layer, with policy="
+        "jax.checkpoint_policies.dots_with_no_batch_dims_saveable to recompute less.",
+        ("jax.checkpoint", "jax.checkpoint_policies.dots_with_no_batch_dims_saveable"),
+        "saved",
+    ),
+    "flash": Remedy(
+        'Do not store attention scores: jax.nn.dot_product_attention(..., implementation="cudnn") on a GPU, a '
+        "flash or splash attention kernel on a TPU.",
+        ("jax.nn.dot_product_attention",),
+        "scores",
+    ),
+    "chunk_loss": Remedy(
+        "Compute the loss over parts of the tokens: jax.lax.map(..., batch_size=N) around jax.checkpoint of the "
+        "head and "
+        "the loss. Keep the logits in bfloat16.",
+        ("jax.lax.map", "jax.checkpoint"),
+        "logits",
+    ),
+    "parts": Remedy(
+        "Compute the largest tensor in parts: jax.lax.map(..., batch_size=N) or jax.lax.scan over one of its axes.",
+        ("jax.lax.map", "jax.lax.scan"),
+    ),
+    "batch": Remedy(
+        "Make the batch per device smaller, and accumulate gradients over several batches to keep the size of an "
+        "update.",
+    ),
+    "smaller_input": Remedy(
+        "Make the input smaller: shorten or crop the sequence or image. Scores and pair tensors grow with its square.",
+    ),
+    "bfloat16": Remedy(
+        "Compute in jax.numpy.bfloat16 instead of float32: half the bytes of an activation.", ("jax.numpy.bfloat16",)
+    ),
+    "shard_activation": Remedy(
+        "Shard the largest tensors over more devices: jax.lax.with_sharding_constraint.",
+        ("jax.lax.with_sharding_constraint",),
+    ),
+    "padding_layout": Remedy(
+        "Give the last two dimensions sizes near multiples of 8 and 128: move a large dimension to the end, or "
+        "merge a small "
+        "last dimension with the one before it. A last dimension of 1 or 2 is padded to 128.",
+        (),
+        "padding",
+    ),
+    "donate": Remedy(
+        "Donate the arguments that the results replace: jax.jit(step, donate_argnums=0).",
+        ("jax.jit",),
+        "outputs",
+    ),
+    "fewer_outputs": Remedy("Return less: keep sums or the last value instead of every intermediate result."),
+    "shard_state": Remedy(
+        "Shard parameters and optimizer state over the devices: jax.sharding.NamedSharding in out_shardings of the "
+        "jax.jit that creates them.",
+        ("jax.sharding.NamedSharding", "jax.jit"),
+    ),
+    "abstract_init": Remedy(
+        "Create the parameters sharded: jax.eval_shape finds their shapes, jax.jit(init, out_shardings=...) "
+        "creates each "
+        "shard on its device.",
+        ("jax.eval_shape", "jax.jit"),
+    ),
+    "partitionable": Remedy(
+        'Set jax.config.update("jax_threefry_partitionable", True), so that a device creates only its own bits.',
+        ("jax.config.update", "jax_threefry_partitionable"),
+    ),
+    "small_state": Remedy(
+        "Use an optimizer with less state (optax.adafactor, optax.lion), or a smaller model.",
+        ("optax.adafactor", "optax.lion"),
+    ),
+    "host_offload": Remedy(
+        'Keep the optimizer state in host memory: a jax.sharding.NamedSharding with memory_kind="pinned_host".',
+        ("jax.sharding.NamedSharding",),
+    ),
+    "constraint": Remedy(
+        "Give the tensor the same sharding where it is made and where it is used: "
+        "jax.lax.with_sharding_constraint between "
+        "both, or equal out_shardings and in_shardings.",
+        ("jax.lax.with_sharding_constraint",),
+        "whole",
+    ),
+    "as_argument": Remedy(
+        "Pass the arrays as arguments of the jitted function. Then they are neither compiled nor copied, and can be "
+        "donated and sharded.",
+        (),
+        "constants",
+    ),
+    "donate_less": Remedy(
+        "Donate only arguments that a result replaces, with the same shape, dtype and sharding: select them with "
+        "donate_argnums "
+        "of jax.jit.",
+        ("jax.jit",),
+    ),
+    "delete": Remedy(
+        "Delete arrays that are no longer needed: old states, lists of results, arrays of a notebook. "
+        "jax.live_arrays() lists "
+        "them, array.delete() frees one.",
+        ("jax.live_arrays",),
+    ),
+    "one_program": Remedy("Free the first model or step before the second is loaded; restart the notebook's kernel."),
+    "other_process": Remedy(
+        "Look for other processes on the GPU with nvidia-smi, and end those you do not need. One process per GPU: "
+        "CUDA_VISIBLE_DEVICES, or local_device_ids of jax.distributed.initialize.",
+        ("jax.distributed.initialize",),
+    ),
+    "preallocate": Remedy(
+        "Let the pool take its memory at the start, in one piece: do not set XLA_PYTHON_CLIENT_PREALLOCATE=false.",
+        ("XLA_PYTHON_CLIENT_PREALLOCATE",),
+    ),
+    "cuda_async": Remedy(
+        "Use CUDA's allocator, which can join free pieces: XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async.",
+        ("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async"),
+    ),
+    "same_shapes": Remedy(
+        "Use few different shapes: pad batches to the same lengths, and free large arrays in the order in which "
+        "they were "
+        "made.",
+    ),
+    "autotune": Remedy(
+        "If only a measurement of algorithms failed, the run may go on. XLA_FLAGS=--xla_gpu_autotune_level=0 turns the "
+        "measurement off; kernels may be slower.",
+        ("XLA_FLAGS", "--xla_gpu_autotune_level"),
+    ),
+    "host_limit": Remedy(
+        "XLA pins at most 64 GB of host memory; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets another limit.",
+        ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",),
+    ),
+    "host_pieces": Remedy(
+        "Move data to the device in smaller pieces: one batch at a time with jax.device_put instead of the whole "
+        "data set.",
+        ("jax.device_put",),
+    ),
+    "host_rules": Remedy(
+        "Check the computer's free memory, `ulimit -l` and the memory limit of the container. WSL2 pins only a "
+        "part of the "
+        "memory; memory= in .wslconfig raises it.",
+    ),
+    "vmem": Remedy(
+        "Make the kernel's blocks smaller. For a Pallas kernel of your own, vmem_limit_bytes of "
+        "jax.experimental.pallas.tpu.CompilerParams raises the limit.",
+        ("jax.experimental.pallas.tpu.CompilerParams", "vmem_limit_bytes"),
+    ),
+    "scalar_inputs": Remedy(
+        "Make the kernel's scalar inputs smaller, such as the table of pages: fewer pages, or a shorter maximum "
+        "length.",
+    ),
+    "wait": Remedy("Do nothing unless the run fails: it may still succeed."),
+    "nothing": Remedy("Do nothing about memory."),
+    "nccl_debug": Remedy("Set NCCL_DEBUG=INFO to see why the library failed."),
+    "look_before": Remedy("Read the lines before this error: the first exception has the cause."),
+    "torch": Remedy(
+        "Treat both frameworks as two processes on one GPU. If JAX is only a helper, set "
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false "
+        "or JAX_PLATFORMS=cpu, because its pool takes 75 % of the GPU; PyTorch's own settings are in the message.",
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_PLATFORMS"),
+    ),
+}
+
+# Cause -> remedies, the cheapest first.
+BY_CAUSE: Mapping[str, tuple[str, ...]] = {
+    "saved_activations": ("checkpoint", "batch", "bfloat16", "shard_activation"),
+    "attention_scores": ("flash", "checkpoint", "batch"),
+    "logits": ("chunk_loss", "shard_activation", "batch"),
+    "large_tensor": ("smaller_input", "batch", "parts", "shard_activation"),
+    "padding": ("padding_layout", "batch"),
+    "outputs": ("donate", "fewer_outputs", "shard_state"),
+    "weights_and_state": ("donate", "shard_state", "small_state", "host_offload"),
+    "replicated_tensor": ("constraint", "shard_activation"),
+    "captured_constant": ("as_argument",),
+    "unusable_donation": ("donate_less",),
+    "device_full": ("delete", "one_program", "batch", "shard_state"),
+    "fragmentation": ("preallocate", "same_shapes", "cuda_async", "batch"),
+    "other_process": ("other_process", "larger_pool"),
+    "outside_pool": ("smaller_pool", "autotune"),
+    "host_memory": ("host_pieces", "host_rules", "host_limit"),
+    "on_chip_memory": ("vmem",),
+    "no_memory_problem": ("nothing",),
+    "unknown": ("larger_pool", "checkpoint", "batch"),
+}
+# (cause, form) -> remedies, where the form of the message rules some of the cause's remedies out.
+BY_FORM: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("replicated_tensor", "gpu_buffers"): ("abstract_init", "partitionable", "shard_activation"),
+    ("fragmentation", "tpu_allocate"): ("delete", "same_shapes", "batch"),
+    ("fragmentation", "tpu_reserve"): ("delete", "same_shapes", "batch"),
+    ("fragmentation", "tpu_available"): ("delete", "same_shapes", "batch"),
+    ("fragmentation", "cuda_async"): ("same_shapes", "delete", "batch"),
+    ("outside_pool", "nccl_memory"): ("smaller_pool", "nccl_debug"),
+    ("outside_pool", "cudnn_memory"): ("smaller_pool", "batch"),
+    ("host_memory", "cpu_request"): ("batch", "parts", "host_rules"),
+    ("no_memory_problem", "remat"): ("wait",),
+    ("no_memory_problem", "library_other"): ("nccl_debug", "look_before"),
+    ("no_memory_problem", "gpu_request"): ("look_before",),
+    ("no_memory_problem", "not_memory"): ("look_before",),
+    ("saved_activations", "remat"): ("wait", "donate", "checkpoint", "batch"),
+    ("unknown", "bare_code"): ("look_before", "batch"),
+    ("unknown", "gpu_platform"): ("other_process", "delete", "batch"),
+    ("unknown", "tpu_table"): ("checkpoint", "batch", "shard_state"),
+    ("unknown", "torch_cuda"): ("torch",),
+    ("large_tensor", "tpu_single"): ("parts", "shard_activation"),
+    ("on_chip_memory", "smem"): ("scalar_inputs", "vmem"),
+}
+
+
+def remedies_for(cause: str, form: str, space: str = "") -> tuple[Remedy, ...]:
+    """Returns the remedies for a cause, the cheapest first.
+
+    cause: a key of `BY_CAUSE`. form: the form of the message. space: the memory space of a TPU, "" if unknown.
+    """
+    names = BY_FORM.get((cause, space)) or BY_FORM.get((cause, form)) or BY_CAUSE[cause]
+    return tuple(REMEDIES[name] for name in names)

@@ -1,0 +1,84 @@
+"""Reads XLA's text of a sharding, such as {devices=[2,1,4]<=[4,2]T(1,0)}, and draws it on the devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import numpy as np
+
+_DEVICES = re.compile(
+    r"devices=\[(?P<tiles>[\d,]+)\](?:<=\[(?P<reshape>[\d,]+)\](?:T\((?P<transpose>[\d,]+)\))?|(?P<list>[\d,]+))?"
+)
+# Maximum number of devices of a drawing, and of a sharding.
+MAX_DRAWN, _MAX_DEVICES = 64, 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedSharding:
+    """A sharding of an array.
+
+    Fields:
+        tiles: number of pieces along each dimension of the array; () if the array is whole on its devices.
+        copies: number of devices that hold the same piece; 0 if all devices hold all.
+        devices: numbers of the devices in the order of the pieces, () if unknown.
+    """
+
+    tiles: tuple[int, ...] = ()
+    copies: int = 0
+    devices: tuple[int, ...] = ()
+
+    def sentence(self) -> str:
+        """Returns the sharding in words, such as "dimension 0 in 2 pieces, dimension 2 in 4 pieces"."""
+        parts = [f"dimension {at} in {count}" for at, count in enumerate(self.tiles) if count > 1]
+        if not parts:
+            return "whole on every device"
+        copies = f", each piece on {self.copies} devices" if self.copies > 1 else ""
+        return f"{', '.join(parts)} pieces{copies}"
+
+    def drawing(self) -> list[str]:
+        """Returns lines of text with a cell for each piece, which contains the numbers of its devices. Rows are the
+        pieces of the first sharded dimension. Returns [] if the sharding is whole or too large to draw."""
+        sharded = [count for count in self.tiles if count > 1]
+        if not sharded or not 0 < len(self.devices) <= MAX_DRAWN:
+            return []
+        rows = sharded[0]
+        columns = math.prod(sharded[1:])
+        if rows * columns * max(self.copies, 1) != len(self.devices):
+            return []
+        if columns == 1:
+            rows, columns = 1, rows
+        pieces = np.array(self.devices).reshape(rows, columns, -1)
+        cells = [[",".join(map(str, piece)) for piece in row] for row in pieces.tolist()]
+        width = max(len(cell) for row in cells for cell in row)
+        return ["|" + "|".join(cell.rjust(width) for cell in row) + "|" for row in cells]
+
+
+def parse_sharding(text: str) -> ParsedSharding | None:
+    """Returns the sharding in a text of XLA, in the old form (a list of devices) or the new one; None if there "
+    "is none."""
+    if re.search(r"\b(?:replicated|maximal)\b", text) and "devices=" not in text:
+        return ParsedSharding()
+    match = _DEVICES.search(text)
+    if match is None:
+        return None
+    tiles = _numbers(match["tiles"])
+    count = math.prod(tiles)
+    if not 0 < count <= _MAX_DEVICES:
+        return None
+    devices: tuple[int, ...] = ()
+    if match["list"]:
+        devices = _numbers(match["list"])
+    elif match["reshape"]:
+        shape, order = _numbers(match["reshape"]), _numbers(match["transpose"] or "")
+        if math.prod(shape) == count and sorted(order or range(len(shape))) == list(range(len(shape))):
+            devices = tuple(np.arange(count).reshape(shape).transpose(order or range(len(shape))).ravel().tolist())
+    copies = 1
+    if "last_tile_dim" in text and len(tiles) > 1:
+        tiles, copies = tiles[:-1], tiles[-1]
+    return ParsedSharding(tiles, copies, devices if len(devices) == count else ())
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.isdigit() and len(part) < 10)

@@ -1,0 +1,126 @@
+"""bytescope explain: exit codes, standard input and output, and the written files."""
+
+import contextlib
+import io
+import json
+import os
+import pty
+import random
+import select
+import signal
+import sys
+import time
+
+import pytest
+
+from bytescope.memory.commands import recorded_job
+from bytescope.train.cli import main
+from support import memory_messages as written
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def log(tmp_path):
+    path = tmp_path / "job.log"
+    path.write_text(written.training_log(written.gpu_buffers(random.Random(1)).text))
+    return path
+
+
+def test_a_log_is_explained(log, tmp_path, capsys):
+    files = [tmp_path / "out.json", tmp_path / "out.html"]
+    assert main(["explain", str(log), f"--json={files[0]}", f"--html={files[1]}"]) == 0
+    printed = capsys.readouterr().out
+    sample = written.gpu_buffers(random.Random(1))
+    assert "out of memory, line 101 of the log" in printed and "what to do, the cheapest first" in printed
+    found = json.loads(files[0].read_text())
+    assert found["requested_bytes"] == sample.requested and found["kind"] == "gpu_buffers"
+    assert found["culprits"][0]["shape"] == sample.shape and found["remedies"][0]["words"]
+    assert sample.shape in files[1].read_text()
+
+
+def test_standard_input_and_output(log, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log.read_bytes())))
+    assert main(["explain", "-", "--json=-"]) == 0
+    assert json.loads(capsys.readouterr().out)["recognized"] is True
+
+
+def test_nothing_recognized_is_exit_code_1(tmp_path, capsys):
+    (tmp_path / "log").write_text("step 1 loss 2.0\n")
+    assert main(["explain", str(tmp_path / "log")]) == 1
+    assert "No message about memory was recognized." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["missing.log", "."])
+def test_a_log_that_cannot_be_read(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", name]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot read {name}" in error and error.count("\n") == 1
+
+
+# ---- a command after -- ---------------------------------------------------------------------------------------
+
+FAILS = (
+    "import sys; print('step 1'); print('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5000000000 bytes.'"
+    ", file=sys.stderr); sys.exit(7)"
+)
+
+
+def test_a_command_is_run_and_its_output_explained(capfd):
+    assert main(["explain", "--", sys.executable, "-c", FAILS]) == 7
+    out, err = capfd.readouterr()
+    assert out == "step 1\n"
+    assert err.startswith("RESOURCE_EXHAUSTED: ") and "could not allocate 4.66 GiB" in err
+
+
+def test_a_command_without_failure(capfd):
+    assert main(["explain", "--", sys.executable, "-c", "print(5)"]) == 0
+    assert capfd.readouterr() == ("5\n", "")
+
+
+def test_a_process_that_the_command_leaves_behind_is_not_waited_for(capfd):
+    start = time.monotonic()
+    assert main(["explain", "--", "sh", "-c", "sleep 20 & echo left"]) == 0
+    assert time.monotonic() - start < 15 and capfd.readouterr().out == "left\n"
+
+
+def test_commands_that_cannot_be_run(capsys):
+    assert main(["explain", "--"]) == 2 and "no command is given after --" in capsys.readouterr().err
+    assert main(["explain", "job.log", "--", "true"]) == 2 and "cannot be combined" in capsys.readouterr().err
+    assert main(["explain", "--", "/no/such/file"]) == 2 and "cannot run /no/such/file" in capsys.readouterr().err
+
+
+def test_signals_reach_the_command_and_its_end_by_a_signal_is_returned(capfd):
+    sleeps = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
+    assert main(["explain", "--", sys.executable, "-c", sleeps]) == 128 + signal.SIGTERM
+    handles = (
+        "import os, signal, time; signal.signal(signal.SIGUSR1, lambda *_: os._exit(9)); "
+        "os.kill(os.getppid(), signal.SIGUSR1); time.sleep(60)"
+    )
+    assert main(["explain", "--", sys.executable, "-c", handles]) == 9
+
+
+def test_only_the_end_of_a_long_output_is_kept(monkeypatch):
+    monkeypatch.setattr(recorded_job, "MAX_KEPT", 10)
+    kept = recorded_job._Kept()
+    for part in (b"abcdef", b"ghijkl", b"mnopqr"):
+        kept.add(part)
+    assert kept.all() == b"ghijklmnopqr"
+
+
+def test_on_a_terminal_the_command_has_a_terminal_of_its_own():
+    code = "import sys; print([sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty()]); print(input()); " + FAILS
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(
+            sys.executable, [sys.executable, "-m", "bytescope.memory", "explain", "--", sys.executable, "-c", code]
+        )
+    os.write(terminal, b"typed\n")
+    shown = b""
+    with contextlib.suppress(OSError):
+        while select.select([terminal], [], [], 60)[0] and (part := os.read(terminal, 4096)):
+            shown += part
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    text = shown.decode()
+    assert "[True, True, True]" in text and text.count("typed") >= 2 and "could not allocate 4.66 GiB" in text

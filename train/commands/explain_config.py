@@ -1,0 +1,62 @@
+"""bytescope explain: the out-of-memory message of a log, also compared with a config's training step.
+
+`memory.commands.explain_command` explains logs of other programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+
+from bytescope.memory.commands import explain_command, report_command
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.train.commands.config_arguments import SET_KEY
+from bytescope.train.launch.runtime import TRAIN_FRACTION
+from bytescope.train.program import config_files as configs
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command-line arguments of `bytescope explain` to the parser."""
+    explain_command.add_arguments(parser)
+    parser.add_argument("--config", metavar="CONFIG", help="compare the failure with the training step of a config")
+    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the arguments. Those after `--` are a command, in `args.job`; without `--` it is []."""
+    from bytescope.train.commands import registry
+
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    args = registry.parse_arguments("explain", words[:at])
+    args.job = words[at + 1 :]
+    if at < len(words) and not args.job:
+        raise ReportError("no command is given after --: give one, such as -- python -m my_package.train")
+    if args.job and args.log != explain_command.STANDARD:
+        raise ReportError(f"{args.log} and a command after -- cannot be combined: give one of the two")
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `bytescope explain`. Returns 0 if a message about memory was recognized, else 1; with a command after `--`,
+    the exit code of this command."""
+    if args.config is None:
+        if args.overrides:
+            raise ReportError(f"--config.{args.overrides[0][0]} needs a config: give --config=CONFIG, or leave it out")
+        return explain_command.run(args)
+    explain_command.check_flags(args, ("config", "report", "program", "hlo"))
+    return explain_command.explain_source(args, _report_step)
+
+
+def _report_step(args: argparse.Namespace) -> ReportRecord:
+    from bytescope.memory.devices import targets
+    from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+
+    report_command.start_platform(args, TRAIN_FRACTION.value)
+    target = targets.parse(args.target, TRAIN_FRACTION)
+    program = build_program(args.config, args.overrides, target)
+    prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
+    subject = functools.partial(subject_of, args.config, args.overrides, prepared)
+    return report_command.make_report(prepared, subject)[0]
