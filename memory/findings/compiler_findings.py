@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from bytescope.memory.devices.compiler import COPY_FUSION_PASS, DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS
-from bytescope.memory.findings.evidence import NOTABLE, TOY, RuleResult, describe_buffer
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, describe_buffer
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.sources import short_place
@@ -28,35 +28,33 @@ REMAT_SETTING = "jax_compiler_enable_remat_pass"
 # Minimum number of equal temporaries that are the copies of unrolled layers, and maximum number of names in a sentence.
 _MIN_LAYERS, _NAMED = 4, 3
 _NUMBERS = re.compile(r"\d+")
-# Minimum fraction of the scheduler's bytes that wait for a deferred instruction.
+# Minimum fraction of the scheduler's bytes that are operands of deferred weight gradients.
 _MOST = 0.5
-# Categories of buffers that a loop over layers would hold for one layer at a time.
-_OF_ONE_LAYER = ("workspace", "collectives")
+# Phases in which each layer has temporaries of its own that no later layer reads.
+_RECOMPUTED = ("recompute", "backward")
 _PASSING = frozenset(("get-tuple-element", "bitcast", "tuple"))
 _TERA, _GIGA = 1e12, 1e9
 
 
 def scheduler_peak(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if XLA's latency-hiding scheduler keeps buffers alive at the peak that an order of least memory
-    would not, such as the operands of deferred weight gradients. The bytes are an estimate."""
+    """Returns a finding if XLA's latency-hiding scheduler defers weight gradients past the peak, so that their operands
+    stay alive, and an order of least memory would need fewer bytes. The bytes are an estimate.
+
+    Other buffers that the order holds are not found: XLA's order without the scheduler often holds them too.
+    """
     budget = report.xla_budget
     size = budget.scheduler_bytes or 0
-    # A value that is computed early may be the choice of another pass, such as the one that rematerializes.
-    held = [one for one in report.scheduler_held if one.reader]
     if size <= max(NOTABLE * report.peak_bytes, TOY) or SCHEDULER_PASS in budget.disabled_passes:
         return None
-    if sum(one.bytes for one in held) < _MOST * size:
+    operands = [held for held in report.scheduler_held if held.weight_gradient]
+    if sum(held.bytes for held in operands) < _MOST * size:
         return None
-    operands = [one for one in held if one.weight_gradient] or held
-    readers = list(dict.fromkeys(one.reader for one in operands))
-    if operands[0].weight_gradient:
-        parameters = list(dict.fromkeys(one.parameter for one in operands))
-        what = f"defers {_count(readers, 'weight gradient')} past the peak, of {_names(parameters)}"
-    else:
-        what = f"defers {_count(readers, 'instruction')} past the peak, such as {_names(readers)}"
+    readers = list(dict.fromkeys(held.reader for held in operands))
+    parameters = list(dict.fromkeys(held.parameter for held in operands))
     message = (
-        f"XLA's latency-hiding scheduler {what}: buffers such as {_describe_held(operands[0])} stay alive, "
-        f"{human(size)} more than in an order of least memory"
+        f"XLA's latency-hiding scheduler defers {_count(readers, 'weight gradient')} past the peak, of "
+        f"{_names(parameters)}: their operands, such as {_describe_held(operands[0])}, stay alive, {human(size)} more "
+        "than in an order of least memory"
     )
     passes = _disabled(report, SCHEDULER_PASS)
     remedy = (
@@ -87,14 +85,16 @@ def unrolled_layers(report: JudgedProgram, program: PlacedProgram) -> RuleResult
     """Returns a finding if the temporaries of many unrolled layers are alive at the peak. A loop over the layers would
     hold the temporaries of one layer at a time."""
     looped = _looped_instructions(program.module)
+    # A gathered weight, or a gradient before it is scattered, is not a temporary of one layer.
+    weights = {argument.shape for argument in program.arguments.by_number.values()}
     groups: dict[tuple[object, ...], list[Buffer]] = defaultdict(list)
     for b in report.buffers:
-        temporary = b.at_peak and b.memory == "device" and b.category in _OF_ONE_LAYER and b.source
-        if temporary and b.phase in ("recompute", "backward") and b.name not in looped:
+        temporary = b.at_peak and b.memory == "device" and b.category == "workspace" and b.source
+        if temporary and b.phase in _RECOMPUTED and b.name not in looped and b.shape not in weights:
             groups[b.phase, b.dtype, b.shape, b.source, _NUMBERS.sub("#", b.op_name)].append(b)
     repeated = [group for group in groups.values() if len(group) >= _MIN_LAYERS]
     size = sum(b.bytes for group in repeated for b in group[1:])
-    if size <= max(NOTABLE * report.peak_bytes, TOY):
+    if size <= max(LARGE * report.peak_bytes, TOY):
         return None
     largest = max(repeated, key=lambda group: sum(b.bytes for b in group))
     layers = max(map(len, repeated))

@@ -20,12 +20,12 @@ def try_remedies(
     compile_with: compiles the program with the remedy of a finding and returns its report; None if it cannot run. tell:
     called with a line of text before each compile.
     """
-    compiled: dict[tuple[str, str], ReportRecord | None] = {}
+    compiled: dict[str, ReportRecord | None] = {}
     findings = []
     for finding in report.findings:
-        remedy = finding.flags, finding.options
-        if any(remedy) and remedy not in compiled:
-            tell(f"compiling with {finding.flags or finding.options}")
+        remedy = finding.flags or finding.options
+        if remedy and remedy not in compiled:
+            tell(f"compiling with {remedy}")
             compiled[remedy] = compile_with(finding)
         tried = compiled.get(remedy)
         if tried is not None:
