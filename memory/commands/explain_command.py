@@ -97,7 +97,7 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
-    if args.target is not None and given in ([], ["report"]):
+    if args.target not in (None, "local") and given in ([], ["report"]):
         raise ReportError(
             f"--target={args.target} is only valid with the program that ran: give "
             f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave it out"
