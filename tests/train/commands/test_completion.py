@@ -70,6 +70,7 @@ MEANINGS = {
     "--dtype": "float32, bfloat16 or float16",
     "--force": "replace OUT",
     "--formulas": "published formulas predict",
+    "--hlo": "compare the failure with an XLA dump|report on an XLA dump",
     "--html": "page",
     "--json": "as JSON",
     "--layers": "layers of the model",
