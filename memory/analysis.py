@@ -133,6 +133,7 @@ def report_of(
         schedule=read.schedule.steps,
         subject=subject,
         versions=compilation.versions,
+        compiler_options=dict(compilation.options),
         config=dict(config or {}),
     )
 

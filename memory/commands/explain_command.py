@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, check_readable
 from bytescope.memory.messages import explanation_text
 from bytescope.memory.messages.explanation import explain
 from bytescope.memory.records import report_record
@@ -97,6 +97,11 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
+    if args.target is not None and given in ([], ["report"]):
+        raise ReportError(
+            f"--target={args.target} is only valid with the program that ran: give "
+            f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave it out"
+        )
 
 
 def read_log(name: str) -> bytes:
@@ -106,8 +111,10 @@ def read_log(name: str) -> bytes:
             print("paste the log, then press Ctrl-D", file=sys.stderr)
         stream = getattr(sys.stdin, "buffer", None)
         return stream.read() if stream else sys.stdin.read().encode("utf-8", "replace")
+    path = Path(name).expanduser()
     try:
-        return Path(name).expanduser().read_bytes()
+        check_readable(path, pipes=True)
+        return path.read_bytes()
     except OSError as error:
         raise ReportError(
             f"cannot read {name}: {error.strerror}; give the log of the failed job, or - for standard input"

@@ -6,15 +6,17 @@ This module reports on a user's program or an HLO dump; `train.commands.report_c
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_written, user_path, write
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, add_xla, show_written, user_path, write
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
@@ -49,6 +51,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
         "and the reason for each chosen setting",
     )
+    add_xla(parser)
     parser.add_argument(
         "--allocators",
         action="store_true",
@@ -79,9 +82,12 @@ def run(args: argparse.Namespace) -> int:
             "--try-remedies cannot be used with --hlo, because a dump is not compiled again: give the step with "
             "--program=MODULE:FUNCTION"
         )
+    options = parse_flags(args.xla)
     start_platform(args)
     if args.program:
         program = prepare(user_program.load(args.program), args.target)
+        if options:
+            program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
     report, compilation = make_report(program)

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bytescope.memory.devices import compile_cache
+from bytescope.memory.devices import compile_cache, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import RematLog, hold_back_log, read_remat_log
 from bytescope.memory.devices.signature import Signature, read_signature
@@ -118,6 +118,7 @@ class Compilation:
         notes: notes on the compilation for the report.
         versions: package -> version, for the packages that compiled the program.
         budget: the memory settings with which XLA:GPU compiled; None if unknown.
+        options: the compiler options that were given, flag of XLA -> value.
         remat_log: XLA's log line about a rematerialization pass that did not reach its limit; None if there was none.
     """
 
@@ -132,6 +133,7 @@ class Compilation:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     budget: MemorySettings | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     remat_log: RematLog | None = None
 
     @property
@@ -191,11 +193,14 @@ def compile_lowered(
         exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks them,
             so they are saved next to the cache entry. If they are missing there and `exact` is set, the program is
             compiled again. If `exact` is not set, lifetimes are derived from the schedule.
-        options: compiler options, as in `Lowered.compile(compiler_options=)`.
+        options: compiler options, as in `Lowered.compile(compiler_options=)`. Raises ReportError if XLA does not know
+            an option or its value.
         jaxpr, notes: fields of the Compilation. Notes of the compiler come first.
         device_memory_bytes: bytes of the pool that jax would have on a GPU that is not present. XLA then plans with
             this size, as on a real GPU. None lets XLA plan with 80 % of the device's memory.
     """
+    if options and not str(options.get(SLOP, 0)).isdecimal():
+        raise ReportError(f"{SLOP}={options[SLOP]} is not valid for XLA: give a whole number")
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
@@ -217,6 +222,7 @@ def compile_lowered(
         notes=result.notes + notes,
         versions=versions(),
         budget=read_settings(),
+        options=dict(options or {}),
         remat_log=read_remat_log(log),
     )
 
@@ -329,6 +335,8 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
             raise ReportError(
                 f"XLA cannot compile arrays of these sizes ({one_line(error)}): give smaller sizes"
             ) from error
+        if refused := xla_flags.refusal(error):
+            raise refused from error
         known = next((each for each in RETRIES if each.error in str(error)), None)
         if known is None or set(known.options) & set(options):
             raise
@@ -434,8 +442,8 @@ def _with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:
         import jax
 
         passes = [*str(options.get(DISABLED_PASSES, "")).split(","), *trial[DISABLED_PASSES].split(",")]
-        remat = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # set at run time
-        if not remat and DISABLED_PASSES not in options:
+        enabled = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax adds it at run time
+        if not enabled and DISABLED_PASSES not in options:
             passes.append(REMAT_PASS)
         trial[DISABLED_PASSES] = ",".join(dict.fromkeys(filter(None, passes)))
     return {**options, **trial}

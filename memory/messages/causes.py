@@ -48,6 +48,8 @@ _SENTENCES: Mapping[tuple[str, str], str] = {
 _TINY_REQUEST, _TINY_DONATION, _TINY_TENSOR = 256, MIB, 16 * MIB
 # Requests from this size on are usually the temporary memory of a whole program.
 _LARGE_REQUEST = GIB
+# A request below this share of the temporary memory is a result; a program below this size does not fill a device.
+_PART, _SMALL_PROGRAM = 0.5, GIB
 # Minimum share of the listed bytes for a cause; minimum padding factor; share of a pool that is free if it is
 # fragmented.
 _SHARE, _PADDING, _FREE = 0.5, 1.5, 0.3
@@ -89,7 +91,7 @@ def decide(
             if tiny
             else ("host_memory", "")
         )
-    if form in ("driver", "nccl_memory", "cudnn_memory", "picker"):
+    if form in ("driver", "nccl_memory", "cudnn_memory", "library_start", "picker"):
         return "outside_pool", ""
     if form in ("library_other", "bfc_no_failure", "not_memory"):
         return "no_memory_problem", ""
@@ -209,6 +211,14 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
         return "outputs", f"Results take {human(outputs)}, temporary memory {human(temp)}."
     if complete and parameters > max(temp, outputs):
         return "weights_and_state", f"Arguments take {human(parameters)}, temporary memory {human(temp)}."
+    requested, total = own.get("requested"), own.get("total")
+    if complete and requested is not None and requested < _PART * temp:
+        # XLA allocates results before temporary memory.
+        return "device_full", (
+            f"Not even a result of {human(requested)} could be allocated, before {human(temp)} of temporary memory."
+        )
+    if complete and total is not None and total < _SMALL_PROGRAM:
+        return "device_full", f"This program needs only {human(total)} in total."
     if not listed:
         return "unknown", ""
     sizes: Counter[str] = Counter()

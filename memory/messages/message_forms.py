@@ -198,6 +198,17 @@ FORMS: Mapping[str, Form] = {
         "A CUDA library (cuDNN, cuBLAS, cuSOLVER) could not allocate its memory outside XLA's pool.",
         "A CUDA library (cuDNN, cuBLAS, cuSOLVER) could not allocate its memory outside XLA's pool.",
     ),
+    "library_start": Form(
+        "start of a CUDA library that failed",
+        "allocator_other",
+        True,
+        "A CUDA library (cuDNN, cuBLAS, cuSOLVER) could not start or found no algorithm that runs. The log does "
+        "not say "
+        "why; usually no memory is left outside XLA's pool.",
+        "A CUDA library (cuDNN, cuBLAS, cuSOLVER) could not start or found no algorithm that runs. The log does "
+        "not say "
+        "why; usually no memory is left outside XLA's pool.",
+    ),
     "library_other": Form(
         "error of a CUDA library",
         "allocator_other",

@@ -54,7 +54,7 @@ def _message(form: str, match: re.Match[str], **more: int | None) -> Message:
 # ---- GPU: programs and requests -------------------------------------------------------------------------------
 
 _REQUEST = _pattern(
-    r"Out of memory (?:while trying to allocate|allocating)"
+    r"(?:(?:Out of memory )?while trying to allocate|Out of memory allocating)"
     r"(?: (?:<#requested_exact> byte|(?P<requested>[0-9.]+[KMGTP]?i?B)(?![A-Za-z]))(?:s?\.?(?: with allocator "
     r"(?P<w_allocator>\w+)"
     r" on device (?P<w_device>\d+))?)?)?"
@@ -99,7 +99,7 @@ def read_requests(text: str) -> Iterator[Message]:
         form = "gpu_request"
         if "allocating" in head[0]:
             form = "cpu_request"
-        elif text.rfind("Original error:", max(head.start() - 200, 0), head.start()) >= 0:
+        elif _in_picker(text, head.start()):
             form = "picker"
         message = _message(form, head)
         if any(head.end() <= dump < end for dump in dumps):
@@ -109,9 +109,18 @@ def read_requests(text: str) -> Iterator[Message]:
             )
         yield message
     for match in _PLATFORM.finditer(text):
-        yield _message("gpu_platform", match)
+        yield _message("picker" if _in_picker(text, match.start()) else "gpu_platform", match)
     for match in _XLA_HOST.finditer(text):
         yield _message("xla_host", match)
+
+
+_PICKER = re.compile(r"Original\s+error:")
+
+
+def _in_picker(text: str, position: int) -> bool:
+    """Returns whether a request failed while XLA measured algorithms of a convolution or matmul."""
+    before = text[max(position - 1000, 0) : position]
+    return _PICKER.search(before.rpartition("\n\n")[2]) is not None
 
 
 def _with_dump(message: Message, text: str) -> Message:
@@ -140,6 +149,7 @@ _TPU_SCOPED = _pattern(r"Scoped allocation with size <requested> and limit <limi
 _TPU_TABLE = re.compile(
     r"Total hbm usage|Program \w+ requirement|Largest program allocations|Allocation type:|Extra memory due to padding:"
 )
+_TPU_SPACE = _pattern(r"(?:Largest program allocations in|Program|Exceeded) (?P<w_space>hbm|[vs]mem)\b")
 _TPU_ROWS = {
     "total": _pattern(r"Total hbm usage >= <total>"),
     "program": _pattern(r"Program (?P<w_space>\w+) requirement <program>"),
@@ -169,8 +179,8 @@ _TPU_OTHER = {
         r"(?:, <reserved> reserved, and <reservable> reservable)?)?)?"
     ),
     "tpu_available": _pattern(
-        r"Could not allocate <#requested> bytes in memory (?P<w_space>[\w.]+)(?:; <#largest> allocatable, "
-        r"<#total> available)?"
+        r"Could not allocate <#requested> bytes in memory (?P<w_space>[\w.]+)(?:[;,:.] <#largest>"
+        r"(?: bytes)? allocatable[;,] <#total>(?: bytes)? available)?"
     ),
 }
 _BALANCE = {
@@ -187,8 +197,15 @@ def read_tpu(text: str) -> Iterator[Message]:
     runtime = [(form, match) for form, pattern in _TPU_OTHER.items() for match in pattern.finditer(text)]
     tables = [match.start() for match in _TPU_TABLE.finditer(text)]
     if tables and not heads and not any(form == "tpu_reserve" for form, _ in runtime):
-        table = _with_table(Message("tpu_table", 0, tables[0], words={"space": "hbm"}), text)
-        total = table.figures.get("total")
+        table = _with_table(
+            Message(
+                "tpu_table",
+                0,
+                tables[0],
+            ),
+            text,
+        )
+        total = table.figures.get("total") if _TPU_ROWS["total"].search(text) else None
         figures = {**table.figures, **({"requested": total} if total is not None else {})}
         yield Message(table.form, 0, table.position, figures, table.words, table.buffers, "")
     for head, end in zip(heads, [head.start() for head in heads[1:]] + [len(text)]):
@@ -239,15 +256,27 @@ def _with_table(message: Message, text: str) -> Message:
         if match and (size := size_of(match[name])) is not None:
             figures.setdefault(name, size)
             words = {**_words(match), **words}
+    if "space" not in words:
+        match = _TPU_SPACE.search(text)
+        words["space"] = match["w_space"] if match else _space_of(text)
     if words.get("space", "hbm") != "hbm" and "program" in figures:
         figures.setdefault("total", figures["program"])
     return Message(message.form, 0, message.position, figures, words, read_buffers(text), message.quote)
 
 
+def _space_of(text: str) -> str:
+    """Returns the memory of a list of buffers without its head: "vmem" if all allocations are scoped or have the layout
+    S(1), otherwise "hbm"."""
+    kinds = re.findall(r"Allocation type:\s*(\w+)", text)
+    shapes = re.findall(r"\bShape:\s*([^\n]*)", text)
+    is_scoped = bool(kinds) and all(kind == "scoped" for kind in kinds)
+    return "vmem" if is_scoped or (shapes and all("S(1)" in shape for shape in shapes)) else "hbm"
+
+
 # ---- allocators -----------------------------------------------------------------------------------------------
 
 _BFC = _pattern(
-    r"Allocator \((?P<w_allocator>[\w.-]+)\) ran out of memory trying to allocate"
+    r"(?:Allocator \((?P<w_allocator>[\w.-]+)\) )?ran out of memory trying to allocate"
     r"(?: <requested>(?: \(rounded to <#requested_exact>\))?(?P<w_optional>[^\n]{0,40}?\s*with "
     r"freed_by_count=\d+\.[^\n]{0,400})?)?"
 )
@@ -282,12 +311,21 @@ _DRIVER = _pattern(
 )
 _VMM = _pattern(r"Not enough PA budget: pa_allocated=<#in_use>B, allocation_size=<#requested>B, pa_budget=<#limit>B")
 _LIBRARY = re.compile(
-    r"NCCL operation (?P<w_operation>\w+)|(?P<w_nccl>ncclUnhandledCudaError|unhandled cuda error)"
+    r"NCCL operation (?P<w_operation>\w+)|(?P<w_nccl>nccl(?:UnhandledCuda|System|Internal)Error|unhandled cuda error)"
     r"|(?P<w_status>(?:CUDNN|CUBLAS|CUSOLVER)_STATUS_\w+)|(?P<w_library>cu(?:DNN|BLAS|Solver|FFT)|DNN) library"
+    r"|(?P<w_handle>(?:[Ff]ailed to (?:create|initialize)|[Cc]ould not (?:create|initialize)) (?:cu\w+|BLAS|DNN)\b)"
+    r"|(?P<w_cudnn>cuDNN (?:launch failure|failed to initialize)|[Aa]ll algorithms tried|best cudnn \w+ algorithm)"
+    r"|operation (?P<w_call>(?:gpu|cu)\w+)\([^\n]{0,80}\) failed"
 )
 # Characters of one error of a library, which may name itself several times.
 _SAME_ERROR = 300
 _LIBRARY_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY|ALLOC_FAILED|[Ff]ailed to allocate")
+# A library allocates when its handle is created. Without memory, many report only that it was not created.
+_LIBRARY_START = re.compile(
+    r"NOT_INITIALIZED|[Ff]ailed to (?:create|initialize)|[Cc]ould not create|initialization (?:failed|error)"
+    r"|[Aa]ll algorithms tried|best cudnn|launch failure"
+    r"|Create\w*\([^\n]{0,80}\) failed|failed to initialize"
+)
 
 
 def read_allocators(text: str) -> Iterator[Message]:
@@ -340,15 +378,22 @@ def read_allocators(text: str) -> Iterator[Message]:
         yield _message("vmm_budget", match)
     last = -_SAME_ERROR
     for match in _LIBRARY.finditer(text):
-        if match.start() - last < _SAME_ERROR:
+        if match.start() - last < _SAME_ERROR or (match["w_cudnn"] and _PICKER.search(text, match.end())):
             continue
         last = match.start()
         around = text[max(match.start() - 150, 0) : match.end() + 400]
         is_nccl = bool(match["w_operation"] or match["w_nccl"])
-        words = {**_words(match), "library": "NCCL" if is_nccl else match["w_status"] or match["w_library"]}
+        words = {
+            **_words(match),
+            "library": "NCCL"
+            if is_nccl
+            else match["w_status"] or match["w_library"] or match["w_call"] or "A CUDA library",
+        }
         form = "library_other"
         if _LIBRARY_MEMORY.search(around):
             form = "nccl_memory" if is_nccl else "cudnn_memory"
+        elif not is_nccl and _LIBRARY_START.search(around):
+            form = "library_start"
         yield Message(form, 0, match.start(), {}, words, (), " ".join(around[150:].split())[:200])
 
 
@@ -379,11 +424,13 @@ def _chunks(text: str) -> tuple[ListedBuffer, ...]:
 
 # ---- the compiler's and JAX's warnings ------------------------------------------------------------------------
 
-_REMAT = _pattern(
-    r"Can't reduce memory use below(?: -?[0-9.]+[KMGTP]?i?B \(<#limit> bytes\)(?: by rematerialization;"
-    r"(?: only reduced to [0-9.]+[KMGTP]?i?B \(<#total> bytes\)(?:, down from [0-9.]+[KMGTP]?i?B \(<#before> "
-    r"bytes\))?)?)?)?"
+_PRINTED = r"-?[0-9.]+\s*[KMGTP]?i?B"
+_REMAT_REST = (
+    rf"{_PRINTED} \(<#limit> bytes\)(?: by rematerialization[;,.]?(?: only reduced to {_PRINTED} \(<#total> bytes\)"
+    rf"(?:,? down from {_PRINTED} \(<#before> bytes\))?)?)?"
 )
+_REMAT = _pattern(rf"reduce memory use below(?: {_REMAT_REST})?")
+_REMAT_TAIL = _pattern(rf"(?={_PRINTED} \(-?[0-9]+ bytes\) by rematerialization){_REMAT_REST}")
 _REMAT_BUDGET = _pattern(
     r"byte size of input/output arguments \((?P<total>-?[0-9][0-9.,]*\s?\w*)\)"
     r" exceeds the base limit \((?P<limit>-?[0-9][0-9.,]*\s?\w*)\)"
@@ -406,7 +453,7 @@ _CONSTANT = re.compile(r"Constant\s+<[^\n>]*>,\s*([^\n]*?\]),[^\n]*captured at:(
 
 def read_warnings(text: str) -> Iterator[Message]:
     """Yields warnings of the compiler (rematerialization, resharding) and of JAX (donation, captured constants)."""
-    for match in _REMAT.finditer(text):
+    for match in _REMAT.finditer(text) if _REMAT.search(text) else _REMAT_TAIL.finditer(text):
         yield _message("remat", match)
     for match in _REMAT_BUDGET.finditer(text):
         yield _message("remat_budget", match)

@@ -226,6 +226,7 @@ BY_FORM: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("fragmentation", "cuda_async"): ("same_shapes", "delete", "batch"),
     ("outside_pool", "nccl_memory"): ("smaller_pool", "nccl_debug"),
     ("outside_pool", "cudnn_memory"): ("smaller_pool", "batch"),
+    ("outside_pool", "library_start"): ("smaller_pool", "other_process", "look_before"),
     ("host_memory", "cpu_request"): ("batch", "parts", "host_rules"),
     ("no_memory_problem", "remat"): ("wait",),
     ("no_memory_problem", "library_other"): ("nccl_debug", "look_before"),

@@ -323,5 +323,7 @@ class _Derivation:
                 if id in entry.parameters.values():
                     out.entry_parameter = True
                     out.parameter, out.parameter_index = self.module.instructions[id].parameter, index
+                    donated = {(parameter, index) for _, parameter, index in self.module.aliases}
+                    out.live_out = (out.parameter, out.parameter_index) in donated
                     break
         return out

@@ -13,6 +13,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `program`: the name of the compiled module.
 - `method`: how live ranges were computed (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
+- `compiler_options`: option of XLA -> value, for the options with which the program was compiled in addition to
+  XLA_FLAGS; {} if there are none.
 - `xla_budget`: the memory that XLA:GPU plans with, and what it is made of (`XlaBudget`); null fields if unknown.
 - `xla_limit_bytes`: bytes of temporary values that this budget allows; null if unknown.
 - `xla_recomputed`: the instructions that XLA's rematerialization pass added to compute values again
@@ -302,6 +304,7 @@ class ReportRecord(JudgedProgram):
         prediction: predicted seconds of an update with their spread; {} if unknown.
         subject: the trainer's description of the program.
         versions: package -> version for the packages that compiled the program.
+        compiler_options: option of XLA -> value, for the options with which the program was compiled.
         config: the configuration that the caller passed.
         schema: version number of the JSON layout.
         point_seconds: predicted start of each timeline point in seconds from the start of the step, then the duration
@@ -318,6 +321,7 @@ class ReportRecord(JudgedProgram):
     prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     subject: Subject = Subject()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
     # Predicted seconds from the start of the step to each point of `timeline`, then to the end of the step; () if
@@ -394,6 +398,7 @@ KEYS = (
     "program",
     "method",
     "versions",
+    "compiler_options",
     "target",
     "config",
     "subject",
@@ -445,7 +450,7 @@ _ITEMS = {
 _RECORDS = {"xla": XlaStats, "xla_budget": XlaBudget, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
-_OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "prediction")
+_OBJECTS = (*_BYTES, "versions", "compiler_options", "target", "config", "work", "roofline", "prediction")
 
 
 def load(path: str | Path) -> ReportRecord:

@@ -26,6 +26,7 @@ from bytescope.memory.records.report_record import (
 )
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import (
+    compiled_with,
     flops_text,
     operation_text,
     over,
@@ -224,7 +225,14 @@ def _lines_below_figures(report: ReportRecord) -> list[str]:
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
     return [
         line
-        for line in (others, overheads(report), xla_limit(report), times.spent(report), times.at_least(report))
+        for line in (
+            others,
+            compiled_with(report),
+            overheads(report),
+            xla_limit(report),
+            times.spent(report),
+            times.at_least(report),
+        )
         if line
     ]
 

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.devices.limits import limit_share
+from bytescope.memory.devices.xla_flags import flags_text
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
@@ -116,7 +117,9 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
     )
     changes = f"changed: {' '.join(subject.changes)}" if subject.changes else ""
     taken = times.predicted(report) or times.unpredicted(report)
-    plain = [line for line in (taken, subject.batch, mixture(report.parameters), changes) if line]
+    plain = [
+        line for line in (taken, subject.batch, mixture(report.parameters), changes, compiled_with(report)) if line
+    ]
     lines: list[RenderableType] = [Items(filter(None, named)), verdict_line(report), *map(Prose, plain)]
     if verbose:
         lines.append(Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"))
@@ -129,6 +132,12 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
         )
         lines += [Prose(line, "dim") for line in details if line]
     return Group(*lines)
+
+
+def compiled_with(report: ReportRecord) -> str:
+    """Returns a line with the options of XLA with which the program was compiled, "" if there are none."""
+    options = flags_text(report.compiler_options)
+    return f"compiled with {one_line(options)}" if options else ""
 
 
 def verdict_line(report: ReportRecord) -> RenderableType:

@@ -9,8 +9,8 @@ The step trains Llama 3 8B as the issue describes it: 131,072 tokens per sequenc
 parallelism), so that every GPU gathers keys and values; weights and AdamW's moments sharded over the same GPUs; each
 layer recomputed. It is compiled three times: layers unrolled, the same without the scheduler, and layers in a loop
 (`jax.lax.scan`). The issue does not print its batch, its remat policy or its XLA flags. Here they are MaxText's
-defaults of one sequence per GPU and full recomputation, the thresholds of 8 GiB that JAX-Toolbox lists for combining
-collectives of FSDP, and a loss in parts, without which the float32 logits of one sequence would need 67 GB.
+defaults of one sequence per GPU and full recomputation, the flags of `OPTIONS` (JAX-Toolbox's and MaxText's lists for
+GPUs), and a loss in parts, without which the float32 logits of 131,072 tokens per GPU would need 67 GB.
 
 The script prints the temporary bytes beside the published ones, and the buffers that are alive at the peak of the
 unrolled program. Exit code 1 if the unrolled program needs less than three times the bytes of the scanned one (half of
@@ -19,6 +19,7 @@ that with other sizes than the issue's).
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -39,14 +40,19 @@ GB = 1e9
 AXIS = "context"
 # Temporary bytes of the issue, in GB.
 PUBLISHED = {"unrolled": 290, "unscheduled": 65, "scanned": 62}
-COMBINED = 8 * 2**30  # bytes of one combined collective
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-OPTIONS = {f"xla_gpu_{kind}_combine_threshold_bytes": COMBINED for kind in COLLECTIVES}
+# Options of XLA, as in JAX-Toolbox's and MaxText's lists for GPUs.
+OPTIONS = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_gather_combine_threshold_bytes": 8 * 2**30,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 8 * 2**30,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 8 * 2**30,
+    "xla_disable_hlo_passes": "rematerialization",
+}
+# xla_gpu_enable_latency_hiding_scheduler=false would leave the scheduler on for Hopper and Blackwell (jaxlib 0.10.2).
+NO_SCHEDULER = {"xla_disable_hlo_passes": "rematerialization,latency-hiding-scheduler"}
 # Latencies from XLA's table instead of its analytical model. The analytical model finds no overlap worth a deferred
 # gradient in a program as narrow as SMALL.
 FIXED_LATENCIES = {"xla_gpu_enable_analytical_sol_latency_estimator": False}
-# xla_gpu_enable_latency_hiding_scheduler=false leaves the scheduler on for Hopper and Blackwell (jaxlib 0.10.2).
-NO_SCHEDULER = {"xla_disable_hlo_passes": "latency-hiding-scheduler"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +235,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="12 narrow layers instead of Llama 3 8B")
     parser.add_argument("--layers", type=int, help="number of layers (default 32; 12 with --small)")
     parser.add_argument("--batch", type=int, help="number of sequences (default 8; 2 with --small)")
-    parser.add_argument("--fixed-latencies", action="store_true", help="XLA's table of latencies; always with --small")
+    parser.add_argument("--xla", nargs="+", default=[], metavar="NAME=VALUE", help="more options of XLA")
     parser.add_argument("--target", default="h200:8", help="GPUs to compile for (default h200:8)")
     parser.add_argument("--variants", nargs="+", choices=PUBLISHED, default=list(PUBLISHED), help="default: all three")
     parser.add_argument("--peak", action="store_true", help="also print the buffers at the peak of the first variant")
@@ -237,7 +243,10 @@ def main() -> None:
     given = {name: getattr(args, name) for name in ("layers", "batch") if getattr(args, name)}
     size = dataclasses.replace(SMALL if args.small else Size(), **given)
     target = memory.target(args.target)
-    options = FIXED_LATENCIES if args.small or args.fixed_latencies else {}
+    options = dict(FIXED_LATENCIES) if args.small else {}
+    for pair in args.xla:
+        name, _, value = pair.partition("=")
+        options[name] = json.loads(value) if value in ("true", "false") or value.isdigit() else value
     print(f"jax {jax.__version__}, {target.name}, {size}, {OPTIONS | options}")
     print(f"{'':12}{'published GB':>14}{'temp GB':>10}{'peak GB':>10}{'compiled in s':>15}", flush=True)
     temp = {}

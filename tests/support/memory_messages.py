@@ -164,7 +164,13 @@ def picker(rng: random.Random) -> Sample:
     count = size(rng, 0.5, 2)
     text = (
         "UNKNOWN: Failed to determine best cudnn convolution algorithm for: %cudnn-conv = f32[8,8]. Original error: "
-        f"RESOURCE_EXHAUSTED: Out of memory while trying to allocate {count} bytes.\n"
+        "RESOURCE_EXHAUSTED: "
+    )
+    text += rng.choice(
+        (
+            f"Out of memory while trying to allocate {count} bytes.\n",
+            f"Failed to allocate request for {human(count)} ({count}B) on device ordinal 0\n",
+        )
     )
     return Sample(text, "plain", count, cause="outside_pool")
 
@@ -292,10 +298,11 @@ Total hbm usage >= {total}:
 
 
 def tpu_available(rng: random.Random) -> Sample:
+    word = rng.choice(("", " bytes"))
     wanted, largest, free = size(rng, 2, 3), size(rng, 0.5, 1), size(rng, 0.5, 6)
     text = (
-        f"{class_name(rng)}Could not allocate {wanted} bytes in memory 0x0x0_HBM0; {largest} allocatable, "
-        f"{free} available\n"
+        f"{class_name(rng)}Could not allocate {wanted} bytes in memory 0x0x0_HBM0; "
+        f"{largest}{word} allocatable, {free}{word} available\n"
     )
     return Sample(text, "plain", wanted, None, free, "fragmentation" if free >= wanted else "device_full")
 
@@ -411,12 +418,17 @@ def library(rng: random.Random) -> Sample:
 # ---- warnings -------------------------------------------------------------------------------------------------
 
 
+# The apostrophe of the print statement, and those of word processors and representations of strings.
+APOSTROPHES = ("'", "\u2019", "\\'", "&#39;")
+
+
 def remat(rng: random.Random) -> Sample:
     limit, reached = size(rng, -10, 30), size(rng, 31, 60)
     before = reached + size(rng, 0, 5)
     down = f", down from {human(before)} ({before} bytes) originally" if rng.random() < 0.7 else ""
     text = (
-        f"Can't reduce memory use below {human(limit)} ({limit} bytes) by rematerialization; only reduced to "
+        f"Can{rng.choice(APOSTROPHES)}t reduce memory use below {human(limit)} ({limit} bytes) by "
+        f"rematerialization; only reduced to "
         f"{human(reached)} "
         f"({reached} bytes){down}\n"
     )

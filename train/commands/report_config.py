@@ -18,7 +18,7 @@ from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord
-from bytescope.train.commands.config_arguments import add_subject
+from bytescope.train.commands.config_arguments import add_subject, with_xla
 from bytescope.train.generate import generate_flags
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program import config_files as configs
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args)
     if not args.config:
         return report_command.run(args)
+    args.overrides = with_xla(args, args.overrides)
     report_command.start_platform(args, TRAIN_FRACTION.value)
     return _report_generation(args) if args.generate else _report_step(args)
 
@@ -90,6 +91,10 @@ def _check_flags(args: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} cannot be used with --generate, because it belongs to a training step: "
                 "leave one of them out"
             )
+    if args.hlo is not None and args.xla:
+        raise ReportError(
+            f"--xla={args.xla[0]} cannot be used with --hlo, because a dump is compiled already: leave it out"
+        )
     for flag in ("formulas", "run", "generate"):
         if given and getattr(args, flag):
             raise ReportError(

@@ -8,6 +8,7 @@ import pty
 import random
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -111,16 +112,15 @@ def test_only_the_end_of_a_long_output_is_kept(monkeypatch):
 
 def test_on_a_terminal_the_command_has_a_terminal_of_its_own():
     code = "import sys; print([sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty()]); print(input()); " + FAILS
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(
-            sys.executable, [sys.executable, "-m", "bytescope.memory", "explain", "--", sys.executable, "-c", code]
-        )
+    terminal, other = pty.openpty()
+    command = [sys.executable, "-m", "bytescope.memory", "explain", "--", sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, start_new_session=True)
+    os.close(other)
     os.write(terminal, b"typed\n")
     shown = b""
     with contextlib.suppress(OSError):
         while select.select([terminal], [], [], 60)[0] and (part := os.read(terminal, 4096)):
             shown += part
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert process.wait() == 7
     text = shown.decode()
     assert "[True, True, True]" in text and text.count("typed") >= 2 and "could not allocate 4.66 GiB" in text

@@ -78,6 +78,18 @@ def test_the_first_failure_is_explained():
     assert found.line == 1003 and found.messages["bfc"] == 2 and found.messages["donation"] == 1
 
 
+def test_a_table_without_its_head_names_its_memory():
+    text = written.tpu_vmem(random.Random(1)).text
+    found = memory.explain(text[text.index("Program") :])
+    assert found.cause_kind == "on_chip_memory" and found.total_bytes == written.tpu_vmem(random.Random(1)).total
+
+
+def test_a_result_that_cannot_be_allocated_shows_a_full_device():
+    sample = written.gpu_buffers(random.Random(1))
+    found = memory.explain(sample.text.replace(f"allocate {sample.requested} bytes", "allocate 10485760 bytes"))
+    assert found.cause_kind == "device_full" and "Not even a result of 10.00 MiB" in found.evidence
+
+
 def test_pytorch_is_told_apart():
     torch, ours = written.torch(random.Random(1)), written.plain(random.Random(2))
     both = memory.explain(torch.text + "\n" * 30 + ours.text)
@@ -190,3 +202,14 @@ def test_places_are_those_of_a_plain_search():
     assert few == sorted(
         {at for anchor in anchors for at in [p for p in sorted(expected) if log.startswith(anchor, p)][:3]}
     )
+
+
+@pytest.mark.parametrize("name", ["remat", "bfc", "plain", "tpu_vmem"])
+def test_messages_without_their_first_words(name):
+    sample = written.FORMS[name](random.Random(3))
+    first = {"remat": "below", "bfc": ")", "plain": "memory", "tpu_vmem": "Program"}[name]
+    found = memory.explain(
+        sample.text[sample.text.index(first) + len(first) if name != "tpu_vmem" else sample.text.index(first) :]
+    )
+    assert found.kind == sample.kind and found.total_bytes == sample.total
+    assert found.requested_bytes == (None if name == "tpu_vmem" else sample.requested)

@@ -79,6 +79,7 @@ MEANINGS = {
     "--program": "your own (step|programs) instead of a config",
     "--step": "the checkpoint of step N",
     "--verbose": "the reason for each chosen setting",
+    "--target": "devices of the failed job|the same as the argument TARGET",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
 }
 
