@@ -1,6 +1,6 @@
 """Reproduces openxla/xla#45753 for described GPUs: XLA's latency-hiding scheduler defers weight gradients.
 
-    python tests/bench/deferred_gradients.py            # Llama 3 8B, 32 layers: about 4 minutes on two cores
+    python tests/bench/deferred_gradients.py            # Llama 3 8B, 32 layers: about 5 minutes on two cores
     python tests/bench/deferred_gradients.py --small    # 12 narrow layers: about 1 minute
     python tests/bench/deferred_gradients.py --layers=8 --target=h100:8
     bytescope report --program=tests/bench/deferred_gradients.py:unrolled h200:8     # also unscheduled, scanned
