@@ -252,16 +252,17 @@ def main() -> None:
     temp = {}
     for variant in args.variants:
         start = time.perf_counter()
-        report = memory.analyze(trace(variant, size, target, options))
+        traced = trace(variant, size, target, options)
+        stats = traced.lower().compile().memory_analysis()
         seconds = time.perf_counter() - start
-        temp[variant] = report.xla.temp_bytes / GB
+        temp[variant] = stats.temp_size_in_bytes / GB
         published = PUBLISHED[variant] if size == Size() else ""
         print(
-            f"{variant:12}{published:>14}{temp[variant]:10.2f}{report.xla.peak_bytes / GB:10.2f}{seconds:15.0f}",
+            f"{variant:12}{published:>14}{temp[variant]:10.2f}{stats.peak_memory_in_bytes / GB:10.2f}{seconds:15.0f}",
             flush=True,
         )
         if args.peak and variant == args.variants[0]:
-            _print_peak(report)
+            _print_peak(memory.analyze(traced))
     if not {"unrolled", "scanned"} <= temp.keys():
         return
     ratio = temp["unrolled"] / temp["scanned"]
