@@ -244,6 +244,12 @@ def _xla_group() -> ConfigDict:
     xla.latency_hiding = ""  # on | off: latency-hiding scheduler, which overlaps collectives and copies with compute
     xla.command_buffers = ""  # CUDA graphs: off | kernels (only XLA's own kernels) | loops (also loops over layers)
     xla.gemm = ""  # cublas: no Triton matrix products | triton: no cuBLAS where Triton can be used
+    # Temporary buffers may use this percentage of the memory that arguments and results leave free (XLA's default: 95).
+    xla.memory_slop = ""  # a smaller value makes XLA trade speed for memory earlier
+    # Buffers of at least this size, such as 64MiB, are freed at the same collective as in the schedule with the least
+    # memory: barriers for the latency-hiding scheduler (xla#45929).
+    xla.memory_fence = ""  # needs jaxlib 0.12 or newer
+    xla.flags = ""  # other options of XLA, separated by spaces: FLAG=VALUE FLAG=VALUE; they override the keys above
     xla.autotune_level = ""  # 0: choose no kernel by timing | ... | 4: choose all by timing and compare their results
     return xla
 

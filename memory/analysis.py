@@ -27,16 +27,18 @@ from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
-from bytescope.memory.peak import assemble, ledger, runtime_overheads, xla_budget
+from bytescope.memory.peak import assemble, ledger, memory_order, runtime_overheads, xla_budget, xla_passes
 from bytescope.memory.peak.buffer_placement import PlacedProgram, place
 from bytescope.memory.peak.checkpoint_names import Names, named_places
 from bytescope.memory.peak.live_schedule import derive
+from bytescope.memory.peak.memory_order import OrderEstimate
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, PeakAccount, overhead_bytes
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_record import JudgedProgram, ReportRecord, Subject, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
+from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
 from bytescope.memory.seconds import rates, reading, schedule_walk, step_prediction, step_schedule
 from bytescope.memory.seconds.reading import CompiledSchedule
 
@@ -93,7 +95,9 @@ def report_of(
     Raises ReportError if the compiled program is damaged.
     """
     per_host = target.devices_per_host if target else 0
-    read = _read_program(compilation, facts, checked_roles(roles), names, per_host)
+    # Only XLA:GPU has a scheduler that trades memory for time.
+    on_gpu = target is not None and target.platform == "cuda"
+    read = _read_program(compilation, facts, checked_roles(roles), names, per_host, reorder=on_gpu)
     module = read.placed.module
     stats = compilation.stats or _stats_from_allocations(compilation.program)
     account = read.account
@@ -110,6 +114,10 @@ def report_of(
         work=_roofline_work(read, transfers, per_host),
         target=target.to_json() if target else {},
         runtime_overheads=overheads,
+        xla=stats,
+        xla_budget=xla_budget.find(stats, target, compilation.budget, compilation.remat_log, read.order.excess_bytes),
+        xla_recomputed=read.recomputed,
+        scheduler_held=read.held,
     )
     subject = subject or Subject()
     step_seconds = StepSeconds()
@@ -123,10 +131,9 @@ def report_of(
         findings=finding_rules.find(judged, read.placed),
         transfers=transfers,
         schedule=read.schedule.steps,
-        xla=stats,
-        xla_budget=xla_budget.find(stats, target, compilation.budget),
         subject=subject,
         versions=compilation.versions,
+        compiler_options=dict(compilation.options),
         config=dict(config or {}),
     )
 
@@ -147,6 +154,9 @@ class ReadProgram:
             and without ("other_bytes") a matrix product.
         counted: FLOPs of the traced program; None if the program was not traced.
         schedule: the kernels, collectives and transfers that one device runs, in order.
+        recomputed: the values that XLA's rematerialization pass computes again.
+        order: the estimated peak in an order of least memory, compared with the compiler's order.
+        held: the buffers that are alive at the peak only in the compiler's order.
     """
 
     placed: PlacedProgram
@@ -156,6 +166,9 @@ class ReadProgram:
     kernel_bytes: Mapping[str, Mapping[str, int]]
     counted: flops.FlopCount | None
     schedule: CompiledSchedule
+    recomputed: tuple[RecomputedValue, ...]
+    order: OrderEstimate
+    held: tuple[HeldBuffer, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +223,7 @@ def _read_program(
     roles: Iterable[tuple[str, str]],
     names: Iterable[str],
     per_host: int,
+    reorder: bool,
 ) -> ReadProgram:
     program, jaxpr = compilation.program, compilation.jaxpr
     known = Names(names, named_places(jaxpr) if jaxpr is not None else None)
@@ -222,6 +236,8 @@ def _read_program(
         placed = place(source, compilation, facts, inputs)
         attribution = assemble.attribute_program(source, inputs, known, flow)
         counted = flops.count(jaxpr) if jaxpr is not None else None
+        schedule = reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices)
+        order = memory_order.find(source.module) if reorder else OrderEstimate()
         return ReadProgram(
             placed=placed,
             roles=attribution.roles,
@@ -229,7 +245,10 @@ def _read_program(
             collectives=collectives.find(attribution, placed.mesh, per_host),
             kernel_bytes=kernel_costs.find(attribution),
             counted=counted,
-            schedule=reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices),
+            schedule=schedule,
+            recomputed=xla_passes.recomputed_values(attribution, schedule.flops_of),
+            order=order,
+            held=xla_passes.held_buffers(attribution, order),
         )
     except RecursionError as error:
         raise ReportError(

@@ -5,8 +5,12 @@ chunks into bins by size and searches the bins from the smallest one that may fi
 size, then address. The chunk that this search finds is the smallest free chunk that is large enough, the lowest address
 first, so the model searches one sorted list and uses bins only for statistics.
 
-Not modelled: alignments above 256 bytes and spatial partitioning, which only collective memory uses; chunks with a
-timestamp, which jax does not use.
+A partitioned pool (enable_spatial_partitioning) serves collective memory, such as buffers that NCCL registers, from its
+other end. Between the two ends is one gap. A request first takes a free chunk between allocations of its own end, then
+a part of the gap. jaxlib 0.12 partitions a preallocated pool by default; 0.10 does not.
+
+Not modelled: alignments above 256 bytes, which only collective memory has, and chunks with a timestamp, which jax does
+not use.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ FIRST_REGION_BYTES = 2 * MIB
 MAX_REST_BYTES = 128 * MIB
 # Address of the first region, and the distance between regions, which are separate allocations of CUDA.
 _BASE, _GAP = 1 << 40, 1 << 30
+# ChunkTag: the end of a partitioned pool to which a chunk belongs. A pool without partitions has only lower chunks.
+LOWER, UPPER, GAP = "lower", "upper", "gap"
 # kBackpedalFactor: if CUDA refuses a region, XLA asks for nine tenths, and again.
 _BACKPEDAL = 0.9
 
@@ -48,11 +54,13 @@ class Chunk:
         start: address of the first byte.
         size: size in bytes, a multiple of 256.
         requested: bytes that the client requested; 0 if the chunk is free.
+        owner: the end of the pool to which the chunk belongs: `LOWER`, `UPPER`, or `GAP` for the gap between them.
     """
 
     start: int
     size: int
     requested: int = 0
+    owner: str = LOWER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +93,7 @@ class BfcPool:
             (`garbage_collection`, False in jax).
         joins_regions: whether new memory extends the last region instead of being a region of its own
             (`SupportsCoalescing`, False in jax).
+        is_partitioned: whether the pool has two ends (`enable_spatial_partitioning`). Needs a pool that does not grow.
 
     Attributes are the statistics of XLA's allocator, in bytes: `in_use` and `peak_in_use`, `reserved` and
     `peak_reserved` (regions), `largest_request` (largest chunk that was handed out), `allocations` (count of
@@ -100,6 +109,7 @@ class BfcPool:
         first_region_bytes: int = FIRST_REGION_BYTES,
         frees_regions: bool = False,
         joins_regions: bool = False,
+        is_partitioned: bool = False,
     ) -> None:
         self.limit = limit
         self._device_bytes = device_bytes
@@ -108,35 +118,44 @@ class BfcPool:
         self.regions: list[tuple[int, int]] = []  # (start, size) by address
         self._starts: dict[int, Chunk] = {}
         self._ends: dict[int, Chunk] = {}
-        self._free: list[tuple[int, int]] = []  # (size, start) of free chunks, sorted
+        self._new_owner = GAP if is_partitioned else LOWER
+        # Owner -> (size, start) of free chunks, sorted. There is at most one gap.
+        self._free: dict[str, list[tuple[int, int]]] = {LOWER: [], UPPER: [], GAP: []}
         self.in_use = self.peak_in_use = self.reserved = self.peak_reserved = 0
         self.largest_request = self.allocations = 0
 
-    def allocate(self, size: int) -> int | None:
+    def allocate(self, size: int, end: str = LOWER) -> int | None:
         """Allocates `size` bytes. Returns the address; None if no free chunk is large enough and the pool cannot grow,
-        or if the size is 0 (AllocateRawInternal)."""
+        or if the size is 0 (AllocateRawInternal).
+
+        end: the end of a partitioned pool, `LOWER` or `UPPER`, from which the bytes are taken.
+        """
         if size <= 0:
             return None
         needed = rounded(size)
-        chunk = self._take_best_fit(needed)
+        chunk = self._take_best_fit(needed, end)
         if chunk is None and self._extend(needed):
-            chunk = self._take_best_fit(needed)
+            chunk = self._take_best_fit(needed, end)
         if chunk is None and self._release_free_regions(needed) and self._extend(needed):
-            chunk = self._take_best_fit(needed)
+            chunk = self._take_best_fit(needed, end)
         if chunk is None:
             return None
-        rest = chunk.size - needed
-        if chunk.size >= 2 * needed or rest >= MAX_REST_BYTES:  # ShouldSplitChunk
-            self._remove(chunk)
-            chunk = Chunk(chunk.start, needed, size)
-            self._add(chunk)
-            self._add_free(Chunk(chunk.start + needed, rest))
-        chunk.requested = size
+        self._remove(chunk)
+        taken, rest = Chunk(chunk.start, chunk.size, size, end), chunk.size - needed
+        # A gap is split exactly, so that the chunks of one end do not depend on the other end (ShouldSplitChunk).
+        if rest and (chunk.owner == GAP or chunk.size >= 2 * needed or rest >= MAX_REST_BYTES):
+            taken.size = needed
+            if end == UPPER:
+                taken.start += rest
+            self._add(taken)
+            self._add_free(Chunk(chunk.start if end == UPPER else chunk.start + needed, rest, 0, chunk.owner))
+        else:
+            self._add(taken)
         self.allocations += 1
-        self.in_use += chunk.size
+        self.in_use += taken.size
         self.peak_in_use = max(self.peak_in_use, self.in_use)
-        self.largest_request = max(self.largest_request, chunk.size)
-        return chunk.start
+        self.largest_request = max(self.largest_request, taken.size)
+        return taken.start
 
     def free(self, address: int) -> None:
         """Frees the allocation at an address, and merges its chunk with the free chunks before and after it
@@ -144,7 +163,12 @@ class BfcPool:
         chunk = self._starts[address]
         self.in_use -= chunk.size
         self._remove(chunk)
-        self._add_free(Chunk(chunk.start, chunk.size))
+        owner = chunk.owner
+        if self._new_owner == GAP:  # the outermost chunk of an end returns to the gap (ReturnBoundaryChunkToGap)
+            at = chunk.start + chunk.size if owner == LOWER else chunk.start
+            beyond = self._starts.get(at) if owner == LOWER else self._ends.get(at)
+            owner = owner if beyond and beyond.owner == owner else GAP
+        self._add_free(Chunk(chunk.start, chunk.size, 0, owner))
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -159,21 +183,24 @@ class BfcPool:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest request that would succeed. If `device_bytes` limits the growth, up to a tenth less may
-        succeed, because XLA tries regions in steps of nine tenths."""
-        return max(self._free[-1][0] if self._free else 0, self._growth_bytes())
+        """Bytes of the largest request from the lower end that would succeed. If `device_bytes` limits the growth, a
+        tenth less may be the largest, because XLA tries regions in steps of nine tenths."""
+        return max(self._largest_chunk(LOWER, GAP), self._growth_bytes())
 
     @property
     def fragmentation(self) -> float:
         """The part (0 to 1) of the free bytes in regions that is outside of the largest free chunk (GetFragmentation).
         0 if nothing is free."""
         free = self.reserved - self.in_use
-        return (free - self._free[-1][0]) / free if free else 0.0
+        return (free - self._largest_chunk(LOWER, UPPER, GAP)) / free if free else 0.0
 
     def bins(self) -> list[BinStatistics]:
-        """Returns the statistics of each bin, which XLA prints when a request fails (DumpMemoryLog)."""
+        """Returns the statistics of each bin, which XLA prints when a request fails (DumpMemoryLog). The gap is in
+        no bin."""
         out = [BinStatistics()] * BINS
         for chunk in self._starts.values():
+            if chunk.owner == GAP:
+                continue
             old, used = out[bin_of(chunk.size)], chunk.requested > 0
             out[bin_of(chunk.size)] = BinStatistics(
                 old.chunks + 1,
@@ -206,9 +233,16 @@ class BfcPool:
             room = min(room, self._device_bytes - self.reserved)
         return max(room // UNIT_BYTES * UNIT_BYTES, 0)
 
-    def _take_best_fit(self, needed: int) -> Chunk | None:
-        at = bisect.bisect_left(self._free, (needed, 0))
-        return self._starts[self._free.pop(at)[1]] if at < len(self._free) else None
+    def _largest_chunk(self, *owners: str) -> int:
+        return max((self._free[owner][-1][0] for owner in owners if self._free[owner]), default=0)
+
+    def _take_best_fit(self, needed: int, end: str) -> Chunk | None:
+        """Removes the best free chunk from the list of free chunks and returns it (FindChunkPtr)."""
+        for free in (self._free[end], self._free[GAP]):
+            at = bisect.bisect_left(free, (needed, 0))
+            if at < len(free):
+                return self._starts[free.pop(at)[1]]
+        return None
 
     def _extend(self, needed: int) -> bool:
         """Takes a new region for a request of `needed` bytes. Returns whether CUDA had enough memory (Extend)."""
@@ -233,19 +267,20 @@ class BfcPool:
             self.regions.append((start, size))
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._add_free(Chunk(start, size))
+        self._add_free(Chunk(start, size, 0, self._new_owner))
         return True
 
     def _release_free_regions(self, needed: int) -> bool:
         """Returns free regions to CUDA if that can help a request of `needed` bytes (DeallocateFreeRegions)."""
         if not self._frees_regions:
             return False
-        empty = [region for region in self.regions if (region[1], region[0]) in self._free]
+        free = self._free[LOWER]
+        empty = [region for region in self.regions if (region[1], region[0]) in free]
         total = sum(size for _, size in empty)
         if not total or needed > self.limit - self.reserved + total:
             return False
         for start, size in empty:
-            self._free.remove((size, start))
+            free.remove((size, start))
             self._remove(self._starts[start])
             self.regions.remove((start, size))
         self.reserved -= total
@@ -258,11 +293,13 @@ class BfcPool:
         del self._starts[chunk.start], self._ends[chunk.start + chunk.size]
 
     def _add_free(self, chunk: Chunk) -> None:
-        """Adds a free chunk, merged with its free neighbours."""
+        """Adds a free chunk, merged with its free neighbours. Chunks of different owners become the gap
+        (MergedChunkTag)."""
         for neighbour in (self._starts.get(chunk.start + chunk.size), self._ends.get(chunk.start)):
             if neighbour is not None and not neighbour.requested:
                 self._remove(neighbour)
-                self._free.remove((neighbour.size, neighbour.start))
-                chunk = Chunk(min(chunk.start, neighbour.start), chunk.size + neighbour.size)
+                self._free[neighbour.owner].remove((neighbour.size, neighbour.start))
+                owner = chunk.owner if chunk.owner == neighbour.owner else GAP
+                chunk = Chunk(min(chunk.start, neighbour.start), chunk.size + neighbour.size, 0, owner)
         self._add(chunk)
-        bisect.insort(self._free, (chunk.size, chunk.start))
+        bisect.insort(self._free[chunk.owner], (chunk.size, chunk.start))

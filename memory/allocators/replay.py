@@ -116,11 +116,15 @@ class Device(NamedTuple):
         memory: memory of the GPU, as CUDA reports it.
         pool: memory in the pool of jax's allocator.
         outside: memory that is needed outside of the allocator.
+        partitions_pool: whether a preallocated pool of BFC is partitioned, as in jaxlib from 0.11 on.
+        is_cuda: whether the GPU has CUDA, which `cuda_async` needs.
     """
 
     memory: int
     pool: int
     outside: int
+    partitions_pool: bool = False
+    is_cuda: bool = True
 
     @property
     def room(self) -> int:
@@ -147,7 +151,13 @@ class AllocatorKind(NamedTuple):
 
 
 ALLOCATORS = (
-    AllocatorKind("bfc", "", lambda device: BfcPool(device.pool), lambda device: device.pool, True),
+    AllocatorKind(
+        "bfc",
+        "",
+        lambda device: BfcPool(device.pool, is_partitioned=device.partitions_pool),
+        lambda device: device.pool,
+        True,
+    ),
     AllocatorKind(
         "bfc, growing",
         "XLA_PYTHON_CLIENT_PREALLOCATE=false",
@@ -173,9 +183,10 @@ ALLOCATORS = (
 
 
 def replay_all(calls: Sequence[tuple[ProgramCall, int]], device: Device) -> list[tuple[AllocatorKind, Replay]]:
-    """Replays a run on each allocator of the table `ALLOCATORS`.
+    """Replays a run on each allocator of the table `ALLOCATORS` that the device has.
 
     calls: each program with the number of its calls, in their order.
     """
     events = list(events_of(calls))
-    return [(kind, replay(events, kind.make(device))) for kind in ALLOCATORS]
+    kinds = [kind for kind in ALLOCATORS if device.is_cuda or kind.name != "cuda_async"]
+    return [(kind, replay(events, kind.make(device))) for kind in kinds]

@@ -120,6 +120,18 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
 
 
+def add_xla(parser: argparse.ArgumentParser) -> None:
+    """Adds --xla, which sets an option of XLA for the compiled programs."""
+    parser.add_argument(
+        "--xla",
+        metavar="FLAG=VALUE",
+        action="append",
+        default=[],
+        help="compile with an option of XLA, such as xla_gpu_memory_limit_slop_factor=80; repeat the flag for several "
+        "options; in a config, the keys xla.* set the most useful ones",
+    )
+
+
 def add_rates(parser: argparse.ArgumentParser) -> None:
     """Adds --rates, which names a file of measured device rates. Predicted times are computed from these rates."""
     parser.add_argument(

@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.commands.arguments import INTERRUPTED, check, shares_accelerator, write
-from bytescope.memory.compare import compare_rows, grids, row_cache, worker_pool
+from bytescope.memory.compare import compare_rows, grids, row_cache, what_if, worker_pool
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.grids import TARGET
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
 from bytescope.memory.compare.program_factory import FunctionFactory, ProgramFactory, load_factory
+from bytescope.memory.devices.xla_flags import flags_text, parse_flags
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
 
@@ -38,7 +40,30 @@ def run(args: argparse.Namespace) -> int:
 
     choose_platform()  # before the user's module imports jax
     simulate_devices([args.target])
-    return compare(args, load_factory(args.program), {}, list(map(grids.parse_grid, args.grid)), args.program)
+    fixed, factory = parse_flags(args.xla), load_factory(args.program)
+    given = shlex.join(f"--xla={flags_text({name: value})}" for name, value in fixed.items())
+    if args.what_if:
+        return compare_what_if(args, factory, fixed, args.program, given)
+    return compare(args, factory, fixed, list(map(grids.parse_grid, args.grid)), args.program, given)
+
+
+def add_what_if(parser: argparse.ArgumentParser) -> None:
+    """Adds --what-if, which compares options of XLA instead of a grid."""
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="compile the program with other options of XLA (scheduler off, memory limit, optimization levels, fusion; "
+        "for a config also with or without scan) and show what each changes, best first",
+    )
+
+
+def refuse_grid(args: argparse.Namespace) -> None:
+    """Raises ReportError if --what-if is given together with a grid."""
+    for flag in ("grid", "remat"):
+        if args.what_if and getattr(args, flag):
+            raise ReportError(
+                f"--{flag} cannot be used with --what-if, which compares options of XLA for one program: leave one out"
+            )
 
 
 def compare(
@@ -63,23 +88,7 @@ def compare(
         given: the command-line flags that set keys outside the grid.
     """
     jobs = make_jobs(args, Jobs(factory), fixed, asked)
-    names = [job.target for job in jobs]
-    check(args, names)
-    if isinstance(factory, FunctionFactory):
-        jobs = list(map(with_cpu_devices, jobs))
-    env = worker_pool.environment(names)
-    workers = 1 if args.measure or shares_accelerator(names) else worker_pool.worker_count(len(jobs), args.jobs)
-    place = row_cache.folder()
-    known = sum(1 for job in jobs if not args.no_cache and row_cache.read(place, job.name))
-    with progress(len(jobs)) as report_progress:
-        answers, interrupted = worker_pool.run(
-            jobs,
-            workers=workers,
-            env=env,
-            measure=args.measure,
-            progress=report_progress,
-            cache=None if args.no_cache else place,
-        )
+    answers, cached, interrupted = answer(args, factory, jobs)
     rows = compare_rows.mark_pareto(
         [row_of(job, answers[job.name], factory, args.formulas) for job in jobs if job.name in answers]
     )
@@ -87,9 +96,9 @@ def compare(
         args,
         rows,
         answers,
-        names,
+        [job.target for job in jobs],
         factory=factory,
-        cached=known,
+        cached=cached,
         missing=len(jobs) - len(rows),
         interrupted=interrupted,
         source=source,
@@ -102,6 +111,104 @@ def compare(
             f"no combination of the grid could be compiled: fix the error of the first one: {rows[0].status}"
         )
     return 0
+
+
+def answer(
+    args: argparse.Namespace, factory: ProgramFactory, jobs: Sequence[worker_pool.Job]
+) -> tuple[dict[str, dict[str, Any]], int, bool]:
+    """Compiles jobs in worker processes, with a progress bar and the cache of rows.
+
+    Returns (name of a job -> the worker's answer, number of answers from the cache, whether Ctrl-C interrupted).
+    """
+    names = [job.target for job in jobs]
+    check(args, names)
+    if isinstance(factory, FunctionFactory):
+        jobs = list(map(with_cpu_devices, jobs))
+    workers = 1 if args.measure or shares_accelerator(names) else worker_pool.worker_count(len(jobs), args.jobs)
+    place = row_cache.folder()
+    cached = sum(1 for job in jobs if not args.no_cache and row_cache.read(place, job.name))
+    with progress(len(jobs)) as report_progress:
+        answers, interrupted = worker_pool.run(
+            jobs,
+            workers=workers,
+            env=worker_pool.environment(names),
+            measure=args.measure,
+            progress=report_progress,
+            cache=None if args.no_cache else place,
+        )
+    return answers, cached, interrupted
+
+
+def compare_what_if(
+    args: argparse.Namespace, factory: ProgramFactory, fixed: Mapping[str, Any], source: str, given: str = ""
+) -> int:
+    """Compiles one program with several options of XLA, prints what each changes, best first, and writes the requested
+    files.
+
+    Returns the exit code. The arguments are those of `compare`.
+    """
+    factory.check(fixed)
+    variants = factory.what_if(fixed, _platform(args.target))
+    left_out = {variant.change: variant.refused for variant in variants if variant.refused}
+    jobs: dict[str, worker_pool.Job] = {}
+    creator = Jobs(factory)
+    for variant in variants:
+        if not variant.refused:
+            job = creator.job({**fixed, **variant.keys}, args.target, variant.change, measure=args.measure)
+            jobs[variant.change] = dataclasses.replace(job, chosen=variant.keys)
+    distinct = {job.name: job for job in reversed(jobs.values())}  # as given wins over a variant that changes no key
+    answers, cached, interrupted = answer(args, factory, [*reversed(distinct.values())])
+    base_job = jobs[what_if.AS_GIVEN]
+    base = answers.get(base_job.name, {})
+    rows, unchanged, kept = list[Row](), list[str](), dict[str, Mapping[str, Any]]()
+    for change, job in jobs.items():
+        if job.name not in answers:
+            continue
+        found = answers[job.name]
+        row = dataclasses.replace(row_of(job, found, factory, args.formulas), change=change)
+        if change == what_if.AS_GIVEN:
+            rows.append(row)
+        elif found.get("status") != "ok":
+            left_out[change] = row.status
+        elif base.get("status") == "ok" and not what_if.is_changed(found, base):
+            unchanged.append(change)
+        elif alike := next((name for name, other in kept.items() if not what_if.is_changed(found, other)), ""):
+            left_out[change] = f"the same program as {alike}"
+        else:
+            rows.append(row)
+            kept[change] = found
+    given_row = next((row for row in rows if row.change == what_if.AS_GIVEN), None)
+    if given_row is not None and not given_row.ok:
+        raise ReportError(f"the program as given could not be compiled: fix its error: {given_row.status}")
+    if given_row is not None:
+        rows = [dataclasses.replace(row, effect=what_if.effect(row, given_row)) for row in rows]
+    rows = what_if.ranked(compare_rows.mark_pareto(rows))
+    finish(
+        args,
+        rows,
+        answers,
+        [args.target],
+        factory=factory,
+        cached=cached,
+        missing=len(distinct) - len(answers),
+        interrupted=interrupted,
+        source=source,
+        given=given,
+        unchanged=unchanged,
+        left_out=left_out,
+    )
+    return INTERRUPTED if interrupted else 0
+
+
+def _platform(target: str) -> str:
+    from bytescope.memory.devices import targets
+    from bytescope.memory.devices.chips import base_name
+    from bytescope.memory.devices.platform import choose_platform
+
+    base = base_name(target)
+    if base == "local":
+        return choose_platform()
+    return "cpu" if base == "cpu" else targets.parse(target).platform
 
 
 def make_jobs(
@@ -157,6 +264,8 @@ def finish(
     interrupted: bool,
     source: str,
     given: str,
+    unchanged: Sequence[str] = (),
+    left_out: Mapping[str, str] = {},
 ) -> None:
     """Prints the compared rows and writes the requested files.
 
@@ -171,6 +280,8 @@ def finish(
         interrupted: whether Ctrl-C stopped the comparison.
         source: the name of the program, as stored in the JSON.
         given: the command-line flags that set keys outside the grid.
+        unchanged: variants of a what-if that are the same program as given.
+        left_out: variant of a what-if -> the reason why it was not compiled.
     """
     from bytescope.memory.compare import compare_text
     from bytescope.memory.devices.compiler import versions
@@ -178,12 +289,13 @@ def finish(
     done = [answer for answer in answers.values() if answer.get("status") == "ok"]
     stated = done[0]["versions"] if done else versions()
     target = done[0]["target"] if done and len(set(names)) == 1 else {"name": ", ".join(dict.fromkeys(names))}
-    compare_text.show(rows, target, stated, cached=cached, missing=missing)
+    more = what_if.sentences(unchanged, left_out)
+    compare_text.show(rows, target, stated, cached=cached, missing=missing, more=more)
     if args.formulas:
         from bytescope.memory.compare import formulas_text
 
         formulas_text.show_rows(rows)
-    out = compare_rows.to_json(rows, target, stated, interrupted, source, given)
+    out = compare_rows.to_json(rows, target, stated, interrupted, source, given, unchanged, left_out)
     if args.json:
         write(args.json, json.dumps(out, indent=1) + "\n")
     if args.html:

@@ -6,16 +6,20 @@ This module reports on a user's program or an HLO dump; `train.commands.report_c
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, show_written, user_path, write
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, add_xla, show_written, user_path, write
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.devices.xla_flags import parse_flags
+from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import ReportRecord, Subject
+from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
 
 if TYPE_CHECKING:
     from bytescope.memory.allocators.program_events import ProgramCall
@@ -47,11 +51,18 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
         "and the reason for each chosen setting",
     )
+    add_xla(parser)
     parser.add_argument(
         "--allocators",
         action="store_true",
         help="also replay the allocations of a run on models of jax's GPU allocators (bfc, cuda_async, platform), and "
         "show which of them fit",
+    )
+    parser.add_argument(
+        "--try-remedies",
+        action="store_true",
+        help="also compile the program with the remedy of each finding that has flags or compiler options, and show "
+        "what it frees",
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
@@ -66,12 +77,22 @@ def run(args: argparse.Namespace) -> int:
     """Runs `bytescope report` for the program of --program or --hlo. Returns the exit code."""
     from bytescope.memory.devices import targets
 
+    if args.hlo and args.try_remedies:
+        raise ReportError(
+            "--try-remedies cannot be used with --hlo, because a dump is not compiled again: give the step with "
+            "--program=MODULE:FUNCTION"
+        )
+    options = parse_flags(args.xla)
     start_platform(args)
     if args.program:
         program = prepare(user_program.load(args.program), args.target)
+        if options:
+            program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
     report, compilation = make_report(program)
+    if args.try_remedies:
+        report = with_tried_remedies(report, functools.partial(report_with_options, program))
     show(report, args.verbose)
     more = {}
     if args.allocators:
@@ -133,6 +154,37 @@ def make_report(
         measure=True,
     )
     return report, compilation
+
+
+def with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], ReportRecord | None]) -> ReportRecord:
+    """Returns the report with what the remedy of each finding frees, and prints a line before each compile.
+
+    compile_with: compiles the program with the remedy of a finding; returns None if it cannot.
+    """
+    from bytescope.memory.report.tried_remedies import try_remedies
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    return try_remedies(report, compile_with, lambda line: put(Prose(line, "dim")))
+
+
+def report_with_options(
+    program: PreparedProgram, finding: Finding, subject_of: Callable[[int], Subject] | None = None
+) -> ReportRecord | None:
+    """Compiles a program with the compiler options of a finding's remedy and returns its report. Returns None if the
+    remedy has no compiler options, or if the program was compiled before.
+
+    subject_of: as in `make_report`.
+    """
+    from bytescope.memory.devices.compiler import trial_options
+    from bytescope.memory.report.tried_remedies import options_of
+
+    options = options_of(finding)
+    if not options:
+        return None
+    with trial_options(options):
+        report, compilation = make_report(program, subject_of)
+    return report if compilation.budget is not None else None
 
 
 def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:

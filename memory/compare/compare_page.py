@@ -42,6 +42,7 @@ from bytescope.memory.compare.compare_rows import (
     workload,
 )
 from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
+from bytescope.memory.compare.what_if import sentences
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import (
@@ -136,6 +137,7 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
         interrupted=comparison.get("interrupted", False),
         grid=feasibility_grid.grid(rows),
         notes=[
+            *(f"{line}." for line in sentences(comparison.get("unchanged", ()), comparison.get("left_out", {}))),
             *limit_notes(target, target.get("limit_bytes")),
             *rates_notes(comparison["rows"]),
             *(f"{name}: {reason}." for name, reason in why_slower(rows).items()),
@@ -201,6 +203,8 @@ def _has_value(column: ColumnView, values: Mapping[str, float | None]) -> bool:
 def describe_method(row: Row) -> str:
     """Returns a label of a row: its remat policy and the other settings that change how its program runs but not what
     it computes."""
+    if row.change:
+        return row.change
     keys = [key for key in row.overrides if row.is_how(key) and key not in row.policy_parts]
     return label(row, keys) if keys else row.policy or "as configured"
 
@@ -256,7 +260,7 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
     rest = [key for key in keys if key not in (row.policy_key, *where)]
     return {
         "label": label(row, keys),
-        "keys": [row.overrides.get(key, "") for key in keys],
+        "keys": [row.overrides.get(key, row.value_text(key)) for key in keys],
         "texts": [row.value_text(key) for key in keys],
         "group": label(row, rest) if rest else "",
         "section": label(row, where) if where else "",

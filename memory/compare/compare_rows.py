@@ -9,6 +9,8 @@ The JSON of a comparison has these keys (sizes are bytes on ONE device, null if 
 - `config`, `given`: the name of the config, and the keys set on the command line, as flags.
 - `target`: the devices that were compiled for; `versions`: package name -> version used for compiling.
 - `interrupted`: whether combinations are missing because the run was interrupted.
+- `unchanged`, `left_out`: of a what-if, the variants that are the same program as given, and variant -> the reason why
+  it was not compiled; [] and {} in other comparisons.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
+from bytescope.memory.compare.grids import CHANGE, CONFIG, EFFECT, TARGET, as_text
 from bytescope.memory.seconds import ranking
 from bytescope.memory.units import column_unit
 
@@ -82,10 +84,13 @@ class Row:
         limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
         xla_recomputes: whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's
             memory limit. Its FLOPs are in the predicted time, but not in `recompute_flops_fraction`.
+        xla_margin_bytes: bytes by which the program is below XLA's memory limit; negative above it, None if unknown.
         pareto: whether the row is Pareto-optimal: it fits, and no fitting row of the same workload has fewer bytes at
             equal or less time. Time is measured, otherwise predicted; if neither is known, recomputation replaces it.
         formula: figures of the published formulas, a `formulas.reconcile.Formula` as JSON. None without --formulas or
             if no formula applies.
+        change, effect: texts of a what-if: what the row changes, and how the program differs from the program as given;
+            "" in other comparisons.
         measured: {"step_seconds": median seconds of one update, "tokens_per_s", "peak_bytes" or None}. None without
             --measure.
     """
@@ -124,7 +129,10 @@ class Row:
     limit_bytes: int | None = None
     fits: bool | None = None
     xla_recomputes: bool = False
+    xla_margin_bytes: int | None = None
     pareto: bool = False
+    change: str = ""
+    effect: str = ""
     measured: Mapping[str, float | None] | None = None
     formula: Mapping[str, Any] | None = None
 
@@ -148,7 +156,7 @@ class Row:
     def is_how(cls, key: str) -> bool:
         """Returns whether a config key, such as the remat policy, changes how the program runs but not what it
         computes. Rows that differ only in such keys are ranked against each other."""
-        return key.startswith(cls.how) if cls.how else False
+        return key in (CHANGE, EFFECT) or (bool(cls.how) and key.startswith(cls.how))
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
@@ -167,6 +175,8 @@ class Row:
     def value_text(self, key: str) -> str:
         """Returns the text of the row's value for a config key of the compared grid, "" if the row does not have the
         key."""
+        if key in (CHANGE, EFFECT):
+            return self.change if key == CHANGE else self.effect
         return as_text(self.overrides.get(key, ""))
 
     def names_a_policy(self) -> bool:
@@ -177,7 +187,11 @@ class Row:
 
 def varying(rows: Sequence[Row]) -> list[str]:
     """Returns the config keys whose values differ between the rows. If no value differs, returns the key of the remat
-    policy. Keys whose values are shown as part of the policy's value (`Row.policy_parts`) are left out."""
+    policy. Keys whose values are shown as part of the policy's value (`Row.policy_parts`) are left out.
+
+    The rows of a what-if change different keys, so that they have CHANGE and EFFECT instead of keys."""
+    if any(row.change for row in rows):
+        return [CHANGE, EFFECT]
     keys = list(dict.fromkeys(key for row in rows for key in row.overrides))
     if any(row.policy_key in keys for row in rows):
         keys = [key for key in keys if not any(key in row.policy_parts for row in rows)]
@@ -194,6 +208,8 @@ def unit_of(rows: Sequence[Row]) -> tuple[str, int]:
 def label(row: Row, keys: Sequence[str]) -> str:
     """Returns a short description of a row by its values for the config keys `keys`, such as "full, seq_len=4096"
     (remat policy "full")."""
+    if CHANGE in keys:
+        return row.change
     parts = []
     for key in (key for key in keys if key in row.overrides):
         name = "" if key in (row.policy_key, CONFIG, TARGET) else f"{key.rpartition('.')[2]}="
@@ -289,15 +305,22 @@ def why_slower(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def beyond_xla_limit(rows: Sequence[Row]) -> str:
-    """Returns a sentence about the rows in which XLA's own rematerialization pass recomputes values, if it does so in
-    some rows only: their seconds are then hard to compare with the others. Returns "" otherwise."""
+    """Returns a sentence about the rows above XLA's memory limit, if other rows are below it: their seconds are then
+    hard to compare. In rows above the limit, XLA's rematerialization pass recomputes values, or its scheduler overlaps
+    less. Returns "" otherwise."""
     compiled = [row for row in rows if row.ok]
-    beyond = [row for row in compiled if row.xla_recomputes]
+    recomputing = [row for row in compiled if row.xla_recomputes]
+    beyond = recomputing or [row for row in compiled if (row.xla_margin_bytes or 0) < 0]
     if not 0 < len(beyond) < len(compiled):
         return ""
     keys = varying(rows)
     names = [label(row, keys) for row in beyond]
     shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    if not recomputing:
+        return (
+            f"{len(beyond)} of {len(compiled)} programs ({shown}) are above XLA's memory limit: XLA schedules them for "
+            "less memory and less overlap, which is part of their seconds"
+        )
     return (
         f"XLA's rematerialization pass recomputes values in {len(beyond)} of {len(compiled)} programs ({shown}), "
         "because they exceed XLA's memory limit: its work is part of their seconds"
@@ -336,6 +359,8 @@ def to_json(
     interrupted: bool = False,
     config: str = "",
     given: str = "",
+    unchanged: Sequence[str] = (),
+    left_out: Mapping[str, str] = {},
 ) -> dict[str, Any]:
     """Returns a comparison as JSON values. The module's docstring lists the keys.
 
@@ -346,6 +371,8 @@ def to_json(
         interrupted: whether Ctrl-C stopped the comparison.
         config: the name of the program or config.
         given: the command-line flags that set keys outside the grid.
+        unchanged: variants of a what-if that are the same program as given.
+        left_out: variant of a what-if -> the reason why it was not compiled.
     """
     rows = mark_pareto(rows)
     winner, tasks = best(rows), task_keys(rows)
@@ -361,6 +388,8 @@ def to_json(
         "target": dict(target),
         "versions": dict(versions),
         "interrupted": interrupted,
+        "unchanged": list(unchanged),
+        "left_out": dict(left_out),
     }
 
 
@@ -380,12 +409,14 @@ def cost_of(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
     if unknown. The name is MEASURED, PREDICTED or RECOMPUTED.
 
     The cost is measured seconds per token if any row was measured, otherwise predicted seconds per token. If no time is
-    known, the cost is recomputed FLOPs / model FLOPs.
+    known, the cost is recomputed FLOPs / model FLOPs. In a what-if the number of tokens need not be known.
     """
     if any(row.measured for row in rows):
         return MEASURED, lambda row: _per_token((row.measured or {}).get("tokens_per_s"))
     if any(row.predicted_tokens_per_s for row in rows):
         return PREDICTED, lambda row: _per_token(row.predicted_tokens_per_s)
+    if any(row.change for row in rows) and any(row.predicted_seconds for row in rows):  # all have the same batch
+        return PREDICTED, lambda row: row.predicted_seconds or math.inf
     return RECOMPUTED, lambda row: math.inf if row.recompute_flops_fraction is None else row.recompute_flops_fraction
 
 

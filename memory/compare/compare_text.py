@@ -46,6 +46,7 @@ def show(
     *,
     cached: int = 0,
     missing: int = 0,
+    more: Sequence[str] = (),
     console: Console | None = None,
 ) -> None:
     """Prints a comparison, to stdout by default.
@@ -56,12 +57,18 @@ def show(
         versions: package -> version used for compiling.
         cached: number of rows that were read from the cache.
         missing: number of combinations without a row, because the comparison was interrupted.
+        more: lines to print below the table.
     """
-    put(render(rows, target, versions, cached, missing), console)
+    put(render(rows, target, versions, cached, missing, more), console)
 
 
 def render(
-    rows: Sequence[Row], target: Mapping[str, Any], versions: Mapping[str, str], cached: int = 0, missing: int = 0
+    rows: Sequence[Row],
+    target: Mapping[str, Any],
+    versions: Mapping[str, str],
+    cached: int = 0,
+    missing: int = 0,
+    more: Sequence[str] = (),
 ) -> RenderableType:
     """Returns the printed form of a comparison: the table, failures, the best row and explanations.
 
@@ -71,6 +78,7 @@ def render(
         versions: package -> version used for compiling.
         cached: number of rows that were read from the cache.
         missing: number of combinations without a row, because the comparison was interrupted.
+        more: lines below the table.
     """
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
@@ -87,7 +95,7 @@ def render(
     )
     return blocks(
         Group(*heading(counted, target, common, versions, f"{unit} on each device:"), terminal_table(table, size)),
-        _below(rows, keys, len(winners), missing),
+        _below(rows, keys, len(winners), missing, more),
     )
 
 
@@ -121,8 +129,11 @@ def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[R
     return [Prose(f"{words}: {one_line(source)}{more}", "dim") for source in dict.fromkeys(rates) if source]
 
 
-def _below(rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int) -> RenderableType | None:
+def _below(
+    rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int, more: Sequence[str]
+) -> RenderableType | None:
     out = [
+        *(Prose(one_line(line)) for line in more),
         *_list_reasons(rows, keys, lambda row: "" if row.ok else row.status, "red"),
         *_list_reasons(
             rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"

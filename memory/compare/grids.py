@@ -10,6 +10,8 @@ from bytescope.memory.errors import ReportError
 
 # Grid keys that are not keys of a program: the config file, and the target to compile for.
 CONFIG, TARGET = "config", "target"
+# Columns of a what-if instead of keys: `Row.change` and `Row.effect`.
+CHANGE, EFFECT = "change", "effect"
 
 
 def split_values(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
-from bytescope.memory.program.compilation import compiled_for
+from bytescope.memory.program.compilation import compiled_for, trace_step
 
 if TYPE_CHECKING:
     from bytescope.memory.program.user_program import UserProgram
@@ -24,7 +24,8 @@ class PreparedProgram:
 
     Fields:
         compile: compiles the program. Returns the compilation, and the target whose memory limit applies (None if no
-            limit applies).
+            limit applies). An optional argument has compiler options, flag of XLA -> value, to compile with instead of
+            the program's own. The program is traced only once if it is compiled several times.
         name: the name of the program in error messages.
         config: a mapping that is stored in the report unchanged.
         facts: the trainer's description of the step, which the report's formulas and findings use; None if unknown.
@@ -43,7 +44,7 @@ class PreparedProgram:
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
 
-    compile: Callable[[], tuple[Compilation, Target | None]]
+    compile: Callable[..., tuple[Compilation, Target | None]]
     name: str = "program"
     config: Any = None
     facts: ModelFacts | None = None
@@ -79,9 +80,14 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
     is_local = (target if isinstance(target, str) else target.name) == "local"
     chosen = own["target"] if is_local else target
 
-    def compile_program() -> tuple[Compilation, Target | None]:
+    traced: list[Any] = []  # the step, traced at the first compile
+
+    def compile_program(flags: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
         with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):  # the first trace
-            return compiled_for(program.program, program.args, own["kwargs"], target=chosen, options=options)
+            if not traced:
+                traced.append(trace_step(program.program, program.args, own["kwargs"], target=chosen, options=options))
+            compiler_options = {**(own["compiler_options"] or {}), **(flags or {})}
+            return compiled_for(traced[0], target=chosen, compiler_options=compiler_options)
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
         from bytescope.memory.compare.measured_steps import measure_program

@@ -26,8 +26,10 @@ from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare
+from bytescope.memory.compare.what_if import Variant, flag_variants
 from bytescope.memory.devices.platform import JAX_FRACTION, MemoryFraction
 from bytescope.memory.devices.targets import Target
+from bytescope.memory.devices.xla_flags import LEVELS, flags_text, is_flag, parse_value
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.program import user_program
 from bytescope.memory.program.user_program import OVERRIDES, TARGET, UserFunction, parameters_of
@@ -67,6 +69,24 @@ class ProgramFactory:
         """
         return chosen
 
+    def split_options(
+        self, overrides: Mapping[str, Any], target: Target
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+        """Splits overrides into what is traced and how it is compiled. Programs with equal first parts are traced once.
+
+        Returns (the overrides that make the program, the compiler options to compile it with: flag of XLA -> value).
+        None instead of options means the program's own options.
+        """
+        return overrides, None
+
+    def what_if(self, overrides: Mapping[str, Any], platform: str) -> Sequence[Variant]:
+        """Returns the variants that `compare --what-if` compiles, the program as given among them. Longer compiles come
+        first.
+
+        overrides: the keys that all variants share. platform: the target's platform, such as "cuda".
+        """
+        return flag_variants(platform)
+
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns every config key with its value: the defaults, updated with `overrides`. Does not start jax.
 
@@ -102,6 +122,14 @@ class ProgramFactory:
         return None
 
 
+class FunctionRow(Row):
+    """A row of a comparison of a user's function: values of its parameters, and flags of XLA."""
+
+    @classmethod
+    def flag(cls, key: str, value: Any) -> str:
+        return f"--xla={flags_text({key: value})}" if is_flag(key) else super().flag(key, value)
+
+
 class FunctionFactory(ProgramFactory):
     """Makes programs by calling a user's function. The function's parameters are the config keys."""
 
@@ -114,7 +142,8 @@ class FunctionFactory(ProgramFactory):
             raise ReportError(
                 f"{function.name}.how={how!r:.60} is not a tuple of names: give a tuple of parameter names"
             )
-        self.row = type("FunctionRow", (Row,), {"how": tuple(how)})
+        # Flags of XLA change how the step runs, too.
+        self.row = type("FunctionRow", (FunctionRow,), {"how": (*how, "xla_", *LEVELS)})
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
         """Calls the user's function with `overrides` (config key -> value) as keyword arguments. Returns the program
@@ -122,9 +151,21 @@ class FunctionFactory(ProgramFactory):
         resolved = self.resolve(overrides)
         return prepare(self._function.make({key: resolved[key] for key in overrides}, target), target)
 
+    def split_options(
+        self, overrides: Mapping[str, Any], target: Target
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+        """Splits overrides into parameters of the function and options of XLA, whose keys are flags of XLA."""
+        resolved = self.resolve(overrides)
+        options = {key: resolved[key] for key in overrides if self._is_flag(key)}
+        return {key: value for key, value in overrides.items() if key not in options}, options or None
+
+    def _is_flag(self, key: str) -> bool:
+        return is_flag(key) and key not in self._parameters
+
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns every config key with its value: the defaults of the function's parameters, updated with the
-        overrides. An override that is text is converted to the type of the parameter's default.
+        overrides. An override that is text is converted to the type of the parameter's default. A key that is a flag of
+        XLA and no parameter is a compiler option.
 
         Raises ReportError for an unknown key or a value of the wrong type.
         """
@@ -137,10 +178,13 @@ class FunctionFactory(ProgramFactory):
         takes_any = OVERRIDES in self._parameters or any(
             parameter.kind is parameter.VAR_KEYWORD for parameter in self._parameters.values()
         )
+        flags = {key: value for key, value in overrides.items() if self._is_flag(key)}
+        overrides = {key: value for key, value in overrides.items() if key not in flags}
         for key in overrides:
             if key not in keys and not takes_any:
                 raise ReportError(f"{self.reference} has no parameter {key}: {_remedy(key, list(keys))}")
-        return keys | {key: _parse_value(key, value, keys.get(key)) for key, value in overrides.items()}
+        options = {key: parse_value(key, value) if isinstance(value, str) else value for key, value in flags.items()}
+        return keys | {key: _parse_value(key, value, keys.get(key)) for key, value in overrides.items()} | options
 
     def check(self, overrides: Mapping[str, Any]) -> None:
         """Raises ReportError if a key is not a parameter of the user's function, or if a value has the wrong type."""

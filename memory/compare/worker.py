@@ -14,14 +14,16 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from bytescope.memory.compare.program_factory import ProgramFactory, load_factory
 from bytescope.memory.errors import ReportError, message_of, one_line
 
 if TYPE_CHECKING:
+    from bytescope.memory.compare.prepared_program import PreparedProgram
+    from bytescope.memory.devices.targets import Target
     from bytescope.memory.records.report_record import ReportRecord
 
 
@@ -34,16 +36,17 @@ def main() -> None:
 
     choose_platform()  # before jax is imported
     factories: dict[str, ProgramFactory] = {}
+    programs = HeldProgram()
     for line in sys.stdin:
         try:
             job = json.loads(line)
             if job["factory"] not in factories:
                 factories[job["factory"]] = load_factory(job["factory"])
                 choose_platform(fraction=factories[job["factory"]].memory_fraction.value)
-            answer = answer_to(job, factories[job["factory"]])
+            answer = answer_to(job, factories[job["factory"]], programs)
         except Exception as error:  # an error of one combination must not stop the others
             answer = {"status": describe_error(error)}
-        _free_last_job()
+        gc.collect()
         try:
             answers.write(json.dumps(answer | {"rss_bytes": _resident_bytes()}) + "\n")
             answers.flush()
@@ -51,12 +54,30 @@ def main() -> None:
             os._exit(0)
 
 
-def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
+class HeldProgram:
+    """The last program of a worker, with what jax has traced of it. Jobs that differ only in compiler options use it
+    again, so that it is traced once."""
+
+    def __init__(self) -> None:
+        self._key, self._program = "", cast("PreparedProgram | None", None)
+
+    def make(self, factory: ProgramFactory, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
+        """Returns the program of a factory: the last program if factory, overrides and target are the same, else a new
+        one. Raises the factory's errors."""
+        key = repr((factory.reference, sorted(overrides.items()), target))
+        if self._program is None or key != self._key:
+            self._key, self._program = "", None
+            _free_last_job()
+            self._program, self._key = factory(overrides, target), key
+        return self._program
+
+
+def answer_to(job: dict[str, Any], factory: ProgramFactory, programs: HeldProgram | None = None) -> dict[str, Any]:
     """Compiles the program of one job. Returns the fields of its comparison row.
 
     factory: the function that makes the program from config overrides and a target. job: field -> value of a
     `worker_pool.Job`. If the job names a `method` of the factory, this method is called instead of compiling, and its
-    result is returned. Raises the factory's errors.
+    result is returned. programs: the program of the last job. Raises the factory's errors.
     """
     from bytescope.memory.analysis import report_of
     from bytescope.memory.devices import targets
@@ -68,9 +89,10 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
     overrides = job["overrides"]
     if job.get("method"):
         return {"status": "ok", **getattr(factory, job["method"])(overrides, target)}
-    program = factory(overrides, target)
+    traced, options = factory.split_options(overrides, target)
+    program = (programs or HeldProgram()).make(factory, traced, target)
     began = time.perf_counter()
-    compilation, judged = program.compile()
+    compilation, judged = program.compile() if options is None else program.compile(options)
     seconds = time.perf_counter() - began
     report = report_of(compilation, target=judged, roles=program.roles, loop=program.loop)
     row: dict[str, Any] = {
@@ -86,6 +108,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory) -> dict[str, Any]:
         "limit_bytes": report.limit_bytes,
         "fits": report.fits,
         "xla_recomputes": report.xla_recomputes,
+        "xla_margin_bytes": report.xla_budget.margin_bytes,
         "compile_seconds": seconds,
         "target": dict(report.target),
         "versions": dict(report.versions),

@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bytescope.memory.devices import compile_cache
+from bytescope.memory.devices import compile_cache, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
-from bytescope.memory.devices.compiler_log import hold_back_log
+from bytescope.memory.devices.compiler_log import RematLog, hold_back_log, read_remat_log
 from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
@@ -49,6 +49,10 @@ _PACKAGES = (
 
 # xla.proto, xla_gpu_memory_limit_slop_factor: its name and its default in debug_options_flags.cc.
 SLOP, SLOP_PERCENT = "xla_gpu_memory_limit_slop_factor", 95
+# xla.proto, xla_disable_hlo_passes: names of passes that XLA leaves out, separated by commas. jax sets it to REMAT_PASS
+# if its setting jax_compiler_enable_remat_pass is False; a compiler option of this name replaces jax's value.
+DISABLED_PASSES = "xla_disable_hlo_passes"
+REMAT_PASS, SCHEDULER_PASS, COPY_FUSION_PASS = "rematerialization", "latency-hiding-scheduler", "copy_fusion"
 # compile_options.proto: CompileOptionsProto.executable_build_options, ExecutableBuildOptionsProto.device_memory_size.
 _BUILD_OPTIONS_FIELD, _DEVICE_MEMORY_FIELD = 3, 15
 
@@ -90,10 +94,12 @@ class MemorySettings:
             its description of the device.
         slop_percent: the percentage that temporary buffers may use of the memory left by arguments and results
             (`xla_gpu_memory_limit_slop_factor`).
+        disabled_passes: names of the compiler passes that were switched off (`xla_disable_hlo_passes`).
     """
 
     device_memory_bytes: int | None = None
     slop_percent: int = SLOP_PERCENT
+    disabled_passes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +118,8 @@ class Compilation:
         notes: notes on the compilation for the report.
         versions: package -> version, for the packages that compiled the program.
         budget: the memory settings with which XLA:GPU compiled; None if unknown.
+        options: the compiler options that were given, flag of XLA -> value.
+        remat_log: XLA's log line about a rematerialization pass that did not reach its limit; None if there was none.
     """
 
     proto: bytes = b""
@@ -125,6 +133,8 @@ class Compilation:
     notes: tuple[str, ...] = ()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     budget: MemorySettings | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    remat_log: RematLog | None = None
 
     @property
     def executable(self) -> CompiledStage:
@@ -183,19 +193,22 @@ def compile_lowered(
         exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks them,
             so they are saved next to the cache entry. If they are missing there and `exact` is set, the program is
             compiled again. If `exact` is not set, lifetimes are derived from the schedule.
-        options: compiler options, as in `Lowered.compile(compiler_options=)`.
+        options: compiler options, as in `Lowered.compile(compiler_options=)`. Raises ReportError if XLA does not know
+            an option or its value.
         jaxpr, notes: fields of the Compilation. Notes of the compiler come first.
         device_memory_bytes: bytes of the pool that jax would have on a GPU that is not present. XLA then plans with
             this size, as on a real GPU. None lets XLA plan with 80 % of the device's memory.
     """
+    if options and not str(options.get(SLOP, 0)).isdecimal():
+        raise ReportError(f"{SLOP}={options[SLOP]} is not valid for XLA: give a whole number")
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
-        settings.enter_context(hold_back_log())
+        log = settings.enter_context(hold_back_log())
         if described:
             settings.enter_context(_disabled_compilation_cache())
         read_settings = settings.enter_context(_memory_settings(device_memory_bytes if described else None))
-        result = _compile_or_load(lowered, options or {}, exact and not described)
+        result = _compile_or_load(lowered, _with_trial(options or {}), exact and not described)
     module, assignment = (b"", b"") if result.proto else _serialize_module_and_buffers(result.compiled)
     return Compilation(
         proto=result.proto,
@@ -209,6 +222,8 @@ def compile_lowered(
         notes=result.notes + notes,
         versions=versions(),
         budget=read_settings(),
+        options=dict(options or {}),
+        remat_log=read_remat_log(log),
     )
 
 
@@ -320,6 +335,8 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
             raise ReportError(
                 f"XLA cannot compile arrays of these sizes ({one_line(error)}): give smaller sizes"
             ) from error
+        if refused := xla_flags.refusal(error):
+            raise refused from error
         known = next((each for each in RETRIES if each.error in str(error)), None)
         if known is None or set(known.options) & set(options):
             raise
@@ -393,6 +410,45 @@ def _memory_settings(size: int | None) -> Iterator[Callable[[], MemorySettings |
         _MEMORY_REQUEST.reset(token)
 
 
+# Compiler options of a trial, which are added to the options of every compile in this thread.
+_TRIAL: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar("options of a trial", default=None)
+
+
+@contextlib.contextmanager
+def trial_options(options: Mapping[str, str]) -> Iterator[None]:
+    """Context manager in which `compile_lowered` adds compiler options, such as those of a finding's remedy. A name
+    that begins with "jax_" is a boolean setting of jax.config instead.
+
+    The option `xla_disable_hlo_passes` is added to the passes that are off already, and does not replace them.
+    """
+    import jax
+
+    settings = {name: value == "True" for name, value in options.items() if name.startswith("jax_")}
+    before = {name: getattr(jax.config, name) for name in settings}
+    token = _TRIAL.set({name: value for name, value in options.items() if name not in settings})
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        _TRIAL.reset(token)
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+def _with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    trial = dict(_TRIAL.get() or {})
+    if DISABLED_PASSES in trial:
+        import jax
+
+        passes = [*str(options.get(DISABLED_PASSES, "")).split(","), *trial[DISABLED_PASSES].split(",")]
+        enabled = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax adds it at run time
+        if not enabled and DISABLED_PASSES not in options:
+            passes.append(REMAT_PASS)
+        trial[DISABLED_PASSES] = ",".join(dict.fromkeys(filter(None, passes)))
+    return {**options, **trial}
+
+
 @functools.cache
 def _wrap_compile_options() -> None:
     """Wraps jax's function that creates compile options, so that it follows the current request for device memory.
@@ -409,8 +465,11 @@ def _wrap_compile_options() -> None:
         options, request = create(*args, **kwargs), _MEMORY_REQUEST.get()
         if request is None:
             return options
-        slop = dict(options.env_option_overrides).get(SLOP)
-        request.settings = MemorySettings(request.size, int(_slop_of_flags() if slop is None else slop))
+        given = dict(options.env_option_overrides)
+        slop = given.get(SLOP)
+        disabled = given.get(DISABLED_PASSES, options.executable_build_options.debug_options.xla_disable_hlo_passes)
+        passes = tuple(filter(None, str(disabled).split(",")))
+        request.settings = MemorySettings(request.size, int(_slop_of_flags() if slop is None else slop), passes)
         if request.size is None:
             return options
         build_options = write_field(_DEVICE_MEMORY_FIELD, request.size)

@@ -7,10 +7,11 @@ is larger than the device, the log lines warn about facts that the report alread
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 # A log line begins with severity, month and day, and time: "E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] ..."
 # or with a date and time. Before the log is initialized, which another line announces, the time is in seconds since
@@ -18,6 +19,11 @@ from collections.abc import Iterator
 _LOGGED = re.compile(rb"([IWE]\d{4} |\d{4}-\d\d-\d\d )\d\d:\d\d:\d\d+\.\d+|WARNING: All log messages before absl")
 _FATAL = re.compile(rb"F\d{4} \d\d:\d\d:\d\d+\.\d+")
 _MAY_BE_LOGGED = re.compile(rb"[IWEF\d]")
+# hlo_rematerialization.cc logs this after the pass if memory use is still above the limit.
+_UNREACHED = re.compile(
+    rb"Can't reduce memory use below \S+ \((\d+) bytes\) by rematerialization; only reduced to \S+ \((\d+) bytes\), "
+    rb"down from \S+ \((\d+) bytes\)"
+)
 # Maximum seconds to wait for the last lines, because a process that the compiler started may keep the pipe open.
 _PATIENCE = 2.0
 
@@ -25,15 +31,15 @@ REDIRECTING = threading.Lock()  # held while file descriptor 2 is redirected
 
 
 @contextlib.contextmanager
-def hold_back_log() -> Iterator[None]:
+def hold_back_log() -> Iterator[list[bytes]]:
     """Context manager that suppresses the log lines of XLA, which are written to file descriptor 2. They are printed
-    only if the block raises an exception.
+    only if the block raises an exception. Yields a list that contains the lines after the block.
 
-    Other lines are printed at once. Nothing is suppressed if another thread is already in this context, or if the
-    descriptor is closed.
+    Other lines are printed at once. Nothing is suppressed, and the list stays empty, if another thread is already in
+    this context, or if the descriptor is closed.
     """
     if not REDIRECTING.acquire(blocking=False):
-        yield
+        yield []
         return
     try:
         yield from _redirect()
@@ -41,11 +47,11 @@ def hold_back_log() -> Iterator[None]:
         REDIRECTING.release()
 
 
-def _redirect() -> Iterator[None]:
+def _redirect() -> Iterator[list[bytes]]:
     try:
         before = os.dup(2)
     except OSError:  # closed
-        yield
+        yield []
         return
     source, sink = os.pipe()
     os.dup2(sink, 2)
@@ -55,7 +61,7 @@ def _redirect() -> Iterator[None]:
     reader.start()
     failed = True
     try:
-        yield
+        yield held
         failed = False
     finally:
         os.dup2(before, 2)  # also closes the last writing end of the pipe in this process
@@ -89,3 +95,27 @@ def _sort_line(line: bytes, passing: bool, out: int, held: list[bytes]) -> None:
         held.append(line)
     else:
         os.write(out, line)
+
+
+@dataclasses.dataclass(frozen=True)
+class RematLog:
+    """XLA's log line about a rematerialization pass that did not reach its limit. All sizes are bytes of temporary
+    values and results.
+
+    Fields:
+        limit_bytes: the limit of the pass.
+        reduced_bytes: the memory use to which the pass reduced the program.
+        original_bytes: the memory use before the pass.
+    """
+
+    limit_bytes: int
+    reduced_bytes: int
+    original_bytes: int
+
+
+def read_remat_log(lines: Iterable[bytes]) -> RematLog | None:
+    """Returns the figures of XLA's warning "Can't reduce memory use below ... by rematerialization" of the largest
+    program; None if the log has no such line.
+    """
+    found = [RematLog(*map(int, match.groups())) for line in lines if (match := _UNREACHED.search(line))]
+    return max(found, key=lambda log: log.original_bytes, default=None)

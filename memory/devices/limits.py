@@ -111,8 +111,9 @@ def fraction_variable(target: Mapping[str, Any]) -> str:
 
 def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
     """Returns advice about the fraction of the GPU's memory that is in jax's pool, at most one sentence. It names a
-    fraction with which the program would fit, or says that too little memory is left outside of the pool. Returns [] if
-    neither applies.
+    fraction with which the program would fit, or says that too little memory is left outside of the pool. For a pool
+    that can grow, it names the fraction from which the pool keeps the program's memory between calls. Returns [] if
+    none of them applies.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`.
@@ -120,9 +121,18 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
         predicted: bytes that the program needs in the pool.
         outside: bytes that the runtime needs outside of the pool.
     """
+    memory, variable = target.get("device_memory_bytes") or 0, fraction_variable(target)
+    if target.get("pool_can_grow") and limit is not None and limit == target.get("limit_bytes"):
+        kept = int(memory * target["memory_fraction"])
+        if not kept < predicted <= limit:
+            return []
+        # github.com/marin-community/marin/pull/8490: one of 704 processes failed to map it again every one or two hours
+        return [
+            f"cuda_async keeps {human(kept)} between calls and maps the rest again in every call, which can fail: set "
+            f"{variable}={math.ceil(100 * predicted / memory) / 100:g} or more"
+        ]
     if not _is_pool(target, limit):
         return []
-    memory, variable = target["device_memory_bytes"], fraction_variable(target)
     if excess := outside_excess(target, limit, outside):
         largest = math.floor(100 * (memory - outside) / memory) / 100
         return [

@@ -1,4 +1,4 @@
-"""Rules about recomputation: the function whose checkpointing frees the most memory, and values that XLA recomputes.
+"""The rule about recomputation: the function whose checkpointing frees the most memory.
 
 A function under `jax.checkpoint` stores only its inputs, and its residuals exist for one call at a time. If a function
 is called `calls` times, checkpointing it frees the residuals of all calls except one, minus the inputs of each call: 12
@@ -34,7 +34,6 @@ _SUBSTANTIAL = 0.01
 _LOOP = "/while/body"
 _NUMBERS = re.compile(r"\d+")
 _TRACED = re.compile(r"(?:p?jit|pmap)\(([^()]*)\)")
-_REMAT = re.compile(r"\.remat(\d+)?(\.|$)")
 # Wrappers that decorate a module's __call__: around the class they would recompute its constructor instead.
 _DECORATORS = ("nnx.remat", "eqx.filter_checkpoint")
 
@@ -80,16 +79,6 @@ def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResul
     share = best.kept / report.peak_bytes
     message = f"{best.call.function.title} keeps {human(best.kept)} for the backward pass, {share:.0%} of the peak"
     return RuleResult(best.freed, message, _remedy(best))
-
-
-def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if XLA's rematerialization pass recomputes values because the program would not fit
-    otherwise."""
-    names = {i.name for i in program.module.instructions.values() if _REMAT.search(i.name)}
-    if not names:
-        return None
-    size = sum(b.bytes for b in report.buffers if b.name in names)
-    return RuleResult(size, f"XLA's rematerialization pass recomputes {len(names)} values, such as {min(names)}")
 
 
 def _remedy(best: Candidate) -> str:

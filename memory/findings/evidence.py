@@ -26,11 +26,13 @@ class RuleResult:
         bytes: bytes on one device that the remedy may free.
         message: the finding, as one sentence.
         remedy: the remedy for this program; "" stands for the rule's general remedy in `finding_rules.RULES`.
+        options: compiler options that apply the remedy, as "name=value"; "" if there are none.
     """
 
     bytes: int
     message: str
     remedy: str = ""
+    options: str = ""
 
 
 def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:

@@ -10,7 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bytescope.memory.findings.checkpoint_findings import checkpoint_saves, xla_remat
+from bytescope.memory.findings.checkpoint_findings import checkpoint_saves
+from bytescope.memory.findings.compiler_findings import (
+    arguments_above_limit,
+    fused_copies,
+    scheduler_peak,
+    unrolled_layers,
+    xla_remat,
+    xla_remat_falls_short,
+    xla_remat_off,
+)
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, at_peak, describe_buffer
 from bytescope.memory.findings.expert_findings import empty_expert_rows
 from bytescope.memory.findings.sharding_findings import (
@@ -40,7 +49,8 @@ def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
     for rule, remedy in RULES.items():
         result = rule(report, program)
         if result is not None:
-            findings.append(Finding(rule.__name__, result.bytes, result.message, result.remedy or remedy))
+            words = result.remedy or remedy
+            findings.append(Finding(rule.__name__, result.bytes, result.message, words, options=result.options))
     return tuple(sorted(findings, key=lambda finding: -finding.bytes))
 
 
@@ -136,6 +146,14 @@ RULES: Mapping[Rule, str] = {
     host_memory: "use a host with more memory per device, or smaller state, such as moments in 8 bits",
     xla_remat: "the program was too large: choose a remat policy that fits by itself, or set "
     "jax_compiler_enable_remat_pass to False to compare policies",
+    xla_remat_falls_short: "save fewer residuals with jax.checkpoint, or reduce the batch; the program may still run, "
+    "because only the allocator's limit is binding",
+    xla_remat_off: "save fewer residuals with jax.checkpoint, or set jax_compiler_enable_remat_pass to True",
+    arguments_above_limit: "shard the state over more devices, donate it (donate_argnums), or give jax a larger part "
+    "of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+    scheduler_peak: "loop over the layers with jax.lax.scan",
+    fused_copies: "switch XLA's copy fusion off",
+    unrolled_layers: "loop over the layers with jax.lax.scan (nn.scan in Flax): it holds the temporaries of one layer",
     state_too_large: "shard the state over more devices",
     whole_state: "shard the state over the mesh",
     unsharded_gradients: "constrain the gradient to the sharding of its parameter",

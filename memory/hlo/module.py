@@ -24,6 +24,7 @@ class Instruction:
         id, name, opcode: as in the HloInstructionProto.
         operands: the ids of the instructions whose results it reads.
         called: the ids of the computations that the instruction calls.
+        predecessors: the ids of the instructions that must run before it although it reads none of their results.
         shape, metadata, sharding, span: (start, end) offsets in the serialized proto of the shape, the metadata, the
             sharding and the whole instruction.
         parameter: number of the parameter, if the opcode is "parameter".
@@ -45,6 +46,7 @@ class Instruction:
     computation: int = 0
     sharding: Span = (0, 0)
     span: Span = (0, 0)
+    predecessors: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(slots=True)
@@ -242,6 +244,8 @@ def _instruction(data: bytes, span: Span) -> Instruction:
             out.id = wire.number(value)
         elif field == 38:
             out.called += wire.numbers(data, value)
+        elif field == 37:
+            out.predecessors += wire.numbers(data, value)
         elif field == 9:
             out.parameter = wire.number(value)
         elif field == 13:

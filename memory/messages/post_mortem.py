@@ -22,8 +22,8 @@ from bytescope.memory.records.report_record import ReportRecord
 # Maximum number of remedies; minimum fraction of the peak for arrays, findings and residuals; minimum fraction of the
 # peak for a buffer to compute in parts; fraction of the GPU's memory below which the pool could be larger.
 MAX_REMEDIES, MIN_SHARE, MIN_SHARE_IN_PARTS, LOW_FRACTION = 3, 0.01, 0.10, 0.85
-# Kinds of findings whose remedy uses more memory.
-_USES_MORE = ("spare_memory",)
+# Kinds of findings whose remedy uses more memory, or is about XLA's limit instead of the device's.
+_FREES_NOTHING = ("spare_memory", "arguments_above_limit", "xla_remat_falls_short")
 _BATCH = "reduce the batch, or accumulate gradients over parts of it"
 
 
@@ -170,7 +170,7 @@ def _propose_to_delete_arrays(report: ReportRecord | None, held: Sequence[HeldAr
 
 def _propose_remedies(report: ReportRecord) -> Iterator[WayOut]:
     for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
-        if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _USES_MORE:
+        if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _FREES_NOTHING:
             yield WayOut(finding.bytes, f"{finding.remedy} ({finding.message})", finding.flags)
 
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 
 from bytescope.memory.hlo.buffers import ALLOC, FREE, Allocation, HeapTrace, HloProgram, LogicalBuffer
 from bytescope.memory.hlo.dataflow import flatten
-from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, Index, leaves
 
 Node = tuple[int, Index]
 
 _SAME = frozenset(("bitcast", "opt-barrier", "optimization-barrier", "add-dependency", "domain"))
 # Operations that write over an operand that dies with them.
-_OVERWRITING = frozenset(
+OVERWRITING = frozenset(
     (
         "fusion",
         "add",
@@ -68,6 +68,36 @@ class _Group:
     space: int = 0
 
 
+class AliasGroups:
+    """The values of a scheduled module that always share memory. Each group has a number."""
+
+    def __init__(self, module: Module):
+        self._derivation = _Derivation(module)
+        _, self._groups = self._derivation.merged()
+        self._numbers = {root: number for number, root in enumerate(self._groups)}
+        self._module = module
+
+    def temporary(self, id: int, index: Index) -> tuple[int, int]:
+        """Returns (number of the group, its bytes of device memory) of a value, the element at `index` of an
+        instruction's result. The bytes are 0 for arguments, results and constants of the program, and outside of the
+        device's main memory.
+        """
+        root = self._derivation.find((id, index))
+        group = self._groups.get(root)
+        if group is None or group.kind != "temp" or group.space:
+            return -1, 0
+        return self._numbers[root], group.size
+
+    def permanent(self, computation: Computation) -> set[int]:
+        """Returns the numbers of the groups that are alive during the whole run of a computation, because a parameter
+        of the computation is in them."""
+        numbers = set[int]()
+        for id in computation.parameters.values():
+            instruction = self._module.instructions[id]
+            numbers.update(self.temporary(id, index)[0] for index, _ in leaves(self._module.shape(instruction)))
+        return numbers
+
+
 class _Derivation:
     def __init__(self, module: Module):
         self.module = module
@@ -82,6 +112,14 @@ class _Derivation:
         """Merges aliased values, computes live ranges, reuses memory for in-place updates, and returns the program
         with buffers and a heap trace.
         """
+        instructions, groups = self.merged()
+        self._reuse_operand_memory(instructions, groups)
+        return self._records([groups[root] for root in dict.fromkeys(map(self.find, groups))])
+
+    def merged(self) -> tuple[list[Instruction], dict[Node, _Group]]:
+        """Merges aliased values and computes live ranges. Returns the instructions in their order, and the values that
+        share memory under one of them, as (instruction id, tuple index) -> group.
+        """
         instructions = [self.module.instructions[id] for id in self.order]
         for instruction in instructions:
             for index, _ in self._leaves(instruction):
@@ -93,14 +131,12 @@ class _Derivation:
         if entry is not None:
             for output, number, index in self.module.aliases:
                 self._join((entry.parameters.get(number, -1), index), (entry.root, output))
-        groups = self._groups(instructions)
-        self._reuse_operand_memory(instructions, groups)
-        return self._records([groups[root] for root in dict.fromkeys(map(self._find, groups))])
+        return instructions, self._groups(instructions)
 
     def _leaves(self, instruction: Instruction) -> list[tuple[Index, HloShape]]:
         return list(leaves(self.module.shape(instruction)))
 
-    def _find(self, node: Node) -> Node:
+    def find(self, node: Node) -> Node:
         root = node
         while self.parent.get(root, root) != root:
             root = self.parent[root]
@@ -110,7 +146,7 @@ class _Derivation:
 
     def _join(self, left: Node, right: Node) -> None:
         if left in self.parent and right in self.parent:
-            self.parent[self._find(right)] = self._find(left)
+            self.parent[self.find(right)] = self.find(left)
 
     def _aliased_pairs(self, instruction: Instruction) -> Iterator[tuple[Node, Node]]:
         """Yields pairs of values, as (instruction id, tuple index), that always share memory because of this
@@ -199,7 +235,7 @@ class _Derivation:
             born = self.starts[instruction.computation] if instruction.opcode == "parameter" else at
             argument = instruction.opcode == "parameter" and entry and instruction.computation == entry.id
             for index, shape in self._leaves(instruction):
-                root = self._find((instruction.id, index))
+                root = self.find((instruction.id, index))
                 group = groups.setdefault(root, _Group([], 0, born, at))
                 group.nodes.append((instruction.id, index))
                 group.size = max(group.size, shape.bytes)
@@ -216,7 +252,7 @@ class _Derivation:
                 if source is None or operand not in self.order:
                     continue
                 for index, _ in self._leaves(source):
-                    group_read = groups.get(self._find((operand, index)))
+                    group_read = groups.get(self.find((operand, index)))
                     if group_read:
                         group_read.end = max(group_read.end, at)
         return groups
@@ -226,20 +262,20 @@ class _Derivation:
         instruction reads the operand. `groups`: value -> the values with which it shares memory; changed in place.
         """
         for instruction in instructions:
-            if instruction.opcode not in _OVERWRITING:
+            if instruction.opcode not in OVERWRITING:
                 continue
             at = self.order[instruction.id]
             for index, _ in self._leaves(instruction):
                 result = (instruction.id, index)
-                mine = groups.get(self._find(result))
+                mine = groups.get(self.find(result))
                 if mine is None or mine.start != at or mine.kind != "temp":
                     continue
                 for operand in instruction.operands:
-                    other = groups.get(self._find((operand, ())))
+                    other = groups.get(self.find((operand, ())))
                     if other is None or other is mine or other.kind != "temp":
                         continue
                     if other.end == at and other.size == mine.size:
-                        del groups[self._find(result)]
+                        del groups[self.find(result)]
                         other.nodes += mine.nodes
                         other.start, other.end = min(other.start, mine.start), max(other.end, mine.end)
                         self._join((operand, ()), result)
@@ -287,5 +323,7 @@ class _Derivation:
                 if id in entry.parameters.values():
                     out.entry_parameter = True
                     out.parameter, out.parameter_index = self.module.instructions[id].parameter, index
+                    donated = {(parameter, index) for _, parameter, index in self.module.aliases}
+                    out.live_out = (out.parameter, out.parameter_index) in donated
                     break
         return out

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.devices.compiler import MemorySettings
+from bytescope.memory.devices.compiler_log import RematLog
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.records.report_record import XlaBudget, XlaStats
 
@@ -18,11 +19,19 @@ from bytescope.memory.records.report_record import XlaBudget, XlaStats
 USUAL_PERCENT = 80
 
 
-def find(stats: XlaStats, target: Target | None, settings: MemorySettings | None) -> XlaBudget:
-    """Returns XLA's memory limit for a program and the figures from which XLA computes it. All fields are None if the
-    target is not a GPU, or if the program was not compiled in this process.
+def find(
+    stats: XlaStats,
+    target: Target | None,
+    settings: MemorySettings | None,
+    remat_log: RematLog | None = None,
+    scheduler_bytes: int | None = None,
+) -> XlaBudget:
+    """Returns XLA's memory limit for a program, the figures from which XLA computes it, and the margin to it. All
+    fields are None if the target is not a GPU, or if the program was not compiled in this process.
 
-    stats: XLA's byte counts of the program. settings: the memory settings with which it was compiled.
+    stats: XLA's byte counts of the program. settings: the memory settings with which it was compiled. remat_log: XLA's
+    log line about a rematerialization pass that did not reach its limit. scheduler_bytes: bytes that the order of the
+    schedule adds to the peak; None if unknown.
     """
     if target is None or target.platform not in GPU_PLATFORMS or settings is None or stats.argument_bytes is None:
         return XlaBudget()
@@ -33,4 +42,18 @@ def find(stats: XlaStats, target: Target | None, settings: MemorySettings | None
         base = target.device_memory_bytes * USUAL_PERCENT // 100
     io = stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0)
     limit = (base - io) * settings.slop_percent // 100 if io <= base else 0
-    return XlaBudget(base, io, settings.slop_percent, limit)
+    results = stats.output_bytes or 0
+    need = None if stats.temp_bytes is None else stats.temp_bytes + results
+    if remat_log is not None:
+        need = remat_log.reduced_bytes
+    return XlaBudget(
+        base_bytes=base,
+        io_bytes=io,
+        slop_percent=settings.slop_percent,
+        limit_bytes=limit,
+        need_bytes=need,
+        margin_bytes=None if need is None else limit + results - need,
+        unreduced_bytes=remat_log.original_bytes if remat_log else None,
+        scheduler_bytes=scheduler_bytes,
+        disabled_passes=settings.disabled_passes,
+    )

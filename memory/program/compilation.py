@@ -27,6 +27,7 @@ from bytescope.memory.program import callbacks, retarget, tracing
 
 _PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU (it does not say which)", "tpu": "a TPU (it does not say which)"}
 _FAMILIES = {"cuda": "gpu", "rocm": "gpu"}
+_DUMPS = (str, Path, bytes, bytearray, memoryview)
 _CALLED = 'memory.analyze(step, *arguments, target="h200:8")'
 
 
@@ -37,6 +38,7 @@ def compiled_for(
     *,
     target: Target | str | None = None,
     options: Mapping[str, Any] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> tuple[Compilation, Target | None]:
     """Compiles a program if needed. Returns its compilation (the compiled program with its HLO), and the target (the
     devices) whose memory limit applies.
@@ -48,30 +50,22 @@ def compiled_for(
         target: a Target or its name. None means the devices in the arguments' shardings, or the available devices if
             there are none. For a proto, None means that there is no target.
         options: options of `jax.jit` for a plain step, such as `donate_argnums` (`tracing.OPTIONS`).
+        compiler_options: options of XLA, flag -> value, for a program that is not compiled yet.
 
-    Raises ReportError if the object is not a program, if it cannot be compiled for the target, or if a file is damaged.
+    Raises ReportError if XLA does not know a compiler option, if the object is not a program, if it cannot be compiled
+    for the target, or if a file is damaged.
     """
-    if isinstance(target, str):
-        target = targets.parse(target)
-    elif target is not None and not isinstance(target, Target):
+    target = _as_target(target)
+    program = trace_step(program, args, kwargs, target=target, options=options)
+    if compiler_options and (_is_compiled(_unwrapped_stage(program)) or isinstance(program, (*_DUMPS, Compilation))):
         raise ReportError(
-            f'target={target!r:.60} is not a target: give a name such as "h200:8", or memory.target("h200:8")'
-        )
-    if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
-        raise ReportError(
-            f"{type_phrase(program)} is a program already and takes no arguments: leave the arguments out, or "
-            f"give the step with its arguments, {_CALLED}"
+            f"{type_phrase(program)} is compiled already, so the compiler option {next(iter(compiler_options))} cannot "
+            f"be set: leave it out, or give the step with its arguments, {_CALLED}"
         )
     if isinstance(program, Compilation):
         return program, target or (targets.parse("local") if program.local else None)
-    if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
+    if isinstance(program, _DUMPS):
         return _compilation_of_dump(_dump(program), target)
-    if args or kwargs or (takes_arguments(program) and tracing.takes_no_arguments(program)):
-        if target is not None and target.is_described:
-            target.devices()  # a missing compiler is reported before anything is traced
-        if not callable(program):
-            raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
-        program = tracing.trace(program, args, kwargs or {}, options or {})
     stage = _unwrapped_stage(program)
     if _is_traced(stage):
         check_sizes(stage.jaxpr)
@@ -80,32 +74,76 @@ def compiled_for(
         notes = (callbacks.note(number),) if number else ()
         judged = target or _described_target(lowered)
         pool = judged.pool_bytes if judged else None
-        compilation = compile_lowered(lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool)
+        compilation = compile_lowered(
+            lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool, options=compiler_options or {}
+        )
         return compilation, judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
         _refuse_other_devices(stage, target)
-    compilation = compilation_of(stage, target)
+    compilation = compilation_of(stage, target, compiler_options)
     return compilation, target or _target_of(stage, compilation)
 
 
-def compilation_of(program: Any, target: Target | None = None) -> Compilation:
+def trace_step(
+    program: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Target | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Traces a step with its arguments, so that it can be compiled several times. Returns a program that `compiled_for`
+    takes without arguments. A program that is no step, such as a jax stage, is returned unchanged.
+
+    The arguments are those of `compiled_for`. Raises ReportError if the step cannot be traced for the target.
+    """
+    if (args or kwargs) and (is_stage(program) or isinstance(program, (str, Path, bytes))):
+        raise ReportError(
+            f"{type_phrase(program)} is a program already and takes no arguments: leave the arguments out, or "
+            f"give the step with its arguments, {_CALLED}"
+        )
+    target = _as_target(target)
+    if args or kwargs or (takes_arguments(program) and tracing.takes_no_arguments(program)):
+        if target is not None and target.is_described:
+            target.devices()  # a missing compiler is reported before anything is traced
+        if not callable(program):
+            raise ReportError(f"{type_phrase(program)} is not a step that takes arguments: give a function, {_CALLED}")
+        return tracing.trace(program, args, kwargs or {}, options or {})
+    return program
+
+
+def _as_target(target: Target | str | None) -> Target | None:
+    if isinstance(target, str):
+        return targets.parse(target)
+    if target is not None and not isinstance(target, Target):
+        raise ReportError(
+            f'target={target!r:.60} is not a target: give a name such as "h200:8", or memory.target("h200:8")'
+        )
+    return target
+
+
+def compilation_of(
+    program: Any, target: Target | None = None, compiler_options: Mapping[str, Any] | None = None
+) -> Compilation:
     """Returns the Compilation of a `jax.stages.Compiled` or `Lowered`, or of a dumped program (a serialized HloProto or
     its path). A Lowered is compiled for its own devices.
 
-    `target`: the devices that the compilation is for, if they are known.
+    `target`: the devices that the compilation is for, if they are known. `compiler_options`: options of XLA for a
+    Lowered, flag -> value.
 
     Raises ReportError if the object is not a program, or if a file cannot be read.
     """
     if isinstance(program, Compilation):
         return program
-    if isinstance(program, (str, Path, bytes, bytearray, memoryview)):
+    if isinstance(program, _DUMPS):
         dump = _dump(program)
         return Compilation(proto=dump.proto, notes=dump.notes)
     if _is_compiled(program):
         return read_compiled(program)
     if _is_lowered(program):
         described = target or _described_target(program)
-        return compile_lowered(program, device_memory_bytes=described.pool_bytes if described else None)
+        pool = described.pool_bytes if described else None
+        return compile_lowered(program, device_memory_bytes=pool, options=compiler_options or {})
     if hasattr(program, "lower") or callable(program):
         raise ReportError(f"{type_phrase(program)} cannot be compiled without its arguments: give them, {_CALLED}")
     raise ReportError(

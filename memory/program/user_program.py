@@ -31,7 +31,7 @@ from typing import Any
 from bytescope.memory.errors import ReportError, did_you_mean, message_of
 
 # Options of a program in addition to the options of jax.jit.
-OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens")
+OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens", "compiler_options")
 # Names of the parameters that receive the target, and all keys of the grid in one dict.
 TARGET, OVERRIDES = "target", "overrides"
 # The attribute or key of a config that contains the function.

@@ -166,6 +166,12 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
             "XLA's memory limit: the pass is part of this difference. To compare without it, give both a larger pool "
             "(such as h100@0.92), or set jax_compiler_enable_remat_pass to False."
         )
+    elif before.beyond_xla_limit != after.beyond_xla_limit:
+        which = "first" if before.beyond_xla_limit else "second"
+        sentences.append(
+            f"Only the {which} program is above XLA's memory limit: XLA schedules it for less memory and less overlap, "
+            "which is part of this difference. To compare without it, give both a larger pool (such as h100@0.92)."
+        )
     if before.method != after.method:
         sentences.append(
             "One peak is from the compiler's own heap trace, the other is derived from the schedule: they may "

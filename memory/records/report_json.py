@@ -42,6 +42,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "bool": lambda value: isinstance(value, bool),
     "float": is_number,
     "int | None": lambda value: value is None or is_count(value),
+    "float | None": lambda value: value is None or is_number(value),
     "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(map(is_count, value)),
     "tuple[str, ...]": lambda value: isinstance(value, tuple) and all(map(_is_text, value)),
 }

@@ -13,8 +13,14 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `program`: the name of the compiled module.
 - `method`: how live ranges were computed (`METHODS`).
 - `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
+- `compiler_options`: option of XLA -> value, for the options with which the program was compiled in addition to
+  XLA_FLAGS; {} if there are none.
 - `xla_budget`: the memory that XLA:GPU plans with, and what it is made of (`XlaBudget`); null fields if unknown.
 - `xla_limit_bytes`: bytes of temporary values that this budget allows; null if unknown.
+- `xla_recomputed`: the instructions that XLA's rematerialization pass added to compute values again
+  (`RecomputedValue`).
+- `scheduler_held`: the buffers that XLA's schedule keeps alive at the peak, and that an order of least memory would not
+  (`HeldBuffer`).
 - `peak_bytes`: the maximum number of bytes that are live at one time in device memory, as XProf counts it.
 - `peak_index`: the index of the peak in `timeline`.
 - `allocated_bytes`: bytes that the runtime allocates for the program: arguments, outputs without an alias, constants,
@@ -88,6 +94,7 @@ from bytescope.memory.records.report_json import is_count, is_number, parse, pla
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json
+from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue, XlaBudget
 
 # The records of this module, and the records of the other modules of this folder, which are re-exported.
 __all__ = [
@@ -105,9 +112,11 @@ __all__ = [
     "VERDICTS",
     "Buffer",
     "Finding",
+    "HeldBuffer",
     "JudgedProgram",
     "LedgerRow",
     "PeakAccount",
+    "RecomputedValue",
     "ReportRecord",
     "RuntimeOverhead",
     "Subject",
@@ -140,6 +149,11 @@ class Finding:
         remedy: the remedy in words.
         flags: command-line flags of `bytescope train` that apply the remedy. If it is "", the remedy names functions of
             JAX instead.
+        options: compiler options that apply the remedy, such as "xla_disable_hlo_passes=copy_fusion"; "" if there are
+            none.
+        tried_bytes: allocated bytes of the program that was compiled with the remedy (`--try-remedies`); None if it was
+            not compiled.
+        tried_seconds: predicted seconds of an update of that program; None if unknown.
     """
 
     kind: str
@@ -147,6 +161,9 @@ class Finding:
     message: str
     remedy: str
     flags: str = ""
+    options: str = ""
+    tried_bytes: int | None = None
+    tried_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,25 +238,6 @@ class XlaStats:
 
 
 @dataclasses.dataclass(frozen=True)
-class XlaBudget:
-    """The memory that XLA:GPU plans with when it schedules a program. All fields are None for other platforms and for
-    programs that were compiled elsewhere.
-
-    Fields:
-        base_bytes: bytes of device memory that XLA assumes: the size of jax's pool, or 80 % of the GPU's memory.
-        io_bytes: bytes of arguments and results, without results that reuse the memory of an argument.
-        slop_percent: percentage of the remaining bytes (base - io) that temporary values may use.
-        limit_bytes: bytes of temporary values that XLA allows: (base - io) x slop / 100; 0 if `io_bytes` exceed the
-            base.
-    """
-
-    base_bytes: int | None = None
-    io_bytes: int | None = None
-    slop_percent: int | None = None
-    limit_bytes: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class JudgedProgram(PeakAccount):
     """The memory, the collectives and the work of a program, and the verdict on whether it fits. The rules that find
     problems read this record.
@@ -253,6 +251,11 @@ class JudgedProgram(PeakAccount):
         limit_bytes: bytes that are available on the device; None without a target.
         fits: whether the predicted bytes are at most `limit_bytes`; None without a target.
         verdict: "fits", "tight" (above 95 % of the limit) or "exceeds"; "unknown" without a target.
+        xla: the compiler's own memory statistics.
+        xla_budget: the memory that XLA:GPU plans with.
+        xla_recomputed: the instructions that XLA's rematerialization pass added.
+        scheduler_held: the buffers that XLA's schedule keeps alive at the peak, and that an order of least memory would
+            not.
     """
 
     collectives: tuple[Collective, ...] = ()
@@ -262,6 +265,10 @@ class JudgedProgram(PeakAccount):
     limit_bytes: int | None = None
     fits: bool | None = None
     verdict: str = "unknown"
+    xla: XlaStats = XlaStats()
+    xla_budget: XlaBudget = dataclasses.field(default_factory=XlaBudget)
+    xla_recomputed: tuple[RecomputedValue, ...] = ()
+    scheduler_held: tuple[HeldBuffer, ...] = ()
 
     @property
     def predicted_bytes(self) -> int:
@@ -295,10 +302,9 @@ class ReportRecord(JudgedProgram):
         schedule: the operations that one device runs in a call, in order.
         roofline: the minimum seconds of the work at the rates of the data sheet; {} if unknown.
         prediction: predicted seconds of an update with their spread; {} if unknown.
-        xla: the compiler's own memory statistics.
-        xla_budget: the memory that XLA:GPU plans with.
         subject: the trainer's description of the program.
         versions: package -> version for the packages that compiled the program.
+        compiler_options: option of XLA -> value, for the options with which the program was compiled.
         config: the configuration that the caller passed.
         schema: version number of the JSON layout.
         point_seconds: predicted start of each timeline point in seconds from the start of the step, then the duration
@@ -313,10 +319,9 @@ class ReportRecord(JudgedProgram):
     schedule: Steps = ()
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    xla: XlaStats = XlaStats()
-    xla_budget: XlaBudget = XlaBudget()
     subject: Subject = Subject()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
     # Predicted seconds from the start of the step to each point of `timeline`, then to the end of the step; () if
@@ -331,7 +336,12 @@ class ReportRecord(JudgedProgram):
     @property
     def xla_recomputes(self) -> bool:
         """Whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's limit."""
-        return any(finding.kind == "xla_remat" for finding in self.findings)
+        return bool(self.xla_recomputed) or any(finding.kind == "xla_remat" for finding in self.findings)
+
+    @property
+    def beyond_xla_limit(self) -> bool:
+        """Whether the program is above the memory that XLA plans with, or was until XLA recomputed values."""
+        return self.xla_recomputes or (self.xla_budget.margin_bytes or 0) < 0
 
     def moved(self, direction: str) -> int:
         """Returns the bytes that one step copies between one device and its host. `direction`: "to device" or "to
@@ -388,12 +398,15 @@ KEYS = (
     "program",
     "method",
     "versions",
+    "compiler_options",
     "target",
     "config",
     "subject",
     "parameters",
     "xla",
     "xla_budget",
+    "xla_recomputed",
+    "scheduler_held",
     "peak_bytes",
     "allocated_bytes",
     "limit_bytes",
@@ -425,6 +438,8 @@ _ITEMS = {
     "timeline": TimelinePoint,
     "buffers": Buffer,
     "ledger": LedgerRow,
+    "xla_recomputed": RecomputedValue,
+    "scheduler_held": HeldBuffer,
     "findings": Finding,
     "communication": Communication,
     "collectives": Collective,
@@ -435,7 +450,7 @@ _ITEMS = {
 _RECORDS = {"xla": XlaStats, "xla_budget": XlaBudget, "subject": Subject}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
-_OBJECTS = (*_BYTES, "versions", "target", "config", "work", "roofline", "prediction")
+_OBJECTS = (*_BYTES, "versions", "compiler_options", "target", "config", "work", "roofline", "prediction")
 
 
 def load(path: str | Path) -> ReportRecord:

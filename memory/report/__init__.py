@@ -2,5 +2,6 @@
 
 The input is the record of a report (`records.report_record`). Start at `report_object.py`. `report_text`,
 `report_page` and `notebook_summary` draw the report, `buffer_tables` lists its largest buffers, `difference` compares
-two reports, `remat_planning` implements `plan_remat`, and `remat_plan` is its result.
+two reports, `tried_remedies` compiles the remedies of findings, `remat_planning` implements `plan_remat`, and
+`remat_plan` is its result.
 """

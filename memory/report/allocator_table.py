@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.allocators.program_events import ProgramCall, call_of
 from bytescope.memory.allocators.replay import AllocatorKind, Device, Replay, replay_all
 from bytescope.memory.analysis import verdict_of
+from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.devices.limits import pool_bytes
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.errors import ReportError
@@ -35,7 +37,7 @@ COLUMNS = (
 
 def replay(programs: ReportRecord | Iterable[ReportRecord | tuple[ReportRecord, int]]) -> Table:
     """Replays a run on models of jax's allocators for GPUs: BFC with a preallocated pool (jax's default) and with a
-    growing pool, `cuda_async` and `platform`. Returns a table with one row per allocator.
+    growing pool, `cuda_async` (not on AMD GPUs) and `platform`. Returns a table with one row per allocator.
 
         memory.replay([(init, 1), (step, 3), (evaluation, 2)])
 
@@ -72,7 +74,7 @@ def replay(programs: ReportRecord | Iterable[ReportRecord | tuple[ReportRecord, 
 def device_of(*reports: ReportRecord) -> Device:
     """Returns the memory of the GPU for which programs were compiled, as jax's allocators see it.
 
-    Raises ReportError if the programs were not compiled for the same CUDA GPU.
+    Raises ReportError if the programs were not compiled for the same GPU.
     """
     target = reports[0].target
     names = {str(report.target.get("name", "")) for report in reports}
@@ -80,14 +82,23 @@ def device_of(*reports: ReportRecord) -> Device:
         raise ReportError(f"the programs are compiled for {' and '.join(sorted(names))}: compile them for one target")
     check_target(target)
     memory, pool = target["device_memory_bytes"], target["limit_bytes"]
-    if target.get("is_described") and not target.get("memory_fraction"):  # jax's `platform` allocator has no pool
-        pool = pool_bytes(memory, JAX_FRACTION.value)
-    return Device(memory, pool, max(call_of(report).outside for report in reports))
+    if target.get("is_described"):  # the limit is not the pool if the user chose `cuda_async` or `platform`
+        pool = pool_bytes(memory, target.get("memory_fraction") or JAX_FRACTION.value)
+    outside = max(call_of(report).outside for report in reports)
+    # XLA's flag for it is missing in jaxlib 0.10.2 and on in 0.12.0.1.
+    partitions = _version(reports[0]) >= (0, 11)
+    return Device(memory, pool, outside, partitions, is_cuda=target["platform"] == "cuda")
+
+
+def _version(report: ReportRecord) -> tuple[int, int]:
+    # The first two numbers of jaxlib's version. Programs of unknown origin are replayed as in the newest one.
+    found = re.match(r"(\d+)\.(\d+)", report.versions.get("jaxlib", ""))
+    return (int(found[1]), int(found[2])) if found else (1, 0)
 
 
 def check_target(target: Mapping[str, Any]) -> None:
-    """Raises ReportError unless the target (as JSON) is a CUDA GPU, because jax has these allocators only there."""
-    if target.get("platform") != "cuda" or not target.get("device_memory_bytes"):
+    """Raises ReportError unless the target (as JSON) is a GPU, because jax has these allocators only there."""
+    if target.get("platform") not in GPU_PLATFORMS or not target.get("device_memory_bytes"):
         raise ReportError(
             f"{target.get('name') or 'no target'} has none of jax's GPU allocators: compile for a GPU, such as h100"
         )

@@ -135,6 +135,7 @@ def analyze(
     facts: ModelFacts | None = None,
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report:
     """Compiles a program without running it and returns its memory report: what every byte of one device's memory
@@ -156,12 +157,14 @@ def analyze(
         roles: (regular expression, role) pairs that give arguments their role by pytree path. They are tried before
             the built-in rules. A role is params, frozen, optimizer, accumulator, cache, rng, gradients or batch.
         names: the checkpoint names of the program. They are needed only if the program also uses them as named scopes.
+        compiler_options: options of XLA, such as {"xla_gpu_memory_limit_slop_factor": 80}, for a program that is not
+            compiled yet. They are added to the environment variable XLA_FLAGS.
         options: options of `jax.jit` for a function that is not jitted: in_shardings, out_shardings, donate_argnums,
             donate_argnames, static_argnums, static_argnames.
 
     Raises:
       ReportError: `program` is not a program, was lowered for other devices than the target's, or is a damaged proto;
-          or the target is unknown.
+          the target is unknown; or XLA does not know a compiler option.
       TypeError: an option is not an option of `jax.jit`.
     """
     return _compile_and_report(
@@ -174,6 +177,7 @@ def analyze(
         facts=facts,
         roles=roles,
         names=names,
+        compiler_options=compiler_options,
         **options,
     )
 
@@ -240,11 +244,14 @@ def _compile_and_report(
     facts: ModelFacts | None = None,
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report:
     check_options(options, "analyze")
     roles = checked_roles(roles)
-    compilation, compiled_target = compiled_for(program, args, kwargs, target=target, options=options)
+    compilation, compiled_target = compiled_for(
+        program, args, kwargs, target=target, options=options, compiler_options=compiler_options
+    )
     record = report_of(
         compilation, target=compiled_target, config=config, facts=facts, roles=roles, names=names, seconds=predict
     )

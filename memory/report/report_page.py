@@ -12,12 +12,30 @@ from typing import Any, NamedTuple
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
+from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.messages.post_mortem_text import memory_sum
 from bytescope.memory.peak import naming
-from bytescope.memory.records.report_record import METHODS, Collective, Communication, ReportRecord, Transfer
+from bytescope.memory.records.report_record import (
+    METHODS,
+    Collective,
+    Communication,
+    RecomputedValue,
+    ReportRecord,
+    Transfer,
+)
 from bytescope.memory.report.report_data import page_data
-from bytescope.memory.report.report_text import over, overheads, overlapped_by, xla_limit
+from bytescope.memory.report.report_text import (
+    compiled_with,
+    flops_text,
+    operation_text,
+    over,
+    overheads,
+    overlapped_by,
+    waits_for,
+    xla_limit,
+)
+from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
@@ -95,7 +113,10 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         collectives=_collectives_table(report.collectives),
         collectives_left=max(len(report.collectives) - MAX_COLLECTIVES, 0),
         transfers=_transfers_table(report),
+        recomputed=_recomputed_table(report),
+        held=_held_table(report),
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),
+        tried={finding.kind: tried_text(report, finding) for finding in report.findings},
         ledger=_ledger(report),
         zero=_zero_paper_table(report),
         residuals=_ranked_bars(report.residuals_by_name, "(no name)", folded),
@@ -204,7 +225,14 @@ def _lines_below_figures(report: ReportRecord) -> list[str]:
     others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
     return [
         line
-        for line in (others, overheads(report), xla_limit(report), times.spent(report), times.at_least(report))
+        for line in (
+            others,
+            compiled_with(report),
+            overheads(report),
+            xla_limit(report),
+            times.spent(report),
+            times.at_least(report),
+        )
         if line
     ]
 
@@ -274,6 +302,35 @@ def _transfers_table(report: ReportRecord) -> PageTable | None:
         ("seconds", "num", lambda row: f"{row.seconds:.3g}" if row.seconds else "-"),
     )
     return table(columns, [*rows, *sums], lambda row: TOTAL if is_sum(row) else "")
+
+
+def _recomputed_table(report: ReportRecord) -> PageTable | None:
+    values = report.xla_recomputed
+    if not values:
+        return None
+    total = RecomputedValue(
+        f"all {len(values)}", "", "", sum(value.bytes for value in values), sum(value.flops for value in values)
+    )
+    columns = (
+        ("instruction", "name", lambda value: Cell(value.name, value.op_name)),
+        ("times", "num", lambda value: "" if value is total else f"{value.times:,}"),
+        ("FLOPs", "num", lambda value: flops_text(value.flops)),
+        ("bytes freed", "num", lambda value: size(value.bytes)),
+        ("operation", "text why", lambda value: operation_text(value)),
+    )
+    return table(columns, [*values[:MAX_COLLECTIVES], total], lambda value: TOTAL if value is total else "")
+
+
+def _held_table(report: ReportRecord) -> PageTable | None:
+    columns = (
+        ("buffer", "name", lambda held: Cell(held.name, held.op_name)),
+        ("type", "text", lambda held: f"{held.dtype}{list(held.shape)}"),
+        ("bytes", "num", lambda held: size(held.bytes)),
+        ("computed at", "text", lambda held: short_place(held.source)),
+        ("alive until", "text why", lambda held: Cell(waits_for(held), held.reader_op_name)),
+        ("at", "text", lambda held: short_place(held.reader_source)),
+    )
+    return table(columns, report.scheduler_held[:MAX_COLLECTIVES]) if report.scheduler_held else None
 
 
 def _ledger(report: ReportRecord) -> PageTable | None:

@@ -14,6 +14,8 @@ from rich.text import Text
 
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.devices.limits import limit_share
+from bytescope.memory.devices.xla_flags import flags_text
+from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
     CARD,
@@ -21,10 +23,13 @@ from bytescope.memory.records.report_record import (
     POOL,
     STEP_PHASES,
     Collective,
+    HeldBuffer,
+    RecomputedValue,
     ReportRecord,
     TimelinePoint,
 )
 from bytescope.memory.report import buffer_tables
+from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, plain_text, prompt_width, put, safe, shorten
@@ -44,7 +49,7 @@ PHASE_STYLE = {
     "output": "dim",
     "": "dim",
 }
-_BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES = 20, 7, 30, 5, 6, 4
+_BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES, _RECOMPUTED = 20, 7, 30, 5, 6, 4, 6
 # Rows of the breakdown below this fraction of the peak would show 0.0 %, so they are summed in one line.
 _MIN_SHARE = 0.0005
 MORE = "the timeline, the largest buffers, the state and the traffic: --verbose, or a page: --html=report.html"
@@ -74,9 +79,10 @@ def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> Ren
         verbose: whether to add the timeline, the largest buffers, the training state and the traffic after the
             verdict, the findings and the breakdown.
     """
-    parts = [_head(report, choices, verbose), findings(report), _composition(report)]
+    parts = [_head(report, choices, verbose), findings(report), xla_recomputed(report), _composition(report)]
     if verbose:
         parts += [
+            scheduler_held(report),
             _timeline(report),
             buffer_tables.render(report),
             _ledger(report),
@@ -111,7 +117,9 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
     )
     changes = f"changed: {' '.join(subject.changes)}" if subject.changes else ""
     taken = times.predicted(report) or times.unpredicted(report)
-    plain = [line for line in (taken, subject.batch, mixture(report.parameters), changes) if line]
+    plain = [
+        line for line in (taken, subject.batch, mixture(report.parameters), changes, compiled_with(report)) if line
+    ]
     lines: list[RenderableType] = [Items(filter(None, named)), verdict_line(report), *map(Prose, plain)]
     if verbose:
         lines.append(Items([f"{name} {human(size)}" for name, size in stats if size], style="dim"))
@@ -124,6 +132,12 @@ def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
         )
         lines += [Prose(line, "dim") for line in details if line]
     return Group(*lines)
+
+
+def compiled_with(report: ReportRecord) -> str:
+    """Returns a line with the options of XLA with which the program was compiled, "" if there are none."""
+    options = flags_text(report.compiler_options)
+    return f"compiled with {one_line(options)}" if options else ""
 
 
 def verdict_line(report: ReportRecord) -> RenderableType:
@@ -170,16 +184,77 @@ def overheads(report: ReportRecord) -> str:
 
 
 def xla_limit(report: ReportRecord) -> str:
-    """Returns one line with the bytes of temporary values in the program and the limit that XLA planned with; "" if the
-    limit is unknown."""
+    """Returns one line with the bytes of temporary values in the program, the limit that XLA planned with, and the
+    margin to it; "" if the limit is unknown."""
     budget = report.xla_budget
     if budget.limit_bytes is None:
         return ""
-    return (
+    line = (
         f"XLA plans with {human(budget.base_bytes)}: arguments and results take {human(budget.io_bytes)}, temporary "
         f"values {human(report.xla.temp_bytes)} of at most {human(budget.limit_bytes)} "
         f"({budget.slop_percent} % of the rest)"
     )
+    if budget.need_bytes is None or budget.margin_bytes is None:  # a report of an earlier version
+        return line
+    side = "below" if budget.margin_bytes >= 0 else "above"
+    line += (
+        f"; with results {human(budget.need_bytes)} of {human(budget.need_bytes + budget.margin_bytes)}, "
+        f"{human(abs(budget.margin_bytes))} ({abs(budget.margin_share):.1%}) {side} the limit"
+    )
+    if budget.scheduler_bytes:
+        line += f"; an order of least memory would need {human(budget.scheduler_bytes)} less, by estimate"
+    return line
+
+
+def xla_recomputed(report: ReportRecord) -> RenderableType | None:
+    """Returns a table of the values that XLA's rematerialization pass computes again, with their totals; None if there
+    are none."""
+    values = report.xla_recomputed
+    if not values:
+        return None
+    table = _empty_table(
+        "recomputed by XLA", figure("times"), figure("FLOPs"), figure("bytes freed"), words("operation", "dim")
+    )
+    for value in values[:_RECOMPUTED]:
+        table.add(value.name, f"{value.times:,}", flops_text(value.flops), human(value.bytes), operation_text(value))
+    total = flops_text(sum(value.flops for value in values))
+    table.add(f"all {len(values)}", "", total, human(sum(value.bytes for value in values)), "", style="bold")
+    return table
+
+
+def scheduler_held(report: ReportRecord) -> RenderableType | None:
+    """Returns a table of the buffers that XLA's schedule keeps alive at the peak and an order of least memory would
+    not; None if there are none."""
+    if not report.scheduler_held:
+        return None
+    table = _empty_table("held by the schedule", figure("bytes"), words("where", "dim"), words("until"))
+    for held in report.scheduler_held[:_RECOMPUTED]:
+        table.add(held.name, human(held.bytes), short_place(held.source), waits_for(held))
+    rest = report.scheduler_held[_RECOMPUTED:]
+    if rest:
+        table.add(f"{len(rest)} more", human(sum(held.bytes for held in rest)), "", "", style="dim")
+    return table
+
+
+def operation_text(value: RecomputedValue) -> str:
+    """Returns the operation and the source line of a recomputed value, such as "dot_general at model.py:31"."""
+    operation = value.op_name.rsplit("/", 1)[-1]
+    return f"{operation} at {short_place(value.source)}" if value.source else operation
+
+
+def waits_for(held: HeldBuffer) -> str:
+    """Returns in words what a buffer is kept alive for: the gradient of a parameter, an instruction, or nothing yet."""
+    if held.weight_gradient:
+        return f"{held.reader}, the gradient of {held.parameter}"
+    return held.reader or "computed earlier than needed"
+
+
+def flops_text(flops: int) -> str:
+    """Returns FLOPs with a unit, such as "1.37 T"; "" for 0."""
+    for scale, unit in _FLOPS:
+        if flops >= scale:
+            return f"{flops / scale:.3g} {unit}"
+    return str(flops) if flops else ""
 
 
 def _items(report: ReportRecord, where: str) -> str:
@@ -399,6 +474,8 @@ def findings(report: ReportRecord) -> RenderableType | None:
         out.append(Prose(Text.assemble(("! ", "bold yellow"), *words)))
         if finding.flags:
             out.append(CopyCommand(finding.flags))
+        if tried := tried_text(report, finding):
+            out.append(Prose(tried, "green", indent=2))
     if len(report.findings) > _FINDINGS:
         out.append(Prose(f"  and {len(report.findings) - _FINDINGS} more findings", "dim"))
     return Group(*out)

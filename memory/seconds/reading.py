@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from bytescope.memory.cost import collectives, host_transfers, kernel_costs
 from bytescope.memory.cost.flops import FlopCount
@@ -64,6 +64,19 @@ class CompiledSchedule:
     steps: Steps = ()
     order: tuple[InstructionSteps, ...] = ()
     settle: Callable[[Steps], Steps] = lambda steps: steps
+
+    def flops_of(self, names: Collection[str]) -> dict[str, int]:
+        """Returns the FLOPs of one run of each instruction with one of these names. Instructions without a kernel are
+        left out.
+        """
+        found: dict[str, int] = {}
+        pending = list(self.order) if names else []
+        while pending:
+            each = pending.pop()
+            pending += each.inside
+            if each.name in names and not each.inside:
+                found[each.name] = sum(times * kernel.flops for kernel, times in every_kernel(self.settle(each.steps)))
+        return found
 
 
 def read(

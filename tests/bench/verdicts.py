@@ -51,7 +51,7 @@ PROGRAMS = {
     "nnx_models:functional": ("a100-40g", 1, 108),
     "equinox_models:gpt": ("h100", 0, 284),
     "haiku_models:transformer": ("a100-40g", 1, 320),
-    "linen_models:resnet50": ("l40s", 1, 512),
+    "linen_models:resnet50": ("rtx5090", 1, 576),
 }
 # (parameters, optimizer, whether the run succeeded). "About 16B" is published without more digits.
 MARIN = ((10.657e9, "adam", True), (11.252e9, "adam", False), (12.986e9, "lion", True), (16e9, "lion", False))

@@ -1,8 +1,10 @@
-"""Compares XLA's memory limit with what XLA prints, and programs that were compiled under different limits.
+"""Compares XLA's memory limit with what XLA prints, programs that were compiled under different limits, and the
+estimated memory of XLA's scheduler with programs that were compiled without it.
 
     python tests/bench/xla_limit.py printed             # the formula beside XLA's own log line
     python tests/bench/xla_limit.py configs             # every shipped config on its documented target
     python tests/bench/xla_limit.py configs llama_8b --json=rows.json
+    python tests/bench/xla_limit.py scheduler           # the estimate beside a compile without the scheduler
 
 `printed` compiles a program that needs more than XLA allows: XLA then logs the limit of its rematerialization pass, the
 limit of `memory.peak.xla_budget` plus the results. It does so for several slop factors, memory fractions and donated
@@ -10,6 +12,9 @@ arguments. Exit code 1 if a figure differs by a byte.
 
 `configs` compiles each config for its target under three assumptions about the device's memory: 80 % of the GPU, which
 XLA takes for a GPU that is not present; jax's pool at its default of 0.75; and the pool of `bytescope train` at 0.92.
+
+`scheduler` compiles each config with and without the latency-hiding scheduler. It prints the temporary bytes of both,
+the estimate of `memory.peak.memory_order` for the first, its seconds, and the findings about XLA's passes.
 """
 
 import argparse
@@ -35,6 +40,9 @@ from interleave import versions
 
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices import compiler, compiler_log, targets
+from bytescope.memory.findings import compiler_findings
+from bytescope.memory.findings.finding_rules import RULES
+from bytescope.memory.peak import memory_order
 from bytescope.memory.units import human
 from bytescope.train import cli
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -43,6 +51,7 @@ from bytescope.train.program import config_files
 
 SIZE, LAYERS = 32768, 16  # float32 [SIZE, SIZE] is 4 GiB
 SLOPS, FRACTIONS = (50, 95, 125), ("0.5", "0.75", "0.92")
+COMPILER_FINDINGS = [rule.__name__ for rule in RULES if rule.__module__ == compiler_findings.__name__]
 PRINTED = re.compile(r"Can't reduce memory use below \S+ \((\d+) bytes\)")
 
 
@@ -103,17 +112,9 @@ def configs(names: list[str], path: Path | None) -> int:
     code."""
     rows = []
     for name in names or sorted(config_files.purposes()):
-        command = re.search(
-            r"^ *bytescope (report .*)$",
-            next(path for path in config_files.shipped() if path.stem == name).read_text(),
-            re.M,
-        )
-        if command is None:
+        if (known := documented(name)) is None:
             continue
-        args = cli.parse(shlex.split(command[1]))
-        target = targets.parse(args.target, TRAIN_FRACTION)
-        if target.platform != "cuda":
-            continue
+        args, target = known
         for label, judged in (
             ("80 %", dataclasses.replace(target, memory_fraction=None)),
             ("0.75", targets.parse(f"{target.name}@0.75")),
@@ -146,14 +147,69 @@ def configs(names: list[str], path: Path | None) -> int:
     return 0
 
 
+def documented(name: str) -> tuple[argparse.Namespace, targets.Target] | None:
+    """Returns flags and target of the report command in a config's file; None if it is not for an NVIDIA GPU."""
+    path = next(path for path in config_files.shipped() if path.stem == name)
+    command = re.search(r"^ *bytescope (report .*)$", path.read_text(), re.M)
+    args = cli.parse(shlex.split(command[1])) if command else None
+    target = targets.parse(args.target, TRAIN_FRACTION) if args else None
+    return (args, target) if args and target and target.platform == "cuda" else None
+
+
+def scheduler(names: list[str], path: Path | None) -> int:
+    """Compiles the configs with and without the latency-hiding scheduler; prints one line per config. Returns the exit
+    code."""
+    rows = []
+    off = {compiler.DISABLED_PASSES: compiler.SCHEDULER_PASS}
+    for name in names or sorted(config_files.purposes()):
+        if (known := documented(name)) is None:
+            continue
+        args, target = known
+        reports, seconds = [], 0.0
+        for options in ({}, off):
+            program = build_program(name, args.overrides, target)
+            flat = config_files.load_flat(name, args.overrides)
+            with compiler.trial_options(options):
+                compilation, _ = prepare_program(program, target, flat).compile()
+            reports.append(with_seconds(report_of(compilation, target=target, seconds=True)))
+            if not options:
+                began = time.perf_counter()
+                memory_order.find(compilation.program.module)
+                seconds = time.perf_counter() - began
+        on, without = reports
+        row = {
+            "config": name,
+            "target": target.name,
+            "peak_bytes": on.peak_bytes,
+            "temp_bytes": on.xla.temp_bytes,
+            "estimated_bytes": on.xla_budget.scheduler_bytes,
+            "temp_bytes_without": without.xla.temp_bytes,
+            "predicted_s": on.prediction.get("seconds"),
+            "predicted_s_without": without.prediction.get("seconds"),
+            "margin_bytes": on.xla_budget.margin_bytes,
+            "estimate_s": round(seconds, 2),
+            "findings": [finding.kind for finding in on.findings if finding.kind in COMPILER_FINDINGS],
+        }
+        rows.append(row)
+        keys = ("temp_bytes", "temp_bytes_without", "estimated_bytes", "margin_bytes")
+        words = [f"{key.removesuffix('_bytes')} {human(row[key])}" for key in keys]
+        print(f"{name:16} {target.name:12}", *words, f"{row['estimate_s']} s", *row["findings"], flush=True)
+        jax.clear_caches()
+    if path:
+        path.write_text(json.dumps({"versions": versions(), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
 def main() -> int:
     """Runs the comparison that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("printed", "configs"))
+    parser.add_argument("what", choices=("printed", "configs", "scheduler"))
     parser.add_argument("names", nargs="*", help="configs (default: all shipped configs)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args()
-    return printed() if args.what == "printed" else configs(args.names, args.json)
+    if args.what == "printed":
+        return printed()
+    return (configs if args.what == "configs" else scheduler)(args.names, args.json)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ def test_compiled_gpu_has_xlas_peak(traced_for_gpu):
     assert (derived.method, derived.peak_bytes) == ("schedule", exact.peak_bytes)
     assert derived.breakdown["residuals"] == exact.breakdown["residuals"]
     assert derived.breakdown["unattributed"] < 0.05 * derived.peak_bytes
+    assert "not_donated" not in {finding.kind for finding in derived.findings}
 
 
 # What the code of programs without scopes is called by: functions, classes of modules, lines of lambdas.

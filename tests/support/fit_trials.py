@@ -63,6 +63,8 @@ FLAT = {
     "model.n_layers": LAYERS,
     "model.scan": False,
     "model.moe_every": 1,
+    "xla.memory_slop": "",
+    "xla.latency_hiding": "",
 }
 
 
@@ -135,7 +137,8 @@ def answer(flat, target):
     stash = 1.0 if axes["schedule"] in ("", "v") else 2 - 1 / stages
     chunks = 1 if axes["schedule"] == "v" else int(flat["pipeline.virtual"])
     flops *= 1 + (stages - 1) / (chunks * steps)
-    sums = {**state, "residuals": here * scale * stash, "workspace": WORKSPACE}
+    workspace = WORKSPACE - 0.25 * (flat["xla.memory_slop"] != "") - 0.5 * (flat["xla.latency_hiding"] == "off")
+    sums = {**state, "residuals": here * scale * stash, "workspace": workspace}
     breakdown = {name: round(gib * GIB) for name, gib in sums.items()}
     model = 3 * 2 * LAYERS * FLOPS
     moving = round(away * scale * GIB * steps)

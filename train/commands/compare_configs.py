@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 
 from bytescope.memory.commands import compare_command
-from bytescope.memory.commands.arguments import add_compiling
+from bytescope.memory.commands.arguments import add_compiling, add_xla
 from bytescope.memory.compare import grids
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
-from bytescope.train.commands.config_arguments import add_subject
+from bytescope.train.commands.config_arguments import add_subject, with_xla
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import POLICY, given_flags
 
@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run each training step on this machine's devices and measure its time",
     )
     parser.add_argument("--formulas", action="store_true", help="also show the memory that published formulas predict")
+    compare_command.add_what_if(parser)
+    add_xla(parser)
     add_compiling(parser, "the comparison")
 
 
@@ -51,9 +53,15 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished rows are printed and
     written.
     """
+    compare_command.refuse_grid(args)
     if args.program is not None:
         _check_program(args)
         return compare_command.run(args)
+    args.overrides = with_xla(args, args.overrides)
+    if args.what_if:
+        return compare_command.compare_what_if(
+            args, FACTORY, fixed_overrides(args), args.config or "", given_flags(args.overrides)
+        )
     return compare_command.compare(
         args, FACTORY, fixed_overrides(args), asked_grids(args), args.config or "", given_flags(args.overrides)
     )

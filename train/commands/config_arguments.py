@@ -6,11 +6,13 @@ import argparse
 from collections.abc import Sequence
 
 from bytescope.memory.devices.platform import JAX_FRACTION
+from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program import config_files as config
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
+XLA_FLAGS = "xla.flags"
 SET_KEY = "set a config key; bytescope keys lists the keys"
 
 
@@ -134,3 +136,17 @@ def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) ->
             "off: leave one out"
         )
     return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]
+
+
+def with_xla(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Returns the config overrides, pairs of (dotted key, text), with the options of --xla in the key `xla.flags`.
+
+    Raises:
+      ReportError: an option is not of the form FLAG=VALUE.
+    """
+    if not args.xla:
+        return list(overrides)
+    parse_flags(args.xla)
+    given = dict(overrides).get(XLA_FLAGS) or config.load_flat(args.config, overrides)[XLA_FLAGS] if args.config else ""
+    flags = " ".join(filter(None, [given, *args.xla]))
+    return [*(pair for pair in overrides if pair[0] != XLA_FLAGS), (XLA_FLAGS, flags)]

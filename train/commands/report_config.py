@@ -17,8 +17,8 @@ from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
-from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.commands.config_arguments import add_subject
+from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.train.commands.config_arguments import add_subject, with_xla
 from bytescope.train.generate import generate_flags
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program import config_files as configs
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     _check_flags(args)
     if not args.config:
         return report_command.run(args)
+    args.overrides = with_xla(args, args.overrides)
     report_command.start_platform(args, TRAIN_FRACTION.value)
     return _report_generation(args) if args.generate else _report_step(args)
 
@@ -84,11 +85,16 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
             raise ReportError(f"--{flag}={value} is only valid with --generate: give both, or leave it out")
-    for flag in ("formulas", "run", "allocators", "github", "export"):
+    for flag in ("formulas", "run", "allocators", "try_remedies", "github", "export"):
         if args.generate and getattr(args, flag):
             raise ReportError(
-                f"--{flag} cannot be used with --generate, because it belongs to a training step: leave one of them out"
+                f"--{flag.replace('_', '-')} cannot be used with --generate, because it belongs to a training step: "
+                "leave one of them out"
             )
+    if args.hlo is not None and args.xla:
+        raise ReportError(
+            f"--xla={args.xla[0]} cannot be used with --hlo, because a dump is compiled already: leave it out"
+        )
     for flag in ("formulas", "run", "generate"):
         if given and getattr(args, flag):
             raise ReportError(
@@ -104,6 +110,7 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.report.allocator_table import check_target
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+    from bytescope.train.plan.open_levers import parse_flags
     from bytescope.train.plan.report_remedies import with_remedies
 
     target = targets.parse(args.target, TRAIN_FRACTION)
@@ -114,6 +121,20 @@ def _report_step(args: argparse.Namespace) -> int:
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
+    if args.try_remedies:
+
+        def compile_with(finding: Finding) -> ReportRecord | None:
+            if not finding.flags:
+                return report_command.report_with_options(prepared, finding, subject)
+            overrides = [*args.overrides, *parse_flags(finding.flags)]
+            try:
+                changed = build_program(args.config, overrides, target)
+                flat = configs.load_flat(args.config, overrides)
+                return report_command.make_report(prepare_program(changed, target, flat), subject)[0]
+            except ValueError:  # the config cannot run with this remedy
+                return None
+
+        report = report_command.with_tried_remedies(report, compile_with)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
     if args.formulas and prepared.facts:

@@ -1,20 +1,22 @@
-"""Options of XLA's compiler: the group `xla` of the config, one row per value.
+"""Options of XLA's compiler: the group `xla` of the config.
 
-Options are passed to the compiler with the program (`Program.compiler_options`), so that the analyzed program equals
-the program that runs. XLA_FLAGS of the environment apply if no key is set. Every option below exists in jaxlib 0.10 to
-0.12. A later compiler without an option refuses the option when it compiles.
+TABLE has one row per value of a key, PARSED a function per key whose value is a number or a list. Options are passed to
+the compiler with the program (`Program.compiler_options`), so that the analyzed program equals the program that runs.
+XLA_FLAGS of the environment apply if no key is set. Every option below exists in jaxlib 0.10 to 0.12. A later compiler
+without an option refuses the option when it compiles.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from bytescope.memory.errors import remedy_for
-
-Options = dict[str, bool | int | str]
+from bytescope.memory.devices.compiler import DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS, SLOP
+from bytescope.memory.devices.xla_flags import FENCE, FENCE_SINCE, Options, parse_flags
+from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.units import parse_bytes
 
 # The operations that XLA puts into command buffers (CUDA graphs) by default in all these versions. "loops" adds the
 # loop over layers, which is then one launch.
@@ -25,7 +27,8 @@ TABLE: Mapping[str, Mapping[str, Options]] = {
     "optimization_level": {f"O{level}": {"optimization_level": 10 * level + 9} for level in range(4)},
     "latency_hiding": {
         "on": {"xla_gpu_enable_latency_hiding_scheduler": True},
-        "off": {"xla_gpu_enable_latency_hiding_scheduler": False},
+        # jaxlib 0.10 schedules for latency with the first option alone, 0.12 does not.
+        "off": {"xla_gpu_enable_latency_hiding_scheduler": False, DISABLED_PASSES: SCHEDULER_PASS},
     },
     "command_buffers": {
         "off": {"xla_gpu_enable_command_buffer": ""},
@@ -37,6 +40,41 @@ TABLE: Mapping[str, Mapping[str, Options]] = {
         "triton": {"xla_gpu_cublas_fallback": False, "xla_gpu_triton_gemm_any": True},
     },
     "autotune_level": {str(level): {"xla_gpu_autotune_level": level} for level in range(5)},
+}
+# The largest valid xla.memory_slop in percent. Above 100, XLA plans with more memory than the device has.
+MAX_SLOP = 200
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def _memory_slop(text: str) -> Options:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_SLOP:
+        raise ValueError(
+            f"xla.memory_slop={text} is not a percentage: give a whole number from 1 to {MAX_SLOP}, or leave it empty "
+            "for XLA's 95"
+        )
+    return {SLOP: int(text)}
+
+
+def _memory_fence(text: str) -> Options:
+    if _version(jaxlib.__version__) < FENCE_SINCE:
+        raise ValueError(
+            f"xla.memory_fence={text} needs jaxlib {'.'.join(map(str, FENCE_SINCE))} or newer, and this is jaxlib "
+            f"{jaxlib.__version__}: leave it empty"
+        )
+    try:
+        return {FENCE: parse_bytes(text)}
+    except ReportError as error:
+        raise ValueError(f"xla.memory_fence: {error}") from error
+
+
+# Key of the group -> function from its text to options.
+PARSED: Mapping[str, Callable[[str], Options]] = {
+    "memory_slop": _memory_slop,
+    "memory_fence": _memory_fence,
+    "flags": lambda text: parse_flags(text.split(), "xla.flags="),
 }
 # Options by which collectives of one iteration of the loop over layers may start in the previous iteration. The first
 # jaxlib version that knows an option (also the version of its compiler) -> name and value of the option; newest first.
@@ -53,36 +91,46 @@ def pipelined(version: str = jaxlib.__version__) -> Options:
 
     `version`: the version of jaxlib, such as "0.11.2".
     """
-    known = tuple(int(part) for part in version.split(".")[:2])
+    known = _version(version)
     name, value = next(row for first, row in PIPELINED.items() if known >= first)
     return {name.format(kind): value for kind in ("all_gather", "reduce_scatter", "all_reduce")}
 
 
-def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str) -> Options:
+def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str, xla_pass: bool = True) -> Options:
     """Returns XLA compiler options, option name -> value, for a config on a platform.
 
     Args:
-      xla: the config group `xla`. Each value is the name of a row of TABLE, or "" for the compiler's default.
+      xla: the config group `xla`. Each value is the name of a row of TABLE or a text for a function of PARSED; "" for
+        the compiler's default.
       prefetch: the config key `mesh.prefetch`, the number of layers whose parameters are gathered in advance.
       platform: the platform name of the devices, such as "gpu".
+      xla_pass: the config key `remat.xla_pass`. An option that switches passes off replaces what jax sets for False, so
+        it switches XLA's rematerialization pass off too.
 
     Raises:
-      ValueError: a value is not in TABLE, or is set although `platform` is not a GPU. The message has the remedy.
+      ValueError: a value is not valid, or is set although `platform` is not a GPU. The message has the remedy.
     """
     options: Options = pipelined() if platform in GPUS and prefetch else {}
-    for key, rows in TABLE.items():
+    disabled: list[str] = []
+    for key in (*TABLE, *PARSED):
         value = xla[key]
         if value == "":
             continue
-        if value not in rows:
+        if key in TABLE and value not in TABLE[key]:
             raise ValueError(
-                f"xla.{key}={value!r} is unknown: {remedy_for(value, rows)}, or leave it empty for XLA's default"
+                f"xla.{key}={value!r} is unknown: {remedy_for(value, TABLE[key])}, or leave it empty for XLA's default"
             )
-        if platform not in GPUS:
+        added = TABLE[key][value] if key in TABLE else PARSED[key](value)
+        if platform not in GPUS and key != "flags":
             raise ValueError(
                 f"xla.{key}={value} is for XLA's GPU compiler, but the platform is {platform}: leave it empty"
             )
-        options |= rows[value]
+        options |= added
+        disabled += filter(None, str(added.get(DISABLED_PASSES, "")).split(","))
+    if disabled:
+        options[DISABLED_PASSES] = ",".join(disabled)
+    if DISABLED_PASSES in options and not xla_pass:
+        options[DISABLED_PASSES] = f"{options[DISABLED_PASSES]},{REMAT_PASS}"
     return options
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.compare import row_cache
+from bytescope.memory.compare import row_cache, what_if
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.program_factory import ProgramFactory
+from bytescope.memory.compare.what_if import Variant
+from bytescope.memory.devices.xla_flags import flags_text
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Subject
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -27,8 +29,19 @@ from bytescope.train.source import title_of
 if TYPE_CHECKING:
     from bytescope.memory.devices.compiler import Compilation
     from bytescope.memory.devices.targets import Target
+    from bytescope.memory.devices.xla_flags import Options
     from bytescope.train.program.program import Program
 
+XLA_FLAGS = "xla.flags"
+# Variant of a what-if -> the keys of the config that select it. The others are set by XLA_FLAGS.
+WHAT_IF_KEYS: Mapping[str, Mapping[str, str]] = {
+    "optimization level O1": {"xla.optimization_level": "O1"},
+    "optimization level O3": {"xla.optimization_level": "O3"},
+    "barriers from 64 MiB": {"xla.memory_fence": "64MiB"},
+    what_if.SCHEDULER: {"xla.latency_hiding": "off"},
+    **{f"memory slop {percent} %": {"xla.memory_slop": str(percent)} for percent in (50, 75, 125)},
+    "cuBLAS, no Triton products": {"xla.gemm": "cublas"},
+}
 AUTO = "auto"  # the remat policy that a search replaces by a plan, with the rates of the target's devices
 
 
@@ -108,6 +121,47 @@ class ConfigFactory(ProgramFactory):
         resolved: the whole config, dotted key -> value.
         """
         return row_cache.source_files(plan_modules()) if resolved.get(POLICY) == AUTO else ()
+
+    def split_options(
+        self, overrides: Mapping[str, Any], target: Target
+    ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+        """Splits overrides into the keys that are traced and the compiler options of the keys `xla.*`.
+
+        Raises:
+            ValueError: a key is unknown, or a value is invalid on the target. The error has an `exit_code`.
+        """
+        from bytescope.train.parallel.xla_options import compiler_options
+        from bytescope.train.program.program_settings import read_settings
+
+        traced = {key: text for key, text in overrides.items() if not key.startswith("xla.")}
+        if len(traced) == len(overrides):
+            return overrides, None
+        name, pairs = split(overrides)
+        with config_mistakes():
+            settings = read_settings(configs.load(name, pairs))
+            if settings.remat.policy == AUTO:  # the search for a plan compiles with the options
+                return overrides, None
+            xla_pass = settings.remat.xla_pass
+            return traced, compiler_options(settings.xla, settings.mesh.prefetch, target.platform, xla_pass)
+
+    def what_if(self, overrides: Mapping[str, Any], platform: str) -> Sequence[Variant]:
+        """Returns the variants that `compare --what-if` compiles: the config with or without scan, as given, and with
+        each row of `what_if.VARIANTS` as keys of the group `xla`, or as `xla.flags` if there is no key.
+
+        overrides: the keys that all variants share. platform: the target's platform, such as "cuda".
+        """
+        flat = self.resolve(overrides)
+        scan, remat_pass = flat["model.scan"], flat["remat.xla_pass"]
+        loop = Variant(f"scan {'off' if scan else 'on'}", {"model.scan": str(not scan).lower()})
+        variants = [loop, Variant(what_if.AS_GIVEN)]
+        for change, options in what_if.VARIANTS.items():
+            keys = WHAT_IF_KEYS.get(change)
+            if change == what_if.REMAT:
+                change = f"XLA's rematerialization {'off' if remat_pass else 'on'}"
+                keys = {"remat.xla_pass": str(not remat_pass).lower()}
+            flags = " ".join(filter(None, (flat[XLA_FLAGS], flags_text(options))))
+            variants.append(Variant(change, keys or {XLA_FLAGS: flags}, what_if.refusal(options, platform)))
+        return variants
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Returns the bytes and FLOPs that published formulas give for a compiled config; None if they do not cover it.
@@ -250,13 +304,17 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     from bytescope.model.names import NAMES
     from bytescope.train.plan.config_facts import model_facts
     from bytescope.train.plan.run_peak import loop_overhead
+    from bytescope.train.program.checks import check_optimization_level
 
     settled = settle(program)
     facts = model_facts(config, settled, platform=target.platform)
 
-    def compile_program() -> tuple[Compilation, Target]:
+    def compile_program(options: Options | None = None) -> tuple[Compilation, Target]:
         with config_mistakes():
-            return program.compile_for_report(exact=True, pool_bytes=target.pool_bytes), target
+            if options is not None:
+                level = options.get("optimization_level")
+                check_optimization_level(f"O{int(level) // 10}" if level else "", program.kernel[0], program.mesh.size)
+            return program.compile_for_report(exact=True, pool_bytes=target.pool_bytes, options=options), target
 
     (kernel, why), (matmul, how) = program.kernel, program.matmul
     return PreparedProgram(

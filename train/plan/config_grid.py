@@ -28,7 +28,7 @@ class ConfigRow(Row):
     """A row of the comparison `bytescope compare`: a config with changed keys, and the memory, FLOPs and time of its
     program. It can print the command that runs it."""
 
-    how = ("remat.", "mesh.", "loss.", "precision.", "model.scan", "model.attention")
+    how = ("remat.", "mesh.", "loss.", "precision.", "xla.", "model.scan", "model.attention")
     policy_key = POLICY
     policy_parts = (SAVE, OFFLOAD)
 

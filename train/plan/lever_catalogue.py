@@ -2,7 +2,8 @@
 applies.
 
 Each saving is a row of SAVINGS. `levers` applies them one after the other (`levers.py`), `fit` combines them if
-recomputation is not enough (`fit/fit_space.py`), and the advice for a run that does not fit lists the savings that its
+recomputation is not enough (`fit/fit_space.py`) and tries those of XLA where a little memory lacks
+(`fit/fit_walk.py`), and the advice for a run that does not fit lists the savings that its
 config does not use yet (`open_levers.py`). To add a saving, add a row to SAVINGS, its place in one of these three
 orders, and a case in tests/train/plan. This module compiles nothing.
 """
@@ -224,6 +225,24 @@ SAVINGS: Mapping[str, Saving] = {
         "the MLP is computed for pieces of the sequence and recomputed in the backward pass",
         applies=_tiles_apply,
         title="+ tiled MLP",
+    ),
+    "memory_slop": Saving(
+        {"xla.memory_slop": "50"},
+        {"workspace": 0.5, "collectives": 1.0},
+        "XLA's scheduler plans with half of the free memory, so that collectives overlap less if memory is short",
+        "collectives may overlap less with compute",
+        "xla",
+        applies=lambda case: False,  # it frees little, so only fit and levers try it
+        title="+ half of XLA's memory limit",
+    ),
+    "scheduler_off": Saving(
+        {"xla.latency_hiding": "off"},
+        {"workspace": 0.5, "collectives": 1.0},
+        "XLA schedules for the least memory; collectives do not overlap with compute",
+        "collectives do not overlap with compute",
+        "xla",
+        applies=lambda case: False,
+        title="+ no latency-hiding scheduler",
     ),
     "int8_base": Saving(
         {"lora.base": "int8"},

@@ -110,6 +110,12 @@ def flags(keys: Keys) -> str:
     return shlex.join(f"--config.{key}={text}" for key, text in keys.items())
 
 
+def parse_flags(text: str) -> list[tuple[str, str]]:
+    """Returns the (key, text) pairs of flags that `flags` wrote."""
+    pairs = (flag.removeprefix("--config.").partition("=") for flag in shlex.split(text))
+    return [(key, value) for key, _, value in pairs]
+
+
 # ---- the levers -----------------------------------------------------------------------------------------------------
 
 

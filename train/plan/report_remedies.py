@@ -77,7 +77,8 @@ def _with_remedy(case: Case, finding: Finding) -> Finding:
         return finding
     size = finding.bytes if remedy.bytes is None else remedy.bytes
     message = remedy.message or finding.message
-    return Finding(finding.kind, size, message, remedy.words, flags(remedy.keys) if remedy.keys else "")
+    given = flags(remedy.keys) if remedy.keys else ""
+    return dataclasses.replace(finding, bytes=size, message=message, remedy=remedy.words, flags=given)
 
 
 def _cheapest_lever_keys(case: Case, key: str) -> Keys | None:
@@ -119,6 +120,28 @@ def _shard_vocabulary(case: Case, finding: Finding) -> Remedy | None:
 def _smaller_policy(case: Case, finding: Finding) -> Remedy | None:
     keys = _cheapest_lever_keys(case, "remat.policy")
     return Remedy("set a remat policy that fits without XLA's own recomputation", keys) if keys else None
+
+
+def _loop_over_layers(case: Case, finding: Finding) -> Remedy | None:
+    if not case.flat.get("model.scan", True):
+        return Remedy("loop over the layers: the scheduler cannot mix iterations", {"model.scan": "true"})
+    if (case.flat.get("model.unroll") or 1) > 1:
+        return Remedy("loop over single layers: the scheduler cannot mix iterations", {"model.unroll": "1"})
+    return None
+
+
+def _no_latency_hiding(case: Case, finding: Finding) -> Remedy | None:
+    if looped := _loop_over_layers(case, finding):
+        return looped
+    if "xla.latency_hiding" not in case.flat:
+        return None
+    return Remedy(
+        "switch the latency-hiding scheduler off, which overlaps less communication", {"xla.latency_hiding": "off"}
+    )
+
+
+def _xla_pass(case: Case, finding: Finding) -> Remedy | None:
+    return Remedy("switch XLA's rematerialization pass on, or save fewer residuals", {"remat.xla_pass": "true"})
 
 
 def _quantized_moments(case: Case, finding: Finding) -> Remedy | None:
@@ -301,6 +324,11 @@ REMEDIES: Mapping[str, Callable[[Case, Finding], Remedy | None]] = {
     "whole_state": _zero3,
     "unsharded_gradients": _shard_vocabulary,
     "xla_remat": _smaller_policy,
+    "xla_remat_falls_short": _smaller_policy,
+    "xla_remat_off": _xla_pass,
+    "arguments_above_limit": _zero3,
+    "scheduler_peak": _no_latency_hiding,
+    "unrolled_layers": _loop_over_layers,
     "host_memory": _quantized_moments,
     "lasting_gathers": _no_prefetch,
     "large_collective": _no_prefetch,

@@ -88,6 +88,20 @@ def check(settings: Settings, devices: Sequence[jax.Device]) -> Choices:
     return choices
 
 
+def check_optimization_level(level: str, kernel: str, n_devices: int) -> None:
+    """Raises ValueError for an optimization level, "O0" to "O3" or "" for XLA's default, at which XLA's compiler (0.10
+    to 0.12) aborts the process.
+
+    kernel: the attention kernel. n_devices: number of devices of the mesh.
+    """
+    if level not in ("", "O0") and kernel == "chunked" and n_devices > 1:
+        raise ValueError(
+            f"xla.optimization_level={level} cannot be used here: at this level XLA aborts when it compiles chunked "
+            "attention for several devices; set model.attention=cudnn or naive, or leave xla.optimization_level "
+            "empty"
+        )
+
+
 def check_without_devices(settings: Settings) -> None:
     """Raises ValueError if the config names a remat policy, tensor or layer range that does not exist.
 
@@ -201,14 +215,7 @@ def _choose_kernels(
         packed="segments" in settings.batch_names,
         head_parts=layout.mesh.shape["tensor"],
     )
-    level = settings.xla["optimization_level"]
-    if level not in ("", "O0") and kernel[0] == "chunked" and layout.mesh.size > 1:
-        # XLA's compiler (0.10 to 0.12) would abort the process.
-        raise ValueError(
-            f"xla.optimization_level={level} cannot be used here: at this level XLA aborts when it compiles chunked "
-            "attention for several devices; set model.attention=cudnn or naive, or leave xla.optimization_level "
-            "empty"
-        )
+    check_optimization_level(settings.xla["optimization_level"], kernel[0], layout.mesh.size)
     moe_kernel = choose_moe_kernel(model, platform)
     return dataclasses.replace(model, attention=kernel[0], moe_kernel=moe_kernel[0]), kernel, moe_kernel
 

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_lowered
 from bytescope.memory.devices.compiler_log import hold_back_log
+from bytescope.memory.devices.xla_flags import refusal
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, split_parameters
 from bytescope.model.transformer import always_float32, contracted, logical_axes
@@ -132,15 +133,23 @@ class Program(Choices):
     @property
     def compiler_options(self) -> Options:
         """The XLA options with which the program is compiled, name -> value."""
-        return compiler_options(self.settings.xla, self.settings.mesh.prefetch, self.mesh.devices.flat[0].platform)
+        platform = self.mesh.devices.flat[0].platform
+        return compiler_options(
+            self.settings.xla, self.settings.mesh.prefetch, platform, xla_pass=self.settings.remat.xla_pass
+        )
 
     def compile(self) -> jax.stages.Compiled:
         """Compiles the training step with the compiler options of the program, and returns the executable."""
         lowered = self.lower()
         with xla_remat_pass(self.settings.remat.xla_pass), hold_back_log():
-            return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
+            try:
+                return lowered.compile(compiler_options=self.compiler_options)  # type: ignore[arg-type]  # integers, too
+            except Exception as error:  # XLA raises several types
+                raise (refusal(error) or error) from error
 
-    def compile_for_report(self, *, exact: bool = False, pool_bytes: int | None = None) -> Compilation:
+    def compile_for_report(
+        self, *, exact: bool = False, pool_bytes: int | None = None, options: Options | None = None
+    ) -> Compilation:
         """Compiles the training step. Returns it with the compiler's buffer assignment, for a memory report.
 
         Args:
@@ -148,6 +157,7 @@ class Program(Choices):
             trace, which gives exact buffer lifetimes.
           pool_bytes: bytes that jax's memory pool has on the GPU, so that XLA schedules for a GPU that is not present
             as for a present one; None for XLA's default.
+          options: XLA options to compile with instead of the program's `compiler_options`.
 
         Raises:
           ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
@@ -157,7 +167,10 @@ class Program(Choices):
             traced = self.step.trace(self.state, self.batch_shapes)
             check_sizes(traced.jaxpr)
             compilation = compile_lowered(
-                traced.lower(), exact=exact, options=self.compiler_options, device_memory_bytes=pool_bytes
+                traced.lower(),
+                exact=exact,
+                options=self.compiler_options if options is None else options,
+                device_memory_bytes=pool_bytes,
             )
         check_compiled(self, compilation)
         notes = (*compilation.notes, *pipeline_notes(self, self.state))

@@ -53,9 +53,8 @@ def parameter_shapes(parameters: float) -> dict:
 
 
 def _norm(x, scale):
-    return (x * jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) + 1e-6)).astype(
-        x.dtype
-    ) * scale
+    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean_square + 1e-6)).astype(x.dtype) * scale
 
 
 def _gated(x, gate_up, down):

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from bytescope.memory.allocators.bfc import BINS, BfcPool, BinStatistics, bin_of, rounded
+from bytescope.memory.allocators.bfc import BINS, GAP, LOWER, UPPER, BfcPool, BinStatistics, bin_of, rounded
 from bytescope.memory.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.quick
@@ -160,11 +160,12 @@ def test_the_smallest_hole_is_used_first_then_the_lowest_address():
     assert [pool.allocate(1280) for _ in range(3)] == [first, second, large]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(7))
 def test_chunks_tile_the_regions_whatever_is_requested(seed):
     draw = random.Random(seed)
     options = {"grows": seed % 2 == 1, "joins_regions": seed == 3, "frees_regions": seed == 5}
-    pool, live, peak = BfcPool(64 * MIB, **options), {}, 0
+    pool, live, peak = BfcPool(64 * MIB, **options, is_partitioned=seed in (0, 6)), {}, 0
+    ends = (LOWER, UPPER) if seed in (0, 6) else (LOWER,)
     for _ in range(1500):
         if live and draw.random() < 0.47:
             address = draw.choice(list(live))
@@ -172,9 +173,9 @@ def test_chunks_tile_the_regions_whatever_is_requested(seed):
             del live[address]
         else:
             size = draw.choice((1, 256, 700, 4096, draw.randrange(1, MIB), draw.randrange(1, 8 * MIB)))
-            could = pool.largest_free >= size
-            address = pool.allocate(size)
-            assert address is not None or not could
+            could, end = pool.largest_free >= size, draw.choice(ends)
+            address = pool.allocate(size, end)
+            assert address is not None or not could or end == UPPER
             if address is not None:
                 assert address not in live
                 live[address] = size
@@ -187,6 +188,8 @@ def test_chunks_tile_the_regions_whatever_is_requested(seed):
             assert not (was_free and not chunk.requested), "two free neighbours"
             at, was_free = at + chunk.size, not chunk.requested
         assert at == start + size
+    order = [(LOWER, GAP, UPPER).index(chunk.owner) for chunk in chunks]
+    assert order == sorted(order) and order.count(1) <= 1
     assert {chunk.start: chunk.requested for chunk in chunks if chunk.requested} == live
     assert pool.in_use == sum(chunk.size for chunk in chunks if chunk.requested) and pool.peak_in_use == peak
     assert pool.reserved == sum(size for _, size in pool.regions) <= 64 * MIB
@@ -195,6 +198,92 @@ def test_chunks_tile_the_regions_whatever_is_requested(seed):
     for address in live:
         pool.free(address)
     assert len(pool.chunks) == len(pool.regions) and pool.in_use == 0
+
+
+def partitioned(limit):
+    return BfcPool(limit, is_partitioned=True)
+
+
+def test_each_end_takes_from_the_gap_exactly():
+    """SpatialAllocatesFromEnds, SpatialGapCarveSplitsExactlyAtBothEnds."""
+    pool = partitioned(4096)
+    assert pool.allocate(256, UPPER) - pool.allocate(256) == 4096 - 256
+    for near, far, places in ((UPPER, LOWER, (0, 768)), (LOWER, UPPER, (1280, 1024))):
+        pool = partitioned(2048)
+        pool.allocate(1024, near)
+        base = pool.regions[0][0]
+        assert [pool.allocate(768, far) - base, pool.allocate(256, near) - base] == list(places)
+        assert pool.in_use == 2048
+
+
+def test_an_end_does_not_take_the_holes_of_the_other_end():
+    """SpatialSkipsLowerHole, SpatialSkipsUpperHole, SpatialReusesOwnHoles."""
+    for own, other in ((LOWER, UPPER), (UPPER, LOWER)):
+        pool = partitioned(1024)
+        hole, _, _ = pool.allocate(256, own), pool.allocate(256, own), pool.allocate(512, other)
+        pool.free(hole)
+        assert pool.allocate(256, other) is None and pool.allocate(256, own) == hole
+        pool = partitioned(4096)
+        _, hole, _ = [pool.allocate(256, own) for _ in range(3)]
+        pool.allocate(256, other)
+        pool.free(hole)
+        assert pool.largest_free == 3072 and pool.allocate(256, own) == hole  # before the gap
+
+
+def test_the_gap_takes_back_what_is_freed_beside_it():
+    """SpatialReclaimsGap, SpatialLowerReclaimsGap, SpatialUpperReclaimsAfterLowerFill."""
+    pool = partitioned(4096)
+    pool.allocate(1024)
+    first = pool.allocate(512, UPPER)
+    pool.free(first)
+    pool.allocate(512)
+    assert pool.allocate(512, UPPER) == first
+    pool.free(first)
+    last = pool.allocate(2560)
+    assert last + 2560 == first + 512 and pool.allocate(256, UPPER) is None
+    for own, other in ((LOWER, UPPER), (UPPER, LOWER)):
+        pool = partitioned(GIB)
+        addresses = [pool.allocate(32 * MIB, own) for _ in range(32)]
+        assert None not in addresses and pool.allocate(256, other) is None
+        for address in addresses:
+            pool.free(address)
+        place = pool.allocate(18 * MIB, other) - pool.regions[0][0]
+        assert place == (GIB - 18 * MIB if other == UPPER else 0)
+
+
+def test_a_hole_of_either_end_is_handed_out_whole():
+    """SpatialHoleReuseKeepsSlackAtBothEnds."""
+    pool = partitioned(4096)
+    holes = {}
+    for end in (LOWER, UPPER):
+        holes[end] = pool.allocate(1024, end)
+        pool.allocate(256, end)
+        pool.free(holes[end])
+    base = pool.regions[0][0]
+    assert [pool.allocate(768, end) for end in (LOWER, UPPER)] == [holes[LOWER], holes[UPPER]]
+    assert pool.allocate(256) == base + 1280 and pool.allocate(256, UPPER) == base + 4096 - 1280 - 256
+
+
+@pytest.mark.parametrize("own", [LOWER, UPPER])
+def test_the_addresses_of_an_end_do_not_depend_on_the_other(own):
+    """SpatialUpperOffsetsStable, SpatialLowerOffsetsStable."""
+    other = UPPER if own == LOWER else LOWER
+
+    def offsets(seed):
+        draw, pool, others, live, found = random.Random(seed), partitioned(512 * MIB), [], [], []
+        for size in (4, 16, 1, 18, 2, 8, 4, 32):
+            for _ in range(draw.randrange(6)):
+                if others and draw.random() < 0.4:
+                    pool.free(others.pop(draw.randrange(len(others))))
+                elif pool.in_use < 256 * MIB:
+                    others.append(pool.allocate(draw.choice((256, MIB, 8 * MIB, 32 * MIB)), other))
+            live.append(pool.allocate(size * MIB, own))
+            found.append(live[-1])
+            if len(live) > 2:
+                pool.free(live.pop(0))
+        return found
+
+    assert {tuple(offsets(seed)) for seed in range(16)} == {tuple(offsets(16))}
 
 
 # A pool in an out-of-memory message of TensorFlow, November 2017, Tesla K40c with 497 MiB left: all chunks by address.

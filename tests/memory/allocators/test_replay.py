@@ -11,7 +11,7 @@ from bytescope.memory.devices.chips import CONTEXT_BYTES
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, RuntimeOverhead
 from bytescope.memory.records.report_record import ReportRecord, XlaStats
-from bytescope.memory.report.allocator_table import render, rows_of
+from bytescope.memory.report.allocator_table import device_of, render, rows_of
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import plain_text
 
@@ -193,6 +193,10 @@ def test_the_table_of_a_report():
     assert repr(table).startswith("allocators\n") and "exceeds" not in repr(table)
     single = memory.replay(report_of(target={**TARGET, "limit_bytes": 800 * MIB, "memory_fraction": None}))
     assert single[0]["limit_bytes"] == 768 * MIB  # the user chose `platform`: jax's default pool of three quarters
+    paged = memory.replay(report_of(target={**TARGET, "limit_bytes": 800 * MIB, "pool_can_grow": True}))
+    assert [row["limit_bytes"] // MIB for row in paged] == [512, 512, 723, 723]  # the user chose `cuda_async`
+    amd = memory.replay(report_of(target={**TARGET, "platform": "rocm"}))
+    assert [row["allocator"] for row in amd] == ["bfc", "bfc, growing", "platform"]
     full = memory.replay([(report_of(), 1), report_of(batch=480 * MIB)])
     assert full[0]["verdict"] == "exceeds" and full[0]["peak_program"] == "step"
     assert "bfc: step requests 9.00 MiB (temporary values), but only" not in repr(full)
@@ -225,6 +229,17 @@ def test_the_table_fits_the_terminal(width):
 def test_mistakes(programs, words):
     with pytest.raises(ReportError, match=words):
         memory.replay(programs())
+
+
+@pytest.mark.parametrize(("jaxlib", "partitioned"), [("0.10.2", False), ("0.12.0.1", True), ("1.0", True), ("", True)])
+def test_the_pool_is_partitioned_in_newer_versions(jaxlib, partitioned):
+    device = device_of(report_of(versions={"jaxlib": jaxlib}))
+    assert device == Device(1024 * MIB, 512 * MIB, 301 * MIB, partitioned)
+    ends = {kind.name: kind.make(device) for kind, _ in replay_all([], device)}
+    block = ends["bfc"].allocate(300 * MIB)  # above half of the pool: the rest is split off in both
+    ends["bfc"].allocate(150 * MIB)
+    assert block and ends["bfc"].in_use == (450 if partitioned else 512) * MIB
+    assert ends["bfc, growing"].allocate(300 * MIB)
 
 
 def test_every_allocator_of_jax_is_replayed():

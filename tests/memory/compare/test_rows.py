@@ -215,6 +215,9 @@ def test_rows_beyond_xlas_limit_are_named_if_others_are_below_it():
     assert plan_rows.beyond_xla_limit(rows[1:]) == plan_rows.beyond_xla_limit(rows[:1]) == ""
     many = [row(str(number), 30, xla_recomputes=number > 0) for number in range(6)]
     assert "(1, 2, 3 and 2 more)" in plan_rows.beyond_xla_limit(many)
+    off = [row("none", 30, xla_margin_bytes=-1), row("dots", 20, xla_margin_bytes=5), row("full", 10)]
+    assert plan_rows.beyond_xla_limit(off).startswith("1 of 3 programs (none) are above XLA's memory limit")
+    assert plan_rows.beyond_xla_limit(off[:1]) == plan_rows.beyond_xla_limit(off[1:]) == ""
 
 
 def test_equals_are_both_on_the_front():
@@ -290,7 +293,8 @@ def test_lists_of_policies_split_outside_parentheses():
 
 def test_json_has_every_key(rows):
     out = json.loads(json.dumps(plan_rows.to_json(rows, {"name": "h200:8"}, {"jax": "9"})))
-    assert set(out) == {"rows", "best", "best_of_each", "config", "given", "target", "versions", "interrupted"}
+    keys = {"rows", "best", "best_of_each", "config", "given", "target", "versions", "interrupted"}
+    assert set(out) == keys | {"unchanged", "left_out"}
     assert {
         "overrides",
         "status",

@@ -155,6 +155,15 @@ def test_the_pool_of_cuda_async_limits_xlas_compiler_but_not_the_program(unset):
     assert target.limit_bytes == 84_942_979_072 - chips.CONTEXT_BYTES and target.to_json()["pool_can_grow"]
     assert limits.limit_share(target.to_json(), target.limit_bytes) == "99 % of the GPU's memory, by its allocator"
     assert limits.pool_notes(target.to_json(), target.limit_bytes, target.limit_bytes + 1, 0) == []
+    # marin-community/marin#8490: GB200 at jax's default; a peak of 143.72 GiB ran with a pool of 138.22 GiB, and
+    # sometimes failed until the fraction was raised ("the floor is 0.781").
+    measured = targets.parse("gb200")
+    peak = int(143.72 * 2**30)
+    assert measured.pool_bytes < peak < measured.limit_bytes
+    [advice] = limits.pool_notes(measured.to_json(), measured.limit_bytes, peak, 0)
+    assert "keeps 138.2" in advice and "XLA_CLIENT_MEM_FRACTION=0.78 or more" in advice
+    larger = targets.parse("gb200@0.83")
+    assert limits.pool_notes(larger.to_json(), larger.limit_bytes, peak, 0) == []
     assert targets.parse("v5e").pool_can_grow is False
     unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
     assert targets.parse("h100").pool_can_grow is False

@@ -25,7 +25,7 @@ from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.buffer_placement import Activation, PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
-from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord, TimelinePoint
+from bytescope.memory.records.report_record import ROWS, Buffer, RecomputedValue, ReportRecord, TimelinePoint
 from bytescope.memory.units import MIB
 from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.program.config_files import flatten
@@ -93,8 +93,14 @@ def test_idle_offload():
 
 
 def test_xla_remat():
-    program = HloProgram(Module(instructions={1: Instruction(1, "fusion.3.remat2"), 2: Instruction(2, "remat_of")}))
-    assert kinds(report(buffers=[Buffer("fusion.3.remat2", 70)]), program) == {"xla_remat"}
+    values = (
+        RecomputedValue("fusion.3.remat2", "jit(f)/dot_general", "/w/model.py:7", 3 * MIB, 4 * 10**12, 2),
+        RecomputedValue("fusion.4.remat", "", "", MIB, 0),
+    )
+    (found,) = findings.find(report(xla_recomputed=values), NOTHING)
+    assert (found.kind, found.bytes) == ("xla_remat", 4 * MIB)
+    assert "recomputes 2 values of 4.00 MiB and 4 TFLOP in each call" in found.message
+    assert found.message.endswith("fusion.3.remat2 at model.py:7")
 
 
 def test_lasting_gathers_and_large_collective():

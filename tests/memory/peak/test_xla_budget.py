@@ -1,5 +1,6 @@
 """XLA's memory limit: the formula in cases, and beside the line that XLA itself logs."""
 
+import dataclasses
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import compiler, compiler_log, targets
 from bytescope.memory.devices.compiler import MemorySettings
+from bytescope.memory.devices.compiler_log import RematLog
 from bytescope.memory.peak import xla_budget
 from bytescope.memory.records.report_record import XlaBudget, XlaStats
 
@@ -31,6 +33,29 @@ STATS = XlaStats(argument_bytes=30, output_bytes=12, alias_bytes=2)
 )
 def test_the_limit_in_integer_arithmetic(settings, expected):
     assert xla_budget.find(STATS, targets.parse("h100"), settings) == expected
+
+
+@pytest.mark.quick
+def test_the_margin_is_against_the_limit_and_the_results():
+    """Without XLA's own count it is temporaries and results; with it, XLA's count."""
+    stats = dataclasses.replace(STATS, temp_bytes=80)
+    budget = xla_budget.find(stats, targets.parse("h100"), MemorySettings(140, disabled_passes=("a",)), None, 7)
+    assert (budget.need_bytes, budget.margin_bytes, budget.scheduler_bytes) == (92, 15, 7)
+    assert budget.margin_share == 15 / 107 and budget.disabled_passes == ("a",) and budget.unreduced_bytes is None
+    log = RematLog(limit_bytes=107, reduced_bytes=110, original_bytes=130)
+    budget = xla_budget.find(stats, targets.parse("h100"), MemorySettings(140), log)
+    assert (budget.need_bytes, budget.margin_bytes, budget.unreduced_bytes) == (110, -3, 130)
+
+
+@pytest.mark.quick
+def test_the_log_line_is_read():
+    line = (
+        b"W1126 15:00:00.000000   12 hlo_rematerialization.cc:3021] Can't reduce memory use below 9.70MiB (10171187 "
+        b"bytes) by rematerialization; only reduced to 24.00MiB (25165824 bytes), down from 32.00MiB (33554432 bytes) "
+        b"originally\n"
+    )
+    assert compiler_log.read_remat_log([b"another line\n", line]) == RematLog(10171187, 25165824, 33554432)
+    assert compiler_log.read_remat_log([b"another line\n"]) is None
 
 
 @pytest.mark.quick
@@ -67,9 +92,9 @@ def test_the_limit_is_the_one_that_xla_logs(capfd, donated, slop, fraction):
     report = report_of(compilation, target=target)
     logged = re.search(r"Can't reduce memory use below \S+ \((\d+) bytes\)", capfd.readouterr().err)
     assert logged and int(logged[1]) == report.xla_budget.limit_bytes + report.xla.output_bytes
-    assert report.xla_budget == XlaBudget(
-        target.pool_bytes, (2 if donated else 3) * 2**22, slop, report.to_json()["xla_limit_bytes"]
-    )
+    budget = report.xla_budget
+    assert (budget.base_bytes, budget.io_bytes) == (target.pool_bytes, (2 if donated else 3) * 2**22)
+    assert (budget.slop_percent, budget.limit_bytes) == (slop, report.to_json()["xla_limit_bytes"])
     assert report.limit_bytes == target.pool_bytes
 
 

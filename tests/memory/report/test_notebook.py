@@ -33,7 +33,7 @@ report""",
     "table": "report.table()",
     "diff": "report.diff(memory.analyze(step, *arguments))",
     "show": "report.show()",
-    "error": "memory.analyze(\n    step, *arguments, target='h20')",
+    "error": "memory.analyze(\n    step, *arguments, target='h2000')",
     "guard": "memory.assert_fits(report, '1KiB')",
     "live": "memory.live()",
 }
@@ -105,7 +105,7 @@ def test_a_buffer_is_found_in_its_cell(outputs):
 @pytest.mark.exhaustive
 def test_a_mistake_is_its_message_and_the_line_of_the_cell(outputs):
     for name, kind, message, line in (
-        ("error", "ReportError", "unknown target 'h20': did you mean h200?", "  line 1: memory.analyze("),
+        ("error", "ReportError", "unknown target 'h2000': did you mean h200?", "  line 1: memory.analyze("),
         ("guard", "GuardError", "jit_step takes ", "  line 1: memory.assert_fits(report, '1KiB')"),
     ):
         (output,) = outputs[name]

@@ -10,7 +10,7 @@ import pytest
 from bytescope import memory
 from bytescope.memory.devices import live as live_memory
 from bytescope.memory.devices.chips import CHIPS
-from bytescope.memory.records.report_record import Buffer, Finding
+from bytescope.memory.records.report_record import Buffer, Finding, XlaBudget
 from bytescope.memory.report import buffer_tables
 from bytescope.memory.watching import device_tables
 from support.browser import Page
@@ -204,6 +204,12 @@ def test_programs_on_both_sides_of_xlas_limit_are_hard_to_compare(report):
     (warning,) = beyond.diff(report).warnings
     assert "in the first program only" in warning
     assert not beyond.diff(beyond).warnings
+    above, below = (
+        dataclasses.replace(report, xla_budget=XlaBudget(margin_bytes=margin, need_bytes=9)) for margin in (-1, 1)
+    )
+    (warning,) = below.diff(above).warnings
+    assert "Only the second program is above XLA's memory limit" in warning
+    assert not above.diff(above).warnings and not below.diff(below).warnings
 
 
 def test_a_difference_of_unlike_reports_warns(report):

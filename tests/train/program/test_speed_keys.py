@@ -6,7 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from bytescope import memory
 from bytescope.memory.devices import compiler, targets
+from bytescope.memory.report import report_text
+from bytescope.memory.view.console import plain_text
 from bytescope.train.parallel.xla_options import TABLE, compiler_options
 from bytescope.train.program.program import build
 from support.described import SMALL_GPU
@@ -72,6 +75,10 @@ def test_what_is_recomputed_stays_recomputed():
             "model.unroll=2 cannot be combined with model.scan=false, which has no loop",
         ),
         ({"xla.gemm": "cutlass"}, "did you mean cublas. Else choose one of cublas, triton, or leave it empty"),
+        ({"xla.memory_slop": "0"}, "xla.memory_slop=0 is not a percentage: give a whole number from 1 to 200"),
+        ({"xla.memory_slop": "50"}, "xla.memory_slop=50 is for XLA's GPU compiler, but the platform is cpu"),
+        ({"xla.memory_fence": "many"}, "xla.memory_fence"),
+        ({"xla.flags": "slop=50"}, "xla.flags=slop=50 is not a flag of XLA with a value"),
         ({"xla.command_buffers": "off"}, "xla.command_buffers=off is for XLA's GPU compiler, but the platform is cpu"),
     ],
 )
@@ -102,7 +109,10 @@ TAKEN = {
     ("optimization_level", "O2"): ["optimization_level: EFFORT_O2"],
     ("optimization_level", "O3"): ["optimization_level: EFFORT_O3"],
     ("latency_hiding", "on"): ["xla_gpu_enable_latency_hiding_scheduler: true"],
-    ("latency_hiding", "off"): ["xla_gpu_enable_latency_hiding_scheduler: false"],
+    ("latency_hiding", "off"): [
+        "xla_gpu_enable_latency_hiding_scheduler: false",
+        'xla_disable_hlo_passes: "latency-hiding-scheduler"',
+    ],
     ("command_buffers", "off"): [],
     ("command_buffers", "kernels"): ["xla_gpu_enable_command_buffer: FUSION"],
     ("command_buffers", "loops"): [
@@ -171,9 +181,48 @@ def test_products_without_triton_are_calls_of_cublas():
     assert ["__cublas" in text for text in texts] == [False, True]
 
 
+@pytest.mark.quick
+def test_memory_keys_are_options_and_passes_that_are_off_add_up():
+    xla = dict(small_config().xla) | {"memory_slop": "50", "latency_hiding": "off", "gemm": "cublas"}
+    found = compiler_options(xla, 0, "cuda", xla_pass=False)
+    assert found["xla_gpu_memory_limit_slop_factor"] == 50
+    assert found["xla_disable_hlo_passes"] == "latency-hiding-scheduler,rematerialization"
+    flags = "xla_gpu_enable_triton_gemm=true xla_disable_hlo_passes=multi_output_fusion"
+    found = compiler_options(xla | {"flags": flags}, 0, "cuda", xla_pass=False)
+    assert found["xla_gpu_enable_triton_gemm"] is True  # the last word
+    passes = "latency-hiding-scheduler,multi_output_fusion,rematerialization"
+    assert found["xla_disable_hlo_passes"] == passes
+    assert compiler_options(dict(small_config().xla) | {"flags": "xla_cpu_x=a,b"}, 0, "cpu") == {"xla_cpu_x": "a,b"}
+
+
+@described
+def test_options_of_a_program_reach_its_report_and_unknown_ones_are_refused():
+    x = jax.ShapeDtypeStruct((64, 64), np.float32)
+    slop = "xla_gpu_memory_limit_slop_factor"
+    half = memory.analyze(lambda x: x @ x, x, target="h200", compiler_options={slop: 50})
+    assert half.compiler_options == {slop: 50} and half.to_json()["compiler_options"] == {slop: 50}
+    base, budget = half.xla_budget.base_bytes - half.xla_budget.io_bytes, half.xla_budget
+    assert (budget.slop_percent, budget.limit_bytes) == (50, base // 2)
+    assert f"compiled with {slop}=50" in plain_text(report_text.render(half), 100)
+    with pytest.raises(memory.ReportError, match="xla_gpu_memory_slop is not an option of XLA .*did you mean"):
+        memory.analyze(lambda x: x @ x, x, target="h200", compiler_options={"xla_gpu_memory_slop": 50})
+    with pytest.raises(memory.ReportError, match=f"{slop}=much is not valid for XLA: give a whole number"):
+        memory.analyze(lambda x: x @ x, x, target="h200", compiler_options={slop: "much"})
+    compiled = jax.jit(lambda x: x @ x).lower(x).compile()
+    with pytest.raises(memory.ReportError, match=f"compiled already, so the compiler option {slop} cannot be set"):
+        memory.analyze(compiled, compiler_options={slop: 50})
+
+
 def test_empty_keys_tell_the_compiler_nothing():
     xla = small_config().xla
     assert compiler_options(xla, 0, "cuda") == compiler_options(xla, 0, "cpu") == {}
+
+
+def test_without_the_scheduler_the_remat_pass_stays_as_it_is():
+    """The option that names passes replaces the one of jax, which switches the pass off for remat.xla_pass=false."""
+    xla = small_config({"xla.latency_hiding": "off"}).xla
+    passes = [compiler_options(xla, 0, "cuda", xla_pass=on)["xla_disable_hlo_passes"] for on in (True, False)]
+    assert passes == ["latency-hiding-scheduler", "latency-hiding-scheduler,rematerialization"]
 
 
 @described

@@ -28,6 +28,7 @@ STAGES = {
     "micro": "larger micro-batches, as long as they are predicted to be faster",
     "squeeze": "smaller state and activations, because recomputation is not enough",
     "neighbour": "plans that save one more tensor than the best",
+    "compiler": "options of XLA that need less memory, for variants that exceed the budget by little",
 }
 # Explains "2 x 4" in the words of a variant.
 BATCH_WORDS = '"2 x 4": micro-batches of 2 sequences on each rank, 4 of them accumulated per update'

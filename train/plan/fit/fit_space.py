@@ -22,11 +22,18 @@ LEVERS: Mapping[str, str] = {
     "offload": "activations, optimizer state and parameters in host memory",
     "precision": "16-bit parameters, 8-bit moments, updates inside the backward pass: these change the arithmetic",
     "sharding": "the mesh (mesh.*, pipeline.*)",
+    "xla": "options of XLA that need less memory (xla.memory_slop, xla.latency_hiding), if the budget is nearly met",
     "base": "the storage of weights frozen under LoRA adapters (lora.base): 16 bits, 8 bits, NF4",
 }
 
 # Prefix of a config key -> the lever that changes it. If the command line sets such a key, the lever is not used.
-LEVER_OF_KEY = {"remat.": "remat", "batch.micro": "micro", "batch.accumulation": "accumulation", "mesh.": "sharding"}
+LEVER_OF_KEY = {
+    "remat.": "remat",
+    "batch.micro": "micro",
+    "batch.accumulation": "accumulation",
+    "mesh.": "sharding",
+    "xla.": "xla",
+}
 
 AXES = ("stage", *BATCH_AXES, "context", "tensor")
 ONE_AXIS = {
@@ -441,6 +448,8 @@ def describe_variant(keys: Mapping[str, str], space: Space) -> str:
     for key, value in keys.items():
         if key in ("precision.preset", "optimizer.name", "lora.base"):
             parts.append(f"{key.rpartition('.')[2]}={value}")
+        elif key.startswith("xla."):
+            parts.append(f"{key}={value}")
         elif key.startswith(("offload.", "optimizer.fused_backward")):
             parts.append(key)
     return ", ".join(parts)

@@ -83,6 +83,31 @@ def test_the_first_squeeze_that_helps_is_taken(budget, levers, squeeze, keys):
         assert done.best.keys["batch.accumulation"] == "1"
 
 
+@pytest.mark.parametrize("budget", [17.9, 38.9])
+def test_options_of_xla_are_tried_where_little_is_missing(budget):
+    """Full recomputation lacks 0.1 GiB; and a plan that is faster than the best lacks some: the model's knobs free 0.25
+    and 0.5 GiB."""
+    before, done = walk(budget), walk(budget, PLAIN + ",xla")
+    tried = [step for step in done.steps if step.stage == "compiler"]
+    assert {key for step in tried for key in step.keys if key.startswith("xla.")} == {
+        "xla.memory_slop",
+        "xla.latency_hiding",
+    }
+    assert done.best.stage == "compiler" and done.best.allocated <= budget * GIB and len(tried) <= 4
+    assert before.best is None or done.best.seconds < before.best.seconds
+    assert "xla." in done.best.what and done.best.what.rpartition(", ")[2] == tried[0].what.rpartition(", ")[2]
+
+
+def test_options_of_xla_are_not_tried_where_they_cannot_help():
+    for budget, more in (
+        (84, {}),
+        (17, {}),
+        (17.9, {"given": [("xla.memory_slop", "80")]}),
+        (17.9, {"devices": "v5p"}),
+    ):
+        assert not [step for step in walk(budget, PLAIN + ",xla", **more).steps if step.stage == "compiler"]
+
+
 def test_an_update_inside_the_backward_pass_takes_the_batch_at_once():
     done = walk(5, NARROW, batch_accumulation=1)
     asked = {"optimizer.name": "adafactor", "optimizer.fused_backward": "true", "optimizer.clip": "layer"}

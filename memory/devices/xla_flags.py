@@ -1,0 +1,135 @@
+"""Options of XLA's compiler, as `--xla=FLAG=VALUE` gives them: parsed, and refused if XLA does not know them.
+
+XLA accepts every field of its DebugOptions (xla.proto) as a compile option. jax adds two levels of effort (`LEVELS`).
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.hlo import wire
+
+Options = dict[str, bool | int | str]
+
+# Levels of effort, as numbers: 9 is O0, 19 is O1, 29 is O2, 39 is O3 (xla.proto, ExecutionOptions.EffortLevel).
+LEVELS = ("optimization_level", "memory_fitting_level")
+LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
+# Bytes from which buffers are freed before the next collective, as in the schedule that minimizes memory (xla#45929,
+# scheduler_memory_fencing.h). XLA has the pass since jaxlib 0.12.
+FENCE, FENCE_SINCE = "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes", (0, 12)
+
+# Set for every compile, because the buffers are read from the dump.
+_RESERVED = ("xla_dump_to", "xla_dump_hlo_as_proto")
+_BOOLEANS = {"true": True, "false": False}
+_UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
+_WRONG = re.compile(r"While setting option (\S+), '(.*)' is not a valid (\w+) value")
+_KINDS = {"bool": "true or false", "enum": "one of the flag's names in xla.proto"}
+
+
+def is_flag(key: str) -> bool:
+    """Returns whether a key is the name of an option of XLA, such as "xla_gpu_memory_limit_slop_factor"."""
+    return key.startswith("xla_") or key in LEVELS
+
+
+def parse_flags(texts: Iterable[str], given: str = "--xla=") -> Options:
+    """Returns flag -> value for texts of the form FLAG=VALUE, as compile options of jax.
+
+    The values true and false become booleans, whole numbers become integers, and O0 to O3 become levels of effort.
+
+    given: the command-line flag that gave the texts, for messages.
+
+    Raises ReportError if a text has another form. Whether XLA has the flag is known when the program is compiled.
+    """
+    options: Options = {}
+    for text in texts:
+        name, equals, value = text.strip().partition("=")
+        name = name.removeprefix("--")
+        if not equals or not is_flag(name):
+            near = did_you_mean(name, [*known_flags(), *LEVELS]) if equals else ""
+            example = "write --xla=FLAG=VALUE, such as --xla=xla_gpu_memory_limit_slop_factor=80"
+            raise ReportError(f"{given}{text} is not a flag of XLA with a value: {near or example}")
+        if name in _RESERVED:
+            raise ReportError(f"{given}{text} cannot be set, because the report is read from this dump: leave it out")
+        options[name] = parse_value(name, value)
+    return options
+
+
+def parse_value(name: str, text: str) -> bool | int | str:
+    """Returns the value of a flag as a compile option of jax.
+
+    Raises ReportError if a level of effort is neither O0 to O3 nor a number.
+    """
+    if name in LEVELS and re.fullmatch("[oO][0-3]", text):
+        return 10 * int(text[1]) + 9
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    if name in LEVELS:
+        raise ReportError(f"{name}={text} is not a level of effort: give O0, O1, O2 or O3")
+    return _BOOLEANS.get(text.lower(), text)
+
+
+def flags_text(options: Mapping[str, object]) -> str:
+    """Returns compile options as the text FLAG=VALUE, separated by spaces."""
+    return " ".join(
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()
+    )
+
+
+def refusal(error: BaseException) -> ReportError | None:
+    """Returns the one-line error for XLA's refusal of a compile option; None if XLA failed for another reason."""
+    import jaxlib
+
+    if unknown := _UNKNOWN.search(str(error)):
+        near = did_you_mean(unknown[1], known_flags())
+        return ReportError(
+            f"{unknown[1]} is not an option of XLA in jaxlib {jaxlib.__version__}: {near or 'leave it out'}"
+        )
+    if wrong := _WRONG.search(str(error)):
+        name, value, kind = wrong.groups()
+        return ReportError(f"{name}={value} is not valid for XLA: give {_KINDS.get(kind, 'a whole number')}")
+    return None
+
+
+@functools.cache
+def known_flags() -> tuple[str, ...]:
+    """Returns the names of the fields of XLA's DebugOptions, read from the descriptor of xla.proto inside jaxlib's
+    library. Returns () if the library has no such descriptor. Used for suggestions only.
+    """
+    import jaxlib
+
+    for library in sorted(Path(jaxlib.__file__).parent.glob("*.so"), key=lambda path: -path.stat().st_size)[:1]:
+        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            start = data.find(b"\n\rxla/xla.proto\x12\x03xla")
+            if start >= 0:
+                # The descriptor is far shorter than 1 MiB. The bytes after it are not part of the message.
+                return _debug_options(data[start : start + 2**20])
+    return ()
+
+
+def _debug_options(data: bytes) -> tuple[str, ...]:
+    # descriptor.proto: FileDescriptorProto.message_type = 4; DescriptorProto.name = 1, field = 2;
+    # FieldDescriptorProto.name = 1.
+    def text(span: wire.Value) -> str:
+        assert not isinstance(span, int)
+        return data[span[0] : span[1]].decode()
+
+    try:
+        for number, message in wire.fields(data, (0, len(data))):
+            if number != 4 or isinstance(message, int):
+                continue
+            inside = list(wire.fields(data, message))
+            if (1, "DebugOptions") not in [(key, text(value)) for key, value in inside if key == 1]:
+                continue
+            names = []
+            for key, field in inside:
+                if key == 2 and not isinstance(field, int):
+                    names.append(text(next(value for part, value in wire.fields(data, field) if part == 1)))
+            return tuple(names)
+    except (wire.WireError, UnicodeDecodeError):  # the bytes after the descriptor
+        pass
+    return ()

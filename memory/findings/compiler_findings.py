@@ -1,0 +1,262 @@
+"""Rules about peaks that XLA:GPU's own passes raise, and about programs near or above the memory that XLA plans with.
+
+XLA schedules a program for a memory budget (`peak.xla_budget`). Above its limit the rematerialization pass recomputes
+values, if it is on. The latency-hiding scheduler reads the same limit, but keeps buffers alive to overlap collectives
+with compute. Copy fusion computes the copies of one value in one kernel, so that all of them are alive from then on
+(openxla/xla#27322; seen with jaxlib 0.10, not with 0.12). Layers that a Python loop unrolls let the compiler mix their
+temporaries.
+
+A rule's options are compiler options. `bytescope report --try-remedies` compiles the program with them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from bytescope.memory.devices.compiler import COPY_FUSION_PASS, DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, describe_buffer
+from bytescope.memory.hlo.dataflow import Flow, flatten
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.sources import short_place
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedProgram
+from bytescope.memory.units import human
+
+REMAT_SETTING = "jax_compiler_enable_remat_pass"
+# Minimum number of equal temporaries that are the copies of unrolled layers, and maximum number of names in a sentence.
+_MIN_LAYERS, _NAMED = 4, 3
+_NUMBERS = re.compile(r"\d+")
+# Minimum fraction of the scheduler's bytes that are operands of deferred weight gradients.
+_MOST = 0.5
+# Phases in which each layer has temporaries of its own that no later layer reads.
+_RECOMPUTED = ("recompute", "backward")
+_PASSING = frozenset(("get-tuple-element", "bitcast", "tuple"))
+_TERA, _GIGA = 1e12, 1e9
+
+
+def scheduler_peak(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if XLA's latency-hiding scheduler defers weight gradients past the peak, so that their operands
+    stay alive, and an order of least memory would need fewer bytes. The bytes are an estimate.
+
+    Other buffers that the order holds are not found: XLA's order without the scheduler often holds them too.
+    """
+    budget = report.xla_budget
+    size = budget.scheduler_bytes or 0
+    if size <= max(NOTABLE * report.peak_bytes, TOY) or SCHEDULER_PASS in budget.disabled_passes:
+        return None
+    operands = [held for held in report.scheduler_held if held.weight_gradient]
+    if sum(held.bytes for held in operands) < _MOST * size:
+        return None
+    readers = list(dict.fromkeys(held.reader for held in operands))
+    parameters = list(dict.fromkeys(held.parameter for held in operands))
+    message = (
+        f"XLA's latency-hiding scheduler defers {_count(readers, 'weight gradient')} past the peak, of "
+        f"{_names(parameters)}: their operands, such as {_describe_held(operands[0])}, stay alive, {human(size)} more "
+        "than in an order of least memory"
+    )
+    passes = _disabled(report, SCHEDULER_PASS)
+    remedy = (
+        f"loop over unrolled layers with jax.lax.scan, whose iterations the scheduler cannot mix; or compile with "
+        f"{passes}, which overlaps less communication"
+    )
+    return RuleResult(size, message, remedy, f"{DISABLED_PASSES}={SCHEDULER_PASS}")
+
+
+def fused_copies(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if one kernel computes several copies of a value long before most of them are read, because
+    XLA's copy fusion merged the kernels of the copies."""
+    if report.target.get("platform") != "cuda" or COPY_FUSION_PASS in report.xla_budget.disabled_passes:
+        return None
+    early = _early_copies(report, program.module)
+    size = sum(buffer.bytes for buffer in early)
+    if size <= max(NOTABLE * report.peak_bytes, TOY):
+        return None
+    message = (
+        f"XLA's copy fusion computes {len(early)} copies of a value in one kernel, {early[0].name}, and they stay "
+        f"alive until each is read after the peak: {human(size)}, each {describe_buffer(early[0])}"
+    )
+    remedy = f"compile with {_disabled(report, COPY_FUSION_PASS)}"
+    return RuleResult(size, message, remedy, f"{DISABLED_PASSES}={COPY_FUSION_PASS}")
+
+
+def unrolled_layers(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if the temporaries of many unrolled layers are alive at the peak. A loop over the layers would
+    hold the temporaries of one layer at a time."""
+    looped = _looped_instructions(program.module)
+    # A gathered weight, or a gradient before it is scattered, is not a temporary of one layer.
+    weights = {argument.shape for argument in program.arguments.by_number.values()}
+    groups: dict[tuple[object, ...], list[Buffer]] = defaultdict(list)
+    for b in report.buffers:
+        temporary = b.at_peak and b.memory == "device" and b.category == "workspace" and b.source
+        if temporary and b.phase in _RECOMPUTED and b.name not in looped and b.shape not in weights:
+            groups[b.phase, b.dtype, b.shape, b.source, _NUMBERS.sub("#", b.op_name)].append(b)
+    repeated = [group for group in groups.values() if len(group) >= _MIN_LAYERS]
+    size = sum(b.bytes for group in repeated for b in group[1:])
+    if size <= max(LARGE * report.peak_bytes, TOY):
+        return None
+    largest = max(repeated, key=lambda group: sum(b.bytes for b in group))
+    layers = max(map(len, repeated))
+    return RuleResult(
+        size,
+        f"temporaries of {layers} unrolled layers are alive together, {human(size)} more than those of one layer, such "
+        f"as {len(largest)} x {describe_buffer(largest[0])}",
+    )
+
+
+def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if XLA's rematerialization pass recomputes values because the program would not fit
+    otherwise."""
+    values = report.xla_recomputed
+    if not values:
+        return None
+    flops = sum(value.flops for value in values)
+    work = f" and {_flops_words(flops)} in each call" if flops else ""
+    where = f" at {short_place(values[0].source)}" if values[0].source else ""
+    size = sum(value.bytes for value in values)
+    return RuleResult(
+        size,
+        f"XLA's rematerialization pass recomputes {_count(values, 'value')} of {human(size)}{work}, the largest "
+        f"{values[0].name}{where}",
+    )
+
+
+def xla_remat_falls_short(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if XLA's rematerialization pass logged that it does not reduce the program to XLA's limit."""
+    budget = report.xla_budget
+    if not budget.limit_bytes or budget.margin_bytes is None or budget.unreduced_bytes is None:
+        return None
+    need, allowed = budget.need_bytes or 0, (budget.need_bytes or 0) + budget.margin_bytes
+    before = f", from {human(budget.unreduced_bytes)}" if budget.unreduced_bytes > need else ""
+    return RuleResult(
+        -budget.margin_bytes,
+        f"XLA's rematerialization pass does not reach its limit: temporary values and results take {human(need)}"
+        f"{before}, and XLA allows {human(allowed)}",
+    )
+
+
+def xla_remat_off(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if a program that does not fit is above XLA's limit, and XLA's rematerialization pass, which
+    could reduce it, is switched off."""
+    budget = report.xla_budget
+    if not budget.limit_bytes or budget.margin_bytes is None or budget.margin_bytes >= 0:
+        return None
+    if REMAT_PASS not in budget.disabled_passes or report.fits is not False:
+        return None
+    return RuleResult(
+        -budget.margin_bytes,
+        f"temporary values are {human(-budget.margin_bytes)} above XLA's limit of {human(budget.limit_bytes)}, and "
+        "XLA's rematerialization pass is off",
+        options=f"{REMAT_SETTING}=True",
+    )
+
+
+def arguments_above_limit(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if arguments and results alone exceed the memory that XLA plans with, so that XLA schedules for
+    a limit of 0 bytes of temporary values."""
+    budget = report.xla_budget
+    if budget.io_bytes is None or budget.base_bytes is None or budget.io_bytes <= budget.base_bytes:
+        return None
+    return RuleResult(
+        budget.io_bytes - budget.base_bytes,
+        f"arguments and results take {human(budget.io_bytes)}, more than the {human(budget.base_bytes)} that XLA plans "
+        "with: XLA's limit for temporary values is 0",
+    )
+
+
+# ---- words -----------------------------------------------------------------------------------------------------
+
+
+def _disabled(report: JudgedProgram, name: str) -> str:
+    # A compiler option replaces the value that jax sets for jax_compiler_enable_remat_pass=False, so that is repeated.
+    passes = [*report.xla_budget.disabled_passes, name]
+    return f'compiler_options={{"{DISABLED_PASSES}": "{",".join(passes)}"}} of jax.jit'
+
+
+def _count(items: Iterable[object], noun: str) -> str:
+    count = len(list(items))
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _names(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
+
+
+def _describe_held(held: HeldBuffer) -> str:
+    where = f"at {short_place(held.source)}" if held.source else f"({held.name})"
+    return f"{held.dtype}{list(held.shape)} {where}"
+
+
+def _flops_words(flops: int) -> str:
+    return f"{flops / _TERA:.3g} TFLOP" if flops >= _TERA else f"{flops / _GIGA:.3g} GFLOP"
+
+
+# ---- the schedule ----------------------------------------------------------------------------------------------
+
+
+def _early_copies(report: JudgedProgram, module: Module) -> list[Buffer]:
+    """Returns the buffers of copies, all computed by one kernel, that are alive at the peak and read only after it. The
+    kernel with the most such bytes is used."""
+    if not report.timeline:
+        return []
+    order = flatten(module)
+    at_peak = report.timeline[report.peak_index].instruction
+    peak = max((at for id, at in order.items() if module.instructions[id].name == at_peak), default=-1)
+    best: list[Buffer] = []
+    flow: Flow | None = None
+    for fusion in _copy_kernels(module):
+        if fusion.id not in order or peak < 0:
+            continue
+        flow = flow or Flow(module)
+        readers = {user.tuple_index: _first_read(flow, user, order) for user in flow.users.get(fusion.id, ())}
+        late = sum(first > peak for first in readers.values())
+        buffers = [b for b in report.buffers if b.name == fusion.name and b.at_peak and b.memory == "device"]
+        if late and order[fusion.id] < peak:
+            buffers = sorted(buffers, key=lambda b: -b.end)[:late]
+            best = max(best, buffers, key=lambda found: sum(b.bytes for b in found))
+    return best
+
+
+def _copy_kernels(module: Module) -> Iterator[Instruction]:
+    for instruction in module.instructions.values():
+        root = module.root(instruction.called[0]) if instruction.opcode == "fusion" and instruction.called else None
+        if root is None or root.opcode != "tuple":
+            continue
+        copies = [module.instructions[id].opcode == "copy" for id in root.operands if id in module.instructions]
+        if sum(copies) >= 2:
+            yield instruction
+
+
+def _first_read(flow: Flow, value: Instruction, order: dict[int, int]) -> int:
+    """Returns the position in the schedule at which a kernel first reads a value; -1 if none does."""
+    pending, seen, found = [value], set[int](), list[int]()
+    while pending:
+        for user in flow.users.get(pending.pop().id, ()):
+            if user.opcode in _PASSING and user.id not in seen:
+                seen.add(user.id)
+                pending.append(user)
+            elif user.opcode not in _PASSING and user.id in order:
+                # A loop's position follows its body: the loop begins with the first instruction of its body.
+                inside = [order[id] for body in user.called for id in _scheduled(flow.module, body) if id in order]
+                found.append(min([order[user.id], *inside]))
+    return min(found, default=-1)
+
+
+def _scheduled(module: Module, computation: int) -> list[int]:
+    return module.computations[computation].instructions if computation in module.computations else []
+
+
+def _looped_instructions(module: Module) -> set[str]:
+    pending = [called for loop in module.instructions.values() if loop.opcode == "while" for called in loop.called]
+    seen, names = set[int](), set[str]()
+    while pending:
+        id = pending.pop()
+        if id in seen or id not in module.computations:
+            continue
+        seen.add(id)
+        for number in module.computations[id].instructions:
+            names.add(module.instructions[number].name)
+            pending += module.instructions[number].called
+    return names
