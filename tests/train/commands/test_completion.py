@@ -79,6 +79,7 @@ MEANINGS = {
     "--measure": "on this machine",
     "--out": "write|append|new or empty",
     "--program": "your own (step|programs) instead of a config|compare the failure with your step",
+    "--report": "memory report",
     "--step": "the checkpoint of step N",
     "--verbose": "the reason for each chosen setting",
     "--target": "devices of the failed job|the same as the argument TARGET",
