@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices of the failed job, such as h100:8 (default: local, the devices of this machine)",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=user_path, help="write the explanation as JSON; - for standard output only"
+        "--json", metavar="FILE", type=user_path, help="write the explanation as JSON; - for standard output"
     )
     parser.add_argument(
         "--html",
@@ -99,11 +99,6 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
-    if args.target not in (None, "local") and given in ([], ["report"]):
-        raise ReportError(
-            f"--target={args.target} is only valid with the program that ran: give "
-            f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave it out"
-        )
     # Found before a log is read or a job is run for hours.
     if args.report is not None:
         report_record.load(args.report)
@@ -111,6 +106,11 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
         user_program.split(args.program)
     if args.target not in (None, "local"):
         targets.parse(args.target)
+        if given in ([], ["report"]):
+            raise ReportError(
+                f"--target={args.target} is only valid with the program that ran: give "
+                f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave it out"
+            )
 
 
 def read_log(name: str) -> bytes:
@@ -120,8 +120,8 @@ def read_log(name: str) -> bytes:
             print("paste the log, then press Ctrl-D", file=sys.stderr)
         stream = getattr(sys.stdin, "buffer", None)
         return stream.read() if stream else sys.stdin.read().encode("utf-8", "replace")
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         check_readable(path, pipes=True)
         return path.read_bytes()
     except OSError as error:

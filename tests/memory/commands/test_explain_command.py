@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import pty
 import random
 import select
 import signal
@@ -112,15 +111,16 @@ def test_only_the_end_of_a_long_output_is_kept(monkeypatch):
 
 def test_on_a_terminal_the_command_has_a_terminal_of_its_own():
     code = "import sys; print([sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty()]); print(input()); " + FAILS
-    terminal, other = pty.openpty()
-    command = [sys.executable, "-m", "bytescope.memory", "explain", "--", sys.executable, "-c", code]
-    process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, start_new_session=True)
-    os.close(other)
-    os.write(terminal, b"typed\n")
-    shown = b""
-    with contextlib.suppress(OSError):
-        while select.select([terminal], [], [], 60)[0] and (part := os.read(terminal, 4096)):
-            shown += part
-    assert process.wait() == 7
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "bytescope.memory", "explain", "--", sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as job:
+        os.close(theirs)
+        os.write(ours, b"typed\n")
+        shown = b""
+        with contextlib.suppress(OSError):
+            while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 4096)):
+                shown += part
+    os.close(ours)
     text = shown.decode()
+    assert job.returncode == 7, text
     assert "[True, True, True]" in text and text.count("typed") >= 2 and "could not allocate 4.66 GiB" in text

@@ -79,10 +79,10 @@ MEANINGS = {
     "--measure": "on this machine",
     "--out": "write|append|new or empty",
     "--program": "your own (step|programs) instead of a config|compare the failure with your step",
+    "--target": "the same as the argument TARGET|devices of the failed job",
     "--report": "memory report",
     "--step": "the checkpoint of step N",
     "--verbose": "the reason for each chosen setting",
-    "--target": "devices of the failed job|the same as the argument TARGET",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
 }
 
