@@ -104,7 +104,7 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
         report_record.load(args.report)
     if args.program is not None:
         user_program.split(args.program)
-    if args.target != "local":
+    if args.target not in (None, "local"):
         targets.parse(args.target)
         if given in ([], ["report"]):
             raise ReportError(

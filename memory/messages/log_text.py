@@ -77,7 +77,7 @@ ANCHORS = (
 )
 # Maximum number of places of each anchor, lines around a place, characters of a line, and characters of all passages.
 # The first failure has the cause, so that places after the first ones are only counted.
-MAX_PLACES, LINES_BEFORE, LINES_AFTER, MAX_LINE, MAX_TEXT = 250, 3, 16, 20_000, 2_000_000
+MAX_PLACES, LINES_BEFORE, LINES_AFTER, MAX_LINE, MAX_TEXT = 100, 3, 16, 20_000, 2_000_000
 _CHUNK = 1 << 21
 # Minimum length of lines that a terminal may have wrapped.
 _MIN_WRAPPED = 40

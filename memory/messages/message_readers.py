@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from bytescope.memory.messages.buffer_lists import read_buffers
 from bytescope.memory.messages.message_record import SIZE, ListedBuffer, Message, array_types, size_of
@@ -546,13 +546,33 @@ def read_others(text: str) -> Iterator[Message]:
         )
 
 
-READERS: tuple[Reader, ...] = (read_requests, read_tpu, read_allocators, read_warnings, read_others)
+# Reader -> words of which at least one is in each passage that it can read.
+READERS: Mapping[Reader, tuple[str, ...]] = {
+    read_requests: ("allocat", "ssignment", "Buffer", "buffers", "XLA Label", "host memory"),
+    read_tpu: ("memory space", "bm usage", "mem requirement", "bm requirement", "llocat", "ttempting", "padding"),
+    read_allocators: (
+        "llocat",
+        "hunks",
+        "InUse",
+        "memory_limit",
+        "summary",
+        "NCCL",
+        "nccl",
+        "STATUS",
+        "failed",
+        "rror",
+        "DNN",
+    ),
+    read_warnings: ("emat", "reduce", "base limit", "donated", "captured"),
+    read_others: ("CUDA", "xhausted", "EXHAUSTED"),
+}
 
 
 def read_passage(text: str) -> list[Message]:
     """Returns all messages of a passage in its order. If only the code RESOURCE_EXHAUSTED is found, returns one message
     of the form "bare_code"."""
-    messages = sorted((message for reader in READERS for message in reader(text)), key=lambda message: message.position)
+    readers = [reader for reader, words in READERS.items() if any(word in text for word in words)]
+    messages = sorted((message for reader in readers for message in reader(text)), key=lambda message: message.position)
     if code := _CODE.search(text):
         messages = [
             dataclasses.replace(message, words={**message.words, "code": " ".join(code[0].split())})
