@@ -160,6 +160,7 @@ def compare_what_if(
     answers, cached, interrupted = answer(args, factory, [*reversed(distinct.values())])
     base_job = jobs[what_if.AS_GIVEN]
     base = answers.get(base_job.name, {})
+    base_row = row_of(base_job, base, factory, args.formulas) if base else None
     rows, unchanged, kept = list[Row](), list[str](), dict[str, Mapping[str, Any]]()
     for change, job in jobs.items():
         if job.name not in answers:
@@ -170,9 +171,9 @@ def compare_what_if(
             rows.append(row)
         elif found.get("status") != "ok":
             left_out[change] = row.status
-        elif base.get("status") == "ok" and not what_if.is_changed(found, base):
+        elif base_row and (what_if.is_same_program(found, base) or what_if.is_alike(row, base_row)):
             unchanged.append(change)
-        elif alike := next((name for name, other in kept.items() if not what_if.is_changed(found, other)), ""):
+        elif alike := next((name for name, other in kept.items() if what_if.is_same_program(found, other)), ""):
             left_out[change] = f"the same program as {alike}"
         else:
             rows.append(row)

@@ -9,8 +9,8 @@ The JSON of a comparison has these keys (sizes are bytes on ONE device, null if 
 - `config`, `given`: the name of the config, and the keys set on the command line, as flags.
 - `target`: the devices that were compiled for; `versions`: package name -> version used for compiling.
 - `interrupted`: whether combinations are missing because the run was interrupted.
-- `unchanged`, `left_out`: of a what-if, the variants that are the same program as given, and variant -> the reason why
-  it was not compiled; [] and {} in other comparisons.
+- `unchanged`, `left_out`: of a what-if, the variants that are the program as given, or nearly, and variant -> the
+  reason why it was not compiled; [] and {} in other comparisons.
 """
 
 from __future__ import annotations
@@ -371,7 +371,7 @@ def to_json(
         interrupted: whether Ctrl-C stopped the comparison.
         config: the name of the program or config.
         given: the command-line flags that set keys outside the grid.
-        unchanged: variants of a what-if that are the same program as given.
+        unchanged: variants of a what-if that are the program as given, or nearly.
         left_out: variant of a what-if -> the reason why it was not compiled.
     """
     rows = mark_pareto(rows)

@@ -36,6 +36,8 @@ VARIANTS: Mapping[str, Options] = {
 }
 # Figures of a compiled program that decide whether an option has changed it.
 _FIGURES = ("peak_bytes", "allocated_bytes", "temp_bytes", "host_bytes", "breakdown", "schedule", "work")
+# Programs whose bytes and predicted seconds differ by less than this share are alike.
+SMALLEST_CHANGE = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +74,24 @@ def flag_variants(platform: str) -> list[Variant]:
     return [*variants, Variant("with or without scan", refused=without_scan)]
 
 
-def is_changed(answer: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
-    """Returns whether a worker's answer describes another program than the answer of the program as given: other bytes
-    or another schedule."""
-    return any(answer.get(name) != base.get(name) for name in _FIGURES)
+def is_same_program(answer: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Returns whether two answers of workers describe the same program: the same bytes and the same schedule."""
+    return all(answer.get(name) == other.get(name) for name in _FIGURES)
+
+
+def is_alike(row: Row, base: Row) -> bool:
+    """Returns whether a row takes the bytes and the predicted seconds of the program as given, up to
+    `SMALLEST_CHANGE`. False if the seconds of either are unknown."""
+    if not row.ok or not base.ok or not row.predicted_seconds or not base.predicted_seconds:
+        return False
+    pairs = [
+        (row.peak_bytes, base.peak_bytes),
+        (row.allocated_bytes, base.allocated_bytes),
+        (row.predicted_seconds, base.predicted_seconds),
+    ]
+    return row.fits == base.fits and all(
+        abs((new or 0) - (old or 0)) < SMALLEST_CHANGE * (old or 1) for new, old in pairs
+    )
 
 
 def effect(row: Row, base: Row) -> str:
@@ -115,9 +131,9 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 def sentences(unchanged: Sequence[str], left_out: Mapping[str, str]) -> list[str]:
     """Returns lines about the variants without a row.
 
-    unchanged: variants that are the same program as given. left_out: variant -> the reason why it is left out.
+    unchanged: variants that are the program as given, or nearly. left_out: variant -> the reason why it is left out.
     """
-    lines = [f"no change: {', '.join(unchanged)}"] if unchanged else []
+    lines = [f"no change of {SMALLEST_CHANGE:.1%} or more: {', '.join(unchanged)}"] if unchanged else []
     reasons: dict[str, list[str]] = {}
     for change, reason in left_out.items():
         reasons.setdefault(reason, []).append(change)

@@ -43,13 +43,15 @@ def answers_of(jobs, **more):
             workspace, seconds = 80, 0.5
         if keys.get("xla.optimization_level"):
             workspace, seconds = 5, 0.9
+        if keys.get("xla.memory_slop") == "50":  # less than 0.2 % is no change
+            workspace, seconds = 4 - 2**-10, 1.0005
         if "multi_output_fusion" in keys.get("xla.flags", ""):
             status = "XLA failed"
-        size = (10 + workspace) * GIB
+        size = int((10 + workspace) * GIB)
         out[job.name] = {
             "status": status,
             **dict.fromkeys(("peak_bytes", "allocated_bytes"), size),
-            "breakdown": {"params": 10 * GIB, "workspace": workspace * GIB},
+            "breakdown": {"params": 10 * GIB, "workspace": int(workspace * GIB)},
             "fits": size < 80 * GIB,
             "limit_bytes": 80 * GIB,
             "predicted": seconds,
@@ -80,7 +82,7 @@ def test_variants_of_a_config_are_ranked_and_told_in_words(tmp_path, monkeypatch
     assert out["left_out"]["multi-output fusion off"] == "XLA failed"
     assert ("barriers from 64 MiB" in out["left_out"]) == ("barriers from 64 MiB" not in out["unchanged"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "no change: " in printed and "left out: multi-output fusion off: XLA failed" in printed
+    assert "no change of 0.2% or more: " in printed and "left out: multi-output fusion off: XLA failed" in printed
     page = Page((tmp_path / "w.html").read_text())
     assert [key for key, _ in page.data["keys"]] == ["change", "effect"]
     assert page.data["rows"][2]["command"].endswith("--config.xla.latency_hiding=off")
