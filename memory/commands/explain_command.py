@@ -14,9 +14,11 @@ from pathlib import Path
 from rich.console import Console
 
 from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
-from bytescope.memory.errors import ReportError
+from bytescope.memory.devices import targets
+from bytescope.memory.errors import ReportError, check_readable
 from bytescope.memory.messages import explanation_text
 from bytescope.memory.messages.explanation import explain
+from bytescope.memory.program import user_program
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.console import make_console, put
@@ -44,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="compare the failure with your step, compiled for the target; bytescope report --help explains FUNCTION",
+        help="compare the failure with your own step instead of a config; bytescope report --help explains FUNCTION",
     )
     parser.add_argument(
         "--hlo", metavar="FILE", type=user_path, help="compare the failure with an XLA dump of the failed job"
@@ -55,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="devices of the failed job, such as h100:8 (default: local, the devices of this machine)",
     )
     parser.add_argument(
-        "--json", metavar="FILE", type=user_path, help="write the explanation as JSON; - for standard output only"
+        "--json", metavar="FILE", type=user_path, help="write the explanation as JSON; - for standard output"
     )
     parser.add_argument(
         "--html",
@@ -97,6 +99,18 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
+    # Found before a log is read or a job is run for hours.
+    if args.report is not None:
+        report_record.load(args.report)
+    if args.program is not None:
+        user_program.split(args.program)
+    if args.target not in (None, "local"):
+        targets.parse(args.target)
+        if given in ([], ["report"]):
+            raise ReportError(
+                f"--target={args.target} is only valid with the program that ran: give "
+                f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave it out"
+            )
 
 
 def read_log(name: str) -> bytes:
@@ -107,7 +121,9 @@ def read_log(name: str) -> bytes:
         stream = getattr(sys.stdin, "buffer", None)
         return stream.read() if stream else sys.stdin.read().encode("utf-8", "replace")
     try:
-        return Path(name).expanduser().read_bytes()
+        path = Path(name).expanduser()
+        check_readable(path, pipes=True)
+        return path.read_bytes()
     except OSError as error:
         raise ReportError(
             f"cannot read {name}: {error.strerror}; give the log of the failed job, or - for standard input"
@@ -144,12 +160,9 @@ def _make_report(args: argparse.Namespace) -> ReportRecord | None:
         return None
     from bytescope.memory.commands import report_command
     from bytescope.memory.compare.prepared_program import prepare, prepare_dump
-    from bytescope.memory.devices import targets
-    from bytescope.memory.program import user_program
 
     report_command.start_platform(args)
     if args.program is not None:
-        user_program.split(args.program)
         program = prepare(user_program.load(args.program), args.target)
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))

@@ -31,7 +31,7 @@ VARIANTS: Mapping[str, Options] = {
     "memory slop 125 %": {SLOP: 125},
     REMAT: {DISABLED_PASSES: REMAT_PASS},
     "cuBLAS, no Triton products": {"xla_gpu_enable_triton_gemm": False},
-    "horizontal fusion off": {DISABLED_PASSES: "horizontal_loop_fusion,horizontal_input_fusion"},
+    "copy fusion off": {DISABLED_PASSES: "copy_fusion"},
     "multi-output fusion off": {DISABLED_PASSES: "multi_output_fusion"},
 }
 # Figures of a compiled program that decide whether an option has changed it.

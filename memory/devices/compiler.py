@@ -442,7 +442,8 @@ def _with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:
         import jax
 
         passes = [*str(options.get(DISABLED_PASSES, "")).split(","), *trial[DISABLED_PASSES].split(",")]
-        if not jax.config.jax_compiler_enable_remat_pass and DISABLED_PASSES not in options:  # type: ignore[attr-defined]
+        enabled = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax adds it at run time
+        if not enabled and DISABLED_PASSES not in options:
             passes.append(REMAT_PASS)
         trial[DISABLED_PASSES] = ",".join(dict.fromkeys(filter(None, passes)))
     return {**options, **trial}

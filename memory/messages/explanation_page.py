@@ -91,14 +91,14 @@ def _layers(culprit: Culprit) -> str:
 
 BUFFER_COLUMNS = (
     ColumnView("shape", "shape", read=lambda culprit: culprit.shape or "not in the message"),
-    ColumnView("count", "number", "count"),
+    ColumnView("count", "times", "count"),
     ColumnView("bytes", "bytes", "bytes"),
     ColumnView("phase", "phase", "words", read=lambda culprit: PHASES[culprit.phase] or "unknown"),
     ColumnView("component", "component", "words"),
     ColumnView("layers", "layers", "words", read=_layers),
     ColumnView("operation", "operation", "words"),
     ColumnView("what", "what it usually is", "words"),
-    ColumnView("source", "source", "words", read=lambda culprit: culprit.source or "not in the message"),
+    ColumnView("source", "source", "words", read=lambda culprit: culprit.source or "not in the message", css="where"),
 )
 
 

@@ -47,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"--config.{args.overrides[0][0]} needs a config: give --config=CONFIG, or leave it out")
         return explain_command.run(args)
     explain_command.check_flags(args, ("config", "report", "program", "hlo"))
+    configs.load(args.config, args.overrides)
     return explain_command.explain_source(args, _report_step)
 
 

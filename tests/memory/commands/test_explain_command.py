@@ -4,10 +4,10 @@ import contextlib
 import io
 import json
 import os
-import pty
 import random
 import select
 import signal
+import subprocess
 import sys
 import time
 
@@ -111,16 +111,16 @@ def test_only_the_end_of_a_long_output_is_kept(monkeypatch):
 
 def test_on_a_terminal_the_command_has_a_terminal_of_its_own():
     code = "import sys; print([sys.stdin.isatty(), sys.stdout.isatty(), sys.stderr.isatty()]); print(input()); " + FAILS
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(
-            sys.executable, [sys.executable, "-m", "bytescope.memory", "explain", "--", sys.executable, "-c", code]
-        )
-    os.write(terminal, b"typed\n")
-    shown = b""
-    with contextlib.suppress(OSError):
-        while select.select([terminal], [], [], 60)[0] and (part := os.read(terminal, 4096)):
-            shown += part
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-m", "bytescope.memory", "explain", "--", sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True) as job:
+        os.close(theirs)
+        os.write(ours, b"typed\n")
+        shown = b""
+        with contextlib.suppress(OSError):
+            while select.select([ours], [], [], 60)[0] and (part := os.read(ours, 4096)):
+                shown += part
+    os.close(ours)
     text = shown.decode()
+    assert job.returncode == 7, text
     assert "[True, True, True]" in text and text.count("typed") >= 2 and "could not allocate 4.66 GiB" in text

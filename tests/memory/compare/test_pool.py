@@ -137,6 +137,8 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
         "memory.findings",  # what a report says of a row's program
         "memory.files",
         "memory.remat",  # chooses, or describes a block
+        "memory.allocators",  # replay what was read
+        "memory.report",
         "memory.seconds",  # predicts from a row
         "memory.view",
         "train.user_errors",

@@ -75,7 +75,7 @@ def test_variants_of_a_config_are_ranked_and_told_in_words(tmp_path, monkeypatch
         ("scan off", "workspace +76.00 GiB, 50.0% faster"),
     ]
     assert out["best"]["flags"] == "--config.xla.optimization_level=O1"
-    assert {"memory slop 50 %", "memory slop 125 %", "horizontal fusion off"} <= set(out["unchanged"])
+    assert {"memory slop 50 %", "memory slop 125 %", "copy fusion off"} <= set(out["unchanged"])
     assert out["left_out"]["optimization level O3"] == "the same program as optimization level O1"
     assert out["left_out"]["multi-output fusion off"] == "XLA failed"
     assert ("barriers from 64 MiB" in out["left_out"]) == ("barriers from 64 MiB" not in out["unchanged"])

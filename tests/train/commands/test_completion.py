@@ -65,10 +65,12 @@ LINES = [
 # Flags whose help says more than one thing -> what each help has to say.
 MEANINGS = {
     "--budget": "memory (budget )?per device",
+    "--config": "the training step of a config|the same as the argument CONFIG",
     "--config.KEY": "(set a|override a) (config )?key",
     "--dtype": "float32, bfloat16 or float16",
     "--force": "replace OUT",
     "--formulas": "published formulas predict",
+    "--hlo": "compare the failure with an XLA dump|report on an XLA dump",
     "--html": "page",
     "--json": "as JSON",
     "--layers": "layers of the model",
@@ -76,7 +78,9 @@ MEANINGS = {
     "--lora": "LoRA adapters instead of the weights",
     "--measure": "on this machine",
     "--out": "write|append|new or empty",
-    "--program": "your own (step|programs) instead of a config",
+    "--program": "your own (step|programs) instead of a config|compare the failure with your step",
+    "--target": "the same as the argument TARGET|devices of the failed job",
+    "--report": "memory report",
     "--step": "the checkpoint of step N",
     "--verbose": "the reason for each chosen setting",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",

@@ -84,6 +84,7 @@ def test_held_out_files_do_not_move_when_others_are_added(tmp_path):
     assert [name for name in after if not name.startswith("more/")] == before
 
 
+@settings(deadline=None)
 @given(st.sets(st.text("abcdefgh", min_size=1), min_size=2, max_size=8))
 def test_few_files_still_have_both_parts(stems):
     text = TextDocuments("t", tuple(Document(Path(stem), stem, 0, size) for size, stem in enumerate(sorted(stems), 1)))
