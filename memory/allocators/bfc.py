@@ -6,8 +6,8 @@ size, then address. The chunk that this search finds is the smallest free chunk 
 first, so the model searches one sorted list and uses bins only for statistics.
 
 A partitioned pool (enable_spatial_partitioning) serves collective memory, such as buffers that NCCL registers, from its
-other end. Between the two ends is one gap. A request first takes a free chunk between allocations of its own end, then
-a part of the gap. jaxlib 0.12 partitions a preallocated pool by default; 0.10 does not.
+other end. The two ends grow towards each other. A request first takes a free chunk at its own end, then a part of the
+gap between the two ends. jaxlib 0.12 partitions a preallocated pool by default; 0.10 does not.
 
 Not modelled: alignments above 256 bytes, which only collective memory has, and chunks with a timestamp, which jax does
 not use.

@@ -10,7 +10,7 @@ from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.units import human
 
-# What failed -> its sentence on the screen.
+# The part of the run that failed -> the sentence that the text and the page show.
 SUBJECTS: Mapping[str, str] = {
     "step": "The program of the report failed.",
     "initialization": "Another program failed, an initialization by its name: {names}.",
