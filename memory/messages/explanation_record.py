@@ -19,7 +19,8 @@ UNKNOWN = "unknown"
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationRecord:
-    """The content of a log about memory, and the cause of the failure. All sizes are bytes on one device; None if the log does not contain them.
+    """The content of a log about memory, and the cause of the failure. All sizes are bytes on one device; None if the
+    log does not contain them.
 
     Fields:
         recognized: whether the log contains a message about memory.
