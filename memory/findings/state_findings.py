@@ -67,9 +67,8 @@ def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult
     )
     whole = sum(leaf.whole for leaf in _state_arrays(report, program)) or size
     remedy = (
-        f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more with "
-        "NamedShardings, or store the optimizer state in 8 bits or in host memory "
-        "(memory_kind='pinned_host')"
+        f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more with NamedShardings, "
+        "or store the optimizer state in 8 bits or in host memory (memory_kind='pinned_host')"
     )
     return RuleResult(size - limit, message, remedy)
 

@@ -23,17 +23,17 @@ CAUSES: Mapping[str, str] = {
     "padding": "Padding takes most of the memory: a TPU pads the last two dimensions to tiles of 8 x 128.",
     "outputs": "The results of the program take most of the memory.",
     "weights_and_state": "Parameters, optimizer state or other arguments take most of the memory.",
-    "replicated_tensor": "A tensor is whole on one or every device, although it is or will be sharded.",
+    "replicated_tensor": "A tensor is unsharded on one or on each device, although it is or will be sharded.",
     "captured_constant": "The function closes over arrays instead of taking them as arguments.",
-    "unusable_donation": "The donated memory stays allocated beside the results.",
+    "unusable_donation": "The donated arrays stay allocated while the results are allocated, too.",
     "device_full": "The device is already full: other arrays and programs hold its memory.",
     "fragmentation": "Enough memory is free, but no free piece is large enough.",
     "other_process": "The pool itself is small: another process probably holds the rest of the device.",
-    "outside_pool": "Memory beside XLA's pool is missing. The pool takes 75 % of a GPU by default; libraries and "
-    "the driver use the rest.",
-    "host_memory": "Memory of the computer is missing, not of the GPU or TPU.",
-    "on_chip_memory": "On-chip memory of a TPU core is missing. This is a limit of a single kernel; HBM is not full.",
-    "no_memory_problem": "This is no sign of missing memory.",
+    "outside_pool": "Too little memory is left outside of XLA's pool. The pool takes 75 % of a GPU by default; "
+    "libraries and the driver use the rest.",
+    "host_memory": "The computer has too little host memory. The memory of the GPU or TPU is not full.",
+    "on_chip_memory": "A kernel needs more on-chip memory than a TPU core has. HBM is not full.",
+    "no_memory_problem": "The message does not indicate a lack of memory.",
     "unknown": "The log does not contain the cause.",
 }
 # (cause, form) -> its sentence for a form of messages that shows less than the cause's sentence says.
@@ -139,9 +139,8 @@ def decide(
         return "unusable_donation", ""
     if requested is not None and requested <= _TINY_REQUEST:
         return "no_memory_problem", (
-            f"A request of {requested} bytes fails only if the allocator itself does not work, or if a device is "
-            f"full to the "
-            "last byte."
+            f"A request of {requested} bytes fails only if the allocator itself does not work, or if a device is full "
+            "to the last byte."
         )
     if requested is not None and form == "gpu_request":
         if requested >= _LARGE_REQUEST:

@@ -69,8 +69,7 @@ def render(explanation: ExplanationRecord) -> RenderableType:
             Prose("No message about memory was recognized.", "bold"),
             Prose(
                 "Known are the out-of-memory messages of JAX, XLA (GPU, TPU, CPU), its allocators and compiler "
-                "warnings, and "
-                "PyTorch's. If the log contains one, its beginning may be cut off: give the whole log."
+                "warnings, and PyTorch's. If the log contains one, its beginning may be cut off: give the whole log."
             ),
         )
     return blocks(
@@ -261,9 +260,8 @@ def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:
     if explanation.match is not None:
         return "", ()
     return (
-        "To know exactly, compile the step for this device without running it, or read XLA's dump of the failed "
-        "job. The "
-        "report names every buffer with its line of code:",
+        "To know exactly, compile the step for this device without running it, or read XLA's dump of the failed job. "
+        "The report names every buffer with its line of code:",
         (
             "bytescope report --program=my_file.py:program --target=TARGET",
             'XLA_FLAGS="--xla_dump_to=dump --xla_dump_hlo_as_proto" python train.py',

@@ -29,9 +29,8 @@ class Remedy(NamedTuple):
 
 REMEDIES: Mapping[str, Remedy] = {
     "larger_pool": Remedy(
-        f"If no other process needs the GPU, set XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before JAX starts. "
-        f"Its default "
-        "is 0.75 of the GPU's memory.",
+        f"If no other process needs the GPU, set XLA_CLIENT_MEM_FRACTION={MEMORY_FRACTION} before JAX starts. Its "
+        "default is 0.75 of the GPU's memory.",
         ("XLA_CLIENT_MEM_FRACTION",),
         "pool",
     ),
@@ -52,9 +51,8 @@ REMEDIES: Mapping[str, Remedy] = {
         "scores",
     ),
     "chunk_loss": Remedy(
-        "Compute the loss over parts of the tokens: jax.lax.map(..., batch_size=N) around jax.checkpoint of the "
-        "head and "
-        "the loss. Keep the logits in bfloat16.",
+        "Compute the loss over parts of the tokens: jax.lax.map(..., batch_size=N) around jax.checkpoint of the head "
+        "and the loss. Keep the logits in bfloat16.",
         ("jax.lax.map", "jax.checkpoint"),
         "logits",
     ),
@@ -77,9 +75,8 @@ REMEDIES: Mapping[str, Remedy] = {
         ("jax.lax.with_sharding_constraint",),
     ),
     "padding_layout": Remedy(
-        "Give the last two dimensions sizes near multiples of 8 and 128: move a large dimension to the end, or "
-        "merge a small "
-        "last dimension with the one before it. A last dimension of 1 or 2 is padded to 128.",
+        "Give the last two dimensions sizes near multiples of 8 and 128: move a large dimension to the end, or merge "
+        "a small last dimension with the one before it. A last dimension of 1 or 2 is padded to 128.",
         (),
         "padding",
     ),
@@ -95,9 +92,8 @@ REMEDIES: Mapping[str, Remedy] = {
         ("jax.sharding.NamedSharding", "jax.jit"),
     ),
     "abstract_init": Remedy(
-        "Create the parameters sharded: jax.eval_shape finds their shapes, jax.jit(init, out_shardings=...) "
-        "creates each "
-        "shard on its device.",
+        "Create the parameters sharded: jax.eval_shape finds their shapes, jax.jit(init, out_shardings=...) creates "
+        "each shard on its device.",
         ("jax.eval_shape", "jax.jit"),
     ),
     "partitionable": Remedy(
@@ -113,9 +109,8 @@ REMEDIES: Mapping[str, Remedy] = {
         ("jax.sharding.NamedSharding",),
     ),
     "constraint": Remedy(
-        "Give the tensor the same sharding where it is made and where it is used: "
-        "jax.lax.with_sharding_constraint between "
-        "both, or equal out_shardings and in_shardings.",
+        "Give the tensor the same sharding where it is made and where it is used: jax.lax.with_sharding_constraint "
+        "between both, or equal out_shardings and in_shardings.",
         ("jax.lax.with_sharding_constraint",),
         "whole",
     ),
@@ -127,14 +122,12 @@ REMEDIES: Mapping[str, Remedy] = {
     ),
     "donate_less": Remedy(
         "Donate only arguments that a result replaces, with the same shape, dtype and sharding: select them with "
-        "donate_argnums "
-        "of jax.jit.",
+        "donate_argnums of jax.jit.",
         ("jax.jit",),
     ),
     "delete": Remedy(
         "Delete arrays that are no longer needed: old states, lists of results, arrays of a notebook. "
-        "jax.live_arrays() lists "
-        "them, array.delete() frees one.",
+        "jax.live_arrays() lists them, array.delete() frees one.",
         ("jax.live_arrays",),
     ),
     "one_program": Remedy("Free the first model or step before the second is loaded; restart the notebook's kernel."),
@@ -152,9 +145,8 @@ REMEDIES: Mapping[str, Remedy] = {
         ("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async"),
     ),
     "same_shapes": Remedy(
-        "Use few different shapes: pad batches to the same lengths, and free large arrays in the order in which "
-        "they were "
-        "made.",
+        "Use few different shapes: pad batches to the same lengths, and free large arrays in the order in which they "
+        "were made.",
     ),
     "autotune": Remedy(
         "If only a measurement of algorithms failed, the run may go on. XLA_FLAGS=--xla_gpu_autotune_level=0 turns the "
@@ -171,9 +163,8 @@ REMEDIES: Mapping[str, Remedy] = {
         ("jax.device_put",),
     ),
     "host_rules": Remedy(
-        "Check the computer's free memory, `ulimit -l` and the memory limit of the container. WSL2 pins only a "
-        "part of the "
-        "memory; memory= in .wslconfig raises it.",
+        "Check the computer's free memory, `ulimit -l` and the memory limit of the container. WSL2 pins only a part "
+        "of the memory; memory= in .wslconfig raises it.",
     ),
     "vmem": Remedy(
         "Make the kernel's blocks smaller. For a Pallas kernel of your own, vmem_limit_bytes of "

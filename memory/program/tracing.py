@@ -52,8 +52,7 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         if mapped > available and _PMAP_ERROR.search(str(error)):
             raise ReportError(
                 f"jax.pmap maps over {mapped} devices, but this process has {available}: set "
-                f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the "
-                "target's devices"
+                f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the target's devices"
             ) from error
         raise
 

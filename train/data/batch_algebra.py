@@ -92,9 +92,8 @@ class BatchAlgebra:
         ]
         if len(given) > 1:
             raise ValueError(
-                f"{' and '.join(given)} cannot be combined: set only one of them, "
-                "and leave the others at their defaults "
-                "(batch.accumulation=1, batch.tokens=0, batch.accumulation_schedule=())"
+                f"{' and '.join(given)} cannot be combined: set only one of them, and leave the others at their "
+                "defaults (batch.accumulation=1, batch.tokens=0, batch.accumulation_schedule=())"
             )
         if config.tokens:
             return cls(
@@ -103,9 +102,8 @@ class BatchAlgebra:
         schedule = _parse_schedule(config.accumulation_schedule)
         if schedule and config.mode == "scan":
             raise ValueError(
-                f"{given[0]} cannot be combined with batch.mode=scan, "
-                "which compiles a fixed number of micro-steps into "
-                "the step: set batch.mode=multisteps"
+                f"{given[0]} cannot be combined with batch.mode=scan, which compiles a fixed number of micro-steps "
+                "into the step: set batch.mode=multisteps"
             )
         largest = max((count for _, count in schedule), default=config.accumulation)
         return cls(config.micro, largest, ranks, seq_len, schedule)

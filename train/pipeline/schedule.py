@@ -112,9 +112,8 @@ def _check_placement(schedule: Schedule) -> None:
     held = sorted(k for row in schedule.placement for k in row)
     if len(schedule.placement) != schedule.stages or held != list(range(schedule.virtual_stages)):
         raise ReportError(
-            f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
-            f"placement {schedule.placement} does not place each of "
-            f"{schedule.virtual_stages} virtual stages once on {schedule.stages} stages"
+            f"the pipeline schedule {schedule.name} has a bug, report it as an issue: placement {schedule.placement} "
+            f"does not place each of {schedule.virtual_stages} virtual stages once on {schedule.stages} stages"
         )
 
 
@@ -161,9 +160,8 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
             )
         if k < last and backward[m, k + 1] + 1 != backward[m, k]:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
-                f"the gradient of micro-batch {m} reaches virtual stage {k} in "
-                f"tick {backward[m, k]}, not in the tick after {backward[m, k + 1]}"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: the gradient of micro-batch "
+                f"{m} reaches virtual stage {k} in tick {backward[m, k]}, not in the tick after {backward[m, k + 1]}"
             )
         if backward[m, k] < tick:
             raise ReportError(

@@ -97,8 +97,7 @@ def check_optimization_level(level: str, kernel: str, n_devices: int) -> None:
     if level not in ("", "O0") and kernel == "chunked" and n_devices > 1:
         raise ValueError(
             f"xla.optimization_level={level} cannot be used here: at this level XLA aborts when it compiles chunked "
-            "attention for several devices; set model.attention=cudnn or naive, or leave xla.optimization_level "
-            "empty"
+            "attention for several devices; set model.attention=cudnn or naive, or leave xla.optimization_level empty"
         )
 
 

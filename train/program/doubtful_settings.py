@@ -43,14 +43,12 @@ def doubtful_data(settings: Settings, data: Data, read: int) -> list[str]:
     passes = read / len(data.train)
     if passes > MAX_PASSES:
         lines.append(
-            f"train.steps={steps} reads each sequence {passes:,.0f} times, and after {MAX_PASSES} passes a "
-            f"model only memorizes the data: set train.steps={max(int(steps * MAX_PASSES / passes), 1)}, or "
-            "give more data"
+            f"train.steps={steps} reads each sequence {passes:,.0f} times, and after {MAX_PASSES} passes a model only "
+            f"memorizes the data: set train.steps={max(int(steps * MAX_PASSES / passes), 1)}, or give more data"
         )
     if data.tokenizer.name == ByteTokenizer.name and vocabulary != data.vocab_size:
         lines.append(
-            f"data.tokenizer=bytes has {data.vocab_size} different tokens, but model.vocab_size="
-            f"{vocabulary}: set data.tokenizer to the model's tokenizer.json, or model.vocab_size="
-            f"{data.vocab_size}"
+            f"data.tokenizer=bytes has {data.vocab_size} different tokens, but model.vocab_size={vocabulary}: set "
+            f"data.tokenizer to the model's tokenizer.json, or model.vocab_size={data.vocab_size}"
         )
     return lines

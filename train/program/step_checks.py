@@ -90,8 +90,7 @@ def _check_fused_backward(choices: Choices, state: TrainState) -> None:
     if settings.optimizer.clip_norm and settings.optimizer.clip == "global":
         raise ValueError(
             f"{asked} cannot be combined with optimizer.clip_norm={settings.optimizer.clip_norm}: the norm of all "
-            "gradients is known only after all layers are updated; set optimizer.clip=layer, or "
-            "optimizer.clip_norm=0"
+            "gradients is known only after all layers are updated; set optimizer.clip=layer, or optimizer.clip_norm=0"
         )
     if not model.scan:
         raise ValueError(

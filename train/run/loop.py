@@ -217,8 +217,7 @@ def _non_finite_error(run: Run, step: int, loss: float, norm: float, scaling: di
     scaling_text = "".join(f", {name.replace('_', ' ')} {value:g}" for name, value in scaling.items())
     return NonFinite(
         f"loss {loss}, gradient norm {norm}{scaling_text} at step {step}; {last}. Lower "
-        f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}"
-        "or look at the data of that step"
+        f"--config.optimizer.learning_rate, {SCALED_REMEDY if scaling else ''}or look at the data of that step"
     )
 
 

@@ -99,9 +99,8 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
         ("devices", _describe_devices(program)),
         (
             "program",
-            f"{program.config.precision.preset} precision, remat "
-            f"{', '.join((*remat.layers, remat.policy))}, attention {kernel}, matmuls {matmul}, "
-            f"loss {program.config.loss.kind}",
+            f"{program.config.precision.preset} precision, remat {', '.join((*remat.layers, remat.policy))}, "
+            f"attention {kernel}, matmuls {matmul}, loss {program.config.loss.kind}",
         ),
         ("remat", program.decided),
         ("learning rate", describe_scaling(program.optimizer, program.batch)),

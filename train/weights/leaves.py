@@ -269,9 +269,8 @@ def _find_block_scales(folder: Folder, tensor: StoredTensor, block: tuple[int, i
     shape = tuple(-(-length // size) for length, size in zip(tensor.shape, block))
     if scale.shape != shape or scale.dtype not in READABLE:
         raise UserError(
-            f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, but for blocks of "
-            f"{_text(block)} it must be {_text(shape)} in float32, float16 or bfloat16: download "
-            "the folder again"
+            f"{folder.path}: tensor {name} is {scale.dtype} {_text(scale.shape)}, but for blocks of {_text(block)} it "
+            f"must be {_text(shape)} in float32, float16 or bfloat16: download the folder again"
         )
     return scale
 
