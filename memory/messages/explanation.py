@@ -50,6 +50,7 @@ def explain(text: str | bytes, report: ReportRecord | None = None) -> Explanatio
     figures = _headline_figures(messages, kind)
     culprits = describe(primary.buffers, primary.form)
     cause, evidence = causes.decide(messages, primary, figures, culprits)
+    savings = _savings(primary, culprits)
     match = None
     if report is not None:
         match = match_report(report, primary.form, cause, {**primary.figures, **figures}, culprits)
@@ -74,8 +75,8 @@ def explain(text: str | bytes, report: ReportRecord | None = None) -> Explanatio
         cause=causes.sentence(cause, primary.form),
         evidence=evidence,
         culprits=culprits,
-        savings=_savings(primary, culprits),
-        remedies=remedies_for(cause, primary.form, primary.words.get("space", "")),
+        savings=savings,
+        remedies=remedies_for(cause, primary.form, primary.words.get("space", ""), savings),
         messages=dict(Counter(message.form for message in messages)),
         match=match,
     )

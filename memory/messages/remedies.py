@@ -6,7 +6,7 @@ A remedy names only functions, variables and flags that exist in the jax and jax
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import NamedTuple
 
 from bytescope.memory.devices.platform import MEMORY_FRACTION
@@ -233,10 +233,18 @@ BY_FORM: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-def remedies_for(cause: str, form: str, space: str = "") -> tuple[Remedy, ...]:
+# Remedies for one kind of tensor, and the causes with which they help if such a tensor is among the listed buffers.
+_BY_TENSOR = ("flash", "chunk_loss")
+_TENSOR_CAUSES = frozenset(("saved_activations", "attention_scores", "logits", "large_tensor"))
+
+
+def remedies_for(cause: str, form: str, space: str = "", listed: Container[str] = ()) -> tuple[Remedy, ...]:
     """Returns the remedies for a cause, the cheapest first.
 
-    cause: a key of `BY_CAUSE`. form: the form of the message. space: the memory space of a TPU, "" if unknown.
+    cause: a key of `BY_CAUSE`. form: the form of the message. space: the memory space of a TPU, "" if unknown. listed:
+    kinds of tensors among the listed buffers, as in `Remedy.saves`.
     """
     names = BY_FORM.get((cause, space)) or BY_FORM.get((cause, form)) or BY_CAUSE[cause]
-    return tuple(REMEDIES[name] for name in names)
+    added = _BY_TENSOR if cause in _TENSOR_CAUSES else ()
+    first = [name for name in added if name not in names and REMEDIES[name].saves in listed]
+    return tuple(REMEDIES[name] for name in (*first, *names))

@@ -13,7 +13,7 @@ from bytescope import memory
 from bytescope.memory.messages import causes, culprits, explanation_text
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.message_record import ArrayType, ListedBuffer
-from bytescope.memory.messages.remedies import BY_CAUSE, BY_FORM, REMEDIES
+from bytescope.memory.messages.remedies import BY_CAUSE, BY_FORM, REMEDIES, remedies_for
 from bytescope.memory.messages.sharding_text import parse_sharding
 from bytescope.memory.view.console import plain_text
 from support import memory_messages as written
@@ -68,6 +68,12 @@ def test_every_remedy_names_what_exists(name, libraries):
         assert contains(plugins, name)
     else:
         assert contains(reversed(libraries), name.removeprefix("--")), name
+
+
+def test_a_listed_tensor_adds_its_remedy_where_it_helps():
+    plain = remedies_for("saved_activations", "gpu_buffers", "", ("saved",))
+    assert remedies_for("saved_activations", "gpu_buffers", "", ("saved", "scores")) == (REMEDIES["flash"], *plain)
+    assert remedies_for("device_full", "gpu_buffers", "", ("scores",)) == remedies_for("device_full", "gpu_buffers")
 
 
 def test_remedies_and_causes_fit_together():
