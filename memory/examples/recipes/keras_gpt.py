@@ -1,0 +1,75 @@
+"""The training step of Keras 3 (JAX backend), compiled for GPUs that are not there.
+
+    bytescope report --program=memory/examples/recipes/keras_gpt.py:program h100:8
+    bytescope compare --program=memory/examples/recipes/keras_gpt.py:program h100:8 --grid=remat=none,full
+
+The step is `model.train_step`, the function that `model.fit` jits. Replace `build_model` by your own model. Needs keras.
+"""
+
+import os
+
+os.environ["KERAS_BACKEND"] = "jax"  # Keras reads the variable at import
+
+import jax
+import jax.numpy as jnp
+import keras
+
+
+class AddPositions(keras.layers.Layer):
+    def build(self, shape):
+        self.table = self.add_weight(shape=shape[1:])
+
+    def call(self, x):
+        return x + self.table
+
+
+def build_model(vocab, length, width, layers, heads):
+    """Returns a decoder-only transformer of `keras.layers`: tokens [batch, length] -> logits [batch, length, vocab]."""
+    tokens = keras.Input((length,), dtype="int32")
+    x = AddPositions()(keras.layers.Embedding(vocab, width)(tokens))
+    for _ in range(layers):
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)
+        y = keras.layers.LayerNormalization()(x)
+        x = x + keras.layers.Dense(width)(keras.layers.Dense(4 * width, activation="gelu")(y))
+    return keras.Model(tokens, keras.layers.Dense(vocab)(keras.layers.LayerNormalization()(x)))
+
+
+def program(batch=64, length=1024, width=1024, layers=24, heads=16, vocab=50257, remat="none", dtype="mixed_bfloat16"):
+    """Returns the jitted step with its arguments, ((state, (tokens, targets))), data-parallel over all devices.
+
+    Args:
+        batch: sequences per step, over all devices.
+        remat: mode of `keras.RematScope`: none, full or activations.
+        dtype: dtype policy, such as float32, bfloat16 or mixed_bfloat16.
+    """
+    keras.config.set_dtype_policy(dtype)
+    distribution = keras.distribution.DataParallel(auto_shard_dataset=False)
+    keras.distribution.set_distribution(distribution)
+    made = []
+
+    def build():  # traced by eval_shape: no variable gets memory
+        with keras.RematScope(None if remat == "none" else remat):
+            model = build_model(vocab, length, width, layers, heads)
+        model.compile("adamw", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        model.optimizer.build(model.trainable_variables)
+        made.append(model)
+
+    jax.eval_shape(build)
+    model = made[0]
+    tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+
+    def spec(variable):
+        layout = distribution.get_variable_layout(variable).backend_layout
+        return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=layout)
+
+    variables = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    state = tuple([spec(variable) for variable in group] for group in variables)
+    data = distribution.get_data_layout(tokens.shape).backend_layout
+    tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=data)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = jax.jit(model.train_step, donate_argnums=0, out_shardings=(None, shardings))  # as make_train_function does
+    return step.trace(state, (tokens, tokens))
+
+
+program.how = ("remat",)
