@@ -1,11 +1,13 @@
 """The training step of Levanter's `Trainer`, compiled for GPUs that are not there.
 
-    uv pip install --prerelease=allow levanter      # the released 1.1 is of 2023; pip does not find a set of versions
+    uv pip install --prerelease=allow levanter gitpython chex 'jax[cuda13]==0.10.2'
     bytescope report --program=levanter_llama.py:program h100:8
     bytescope compare --program=levanter_llama.py:program h100:8 --grid=remat=full,true,save_all --grid=microbatch=1,4
 
 Model, optimizer, loss, axis mappings and the jitted step are Levanter's own.
 """
+
+import functools
 
 import equinox as eqx
 import haliax as hax
@@ -23,6 +25,11 @@ from levanter.trainer_state import TrainerState
 CHECKPOINTING = {"true": True, "false": False}  # other values are Levanter's names: full, offload, nested, save_all
 
 
+def mean(loss, axis=None, where=None):
+    """`hax.mean` with a boolean mask: jax 0.10 refuses the float mask of Levanter 1.2.dev1644."""
+    return hax.mean(loss, axis, where=where != 0)
+
+
 def program(
     batch=64,
     microbatch=-1,
@@ -36,6 +43,7 @@ def program(
     remat="true",
     fsdp=True,
     tensor=1,
+    loss_block=0,
     policy="p=f32,c=bfloat16",
 ):
     """Returns the traced step.
@@ -46,6 +54,7 @@ def program(
         remat: `gradient_checkpointing` of the model: true, false, full, offload, nested or save_all.
         fsdp: shards parameters and optimizer along the axis `embed`, `fsdp_axis`.
         tensor: devices that divide `mlp` and `heads`, `model_axis_size`.
+        loss_block: tokens of the vocabulary per block of the loss, `cross_entropy_block_size`; 0: all at once.
         policy: jmp policy of the trainer, `mp`.
     """
     model_config = LlamaConfig(
@@ -56,6 +65,7 @@ def program(
         num_heads=heads,
         num_kv_heads=kv_heads,
         gradient_checkpointing=CHECKPOINTING.get(remat, remat),
+        cross_entropy_block_size=loss_block or None,
     )
     config = TrainerConfig(
         id="recipe",
@@ -69,7 +79,8 @@ def program(
     )
     config._validate_and_set_defaults()  # `initialize` calls it, and would refuse a machine without an accelerator
     optimizer = AdamConfig().build(config.num_train_steps)
-    trainer = Trainer(config, optimizer, compute_next_token_loss, add_default_hooks=False)
+    loss = functools.partial(compute_next_token_loss, reduction=mean)
+    trainer = Trainer(config, optimizer, loss, add_default_hooks=False)
 
     def init(key):
         model = model_config.build(hax.Axis("vocab", vocab), key=key)
