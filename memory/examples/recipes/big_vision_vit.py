@@ -13,10 +13,10 @@ import sys
 from unittest import mock
 
 import flax.linen as nn
+import flax.training.checkpoints
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training import checkpoints  # noqa: F401: looks for TensorFlow, so it comes before the mocks
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 

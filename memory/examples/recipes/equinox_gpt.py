@@ -1,7 +1,7 @@
 """A training step in Equinox, compiled for GPUs that are not there.
 
-    bytescope report --program=memory/examples/recipes/equinox_gpt.py:program h100:8
-    bytescope compare --program=memory/examples/recipes/equinox_gpt.py:program h100:8 --grid=remat=none,full --grid=fsdp=false,true
+    bytescope report --program=equinox_gpt.py:program h100:8
+    bytescope compare --program=equinox_gpt.py:program h100:8 --grid=remat=none,full --grid=fsdp=false,true
 
 Replace `Gpt` and `train_step` by your own: models made by `eqx.filter_eval_shape` and steps under `eqx.filter_jit` are
 read as they are. Needs equinox and optax.
@@ -58,14 +58,17 @@ class Gpt(eqx.Module):
         return jax.vmap(self.head)(jax.vmap(self.norm)(x_LD))
 
 
-def program(batch=32, length=1024, width=1024, layers=12, heads=16, vocab=50257, remat="none", fsdp=False, dtype="bfloat16"):
+def program(
+    batch=32, length=1024, width=1024, layers=12, heads=16, vocab=50257, remat="none", fsdp=False, dtype="bfloat16"
+):
     """Returns the step with its arguments, (model, opt_state, tokens), data-parallel over all devices.
+
+    Parameters are float32, the model computes in bfloat16.
 
     Args:
         batch: sequences per step, over all devices.
         remat: none, or full: `eqx.filter_checkpoint` around each block.
         fsdp: shards every array of the state along its first dimension that the devices divide.
-        dtype: compute dtype; parameters are float32.
     """
     optimizer = optax.adamw(3e-4)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -88,7 +91,7 @@ def program(batch=32, length=1024, width=1024, layers=12, heads=16, vocab=50257,
     def train_step(tokens_BL, model, opt_state):
         @eqx.filter_value_and_grad
         def loss(model):
-            cast = jax.tree.map(lambda leaf: leaf.astype(dtype) if eqx.is_inexact_array(leaf) else leaf, model)
+            cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if eqx.is_inexact_array(leaf) else leaf, model)
             logits_BLV = jax.vmap(cast)(tokens_BL[:, :-1]).astype(jnp.float32)
             return optax.softmax_cross_entropy_with_integer_labels(logits_BLV, tokens_BL[:, 1:]).mean()
 

@@ -8,25 +8,24 @@ The step, the optimizer, the initial state and the shardings are the example's o
 """
 
 import functools
+import importlib
 import runpy
 import sys
 from pathlib import Path
 from unittest import mock
 
 import flax.linen as nn
+import flax.training.checkpoints
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training import checkpoints  # noqa: F401: looks for TensorFlow, so it comes before the mocks
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # Modules that read data and write logs. The step does not need them.
 _UNUSED = [name for name in ("tensorflow", "input_pipeline", "clu") if name not in sys.modules]
 sys.modules.update((name, mock.MagicMock()) for name in _UNUSED)
-import models
-import train
-import utils
+models, train, utils = map(importlib.import_module, ("models", "train", "utils"))  # files of the example
 
 for _name in _UNUSED:
     del sys.modules[_name]

@@ -1,9 +1,9 @@
 """The training step of Keras 3 (JAX backend), compiled for GPUs that are not there.
 
-    bytescope report --program=memory/examples/recipes/keras_gpt.py:program h100:8
-    bytescope compare --program=memory/examples/recipes/keras_gpt.py:program h100:8 --grid=remat=none,full
+    bytescope report --program=keras_gpt.py:program h100:8
+    bytescope compare --program=keras_gpt.py:program h100:8 --grid=remat=none,full
 
-The step is `model.train_step`, the function that `model.fit` jits. Replace `build_model` by your own model. Needs keras.
+The step is `model.train_step`, the function that `model.fit` jits. Replace `build_model` by your own model.
 """
 
 import os
@@ -63,7 +63,12 @@ def program(batch=64, length=1024, width=1024, layers=24, heads=16, vocab=50257,
         layout = distribution.get_variable_layout(variable).backend_layout
         return jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=layout)
 
-    variables = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables, model.metrics_variables
+    variables = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
     state = tuple([spec(variable) for variable in group] for group in variables)
     data = distribution.get_data_layout(tokens.shape).backend_layout
     tokens = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=data)

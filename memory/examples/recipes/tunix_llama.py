@@ -5,6 +5,7 @@
     bytescope compare --program=tunix_llama.py:program h100:8 --grid=remat=none,block,decoder --grid=rank=0,16
 
 Model, shardings, loss and the jitted step are tunix's own. LoRA adapters are qwix's, as in tunix's examples.
+Parameters are bfloat16, as tunix loads them.
 """
 
 import dataclasses
@@ -30,7 +31,9 @@ def shard(x, spec):
 llama3.shard = shard
 
 
-def program(model="llama3p1_8b", layers=0, batch=8, length=2048, rank=16, remat="none", dtype="bfloat16", fsdp=-1, tp=1):
+def program(
+    model="llama3p1_8b", layers=0, batch=8, length=2048, rank=16, remat="none", dtype="bfloat16", fsdp=-1, tp=1
+):
     """Returns the traced step.
 
     Args:
@@ -38,7 +41,6 @@ def program(model="llama3p1_8b", layers=0, batch=8, length=2048, rank=16, remat=
         batch: sequences per step, over all devices.
         rank: rank of the LoRA adapters; 0 trains all parameters.
         remat: none, block (attention and MLP separately) or decoder (whole layers), `RematConfig`.
-        dtype: of the parameters.
         fsdp, tp: devices of each mesh axis; -1: the devices that are left.
     """
     config = getattr(llama3.ModelConfig, model)()
@@ -52,11 +54,13 @@ def program(model="llama3p1_8b", layers=0, batch=8, length=2048, rank=16, remat=
     def build():  # traced by eval_shape: no parameter gets memory
         rngs = nnx.Rngs(0)
         network = llama3.Llama3(config, rngs=rngs)
-        nnx.update(network, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(network, nnx.Param)))
+        nnx.update(network, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), nnx.state(network, nnx.Param)))
         if rank:
             provider = qwix.LoraProvider(module_path=ADAPTED, rank=rank, alpha=2.0 * rank)
             network = qwix.apply_lora_to_model(network, provider, rngs=rngs, **network.get_model_input())
-        trainer = peft_trainer.PeftTrainer(network, optax.adamw(1e-5), peft_trainer.TrainingConfig(eval_every_n_steps=1))
+        trainer = peft_trainer.PeftTrainer(
+            network, optax.adamw(1e-5), peft_trainer.TrainingConfig(eval_every_n_steps=1)
+        )
         trainer.with_gen_model_input_fn(model_input)
         train_step, _ = trainer.jit_train_and_eval_step()
         steps.append(train_step.func)
