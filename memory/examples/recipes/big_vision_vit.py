@@ -13,7 +13,6 @@ import sys
 from unittest import mock
 
 import flax.linen as nn
-import flax.training.checkpoints
 import jax
 import jax.numpy as jnp
 import optax
@@ -21,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # big_vision opens files with TensorFlow. The step opens none.
+importlib.import_module("flax.training.checkpoints")  # looks for the real TensorFlow
 _UNUSED = [name for name in ("tensorflow", "tensorflow.io", "tensorflow.io.gfile") if name not in sys.modules]
 sys.modules.update((name, mock.MagicMock()) for name in _UNUSED)
 import big_vision.optax as bv_optax

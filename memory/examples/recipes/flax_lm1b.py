@@ -15,7 +15,6 @@ from pathlib import Path
 from unittest import mock
 
 import flax.linen as nn
-import flax.training.checkpoints
 import jax
 import jax.numpy as jnp
 import optax
@@ -23,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 # Modules that read data and write logs. The step does not need them.
+importlib.import_module("flax.training.checkpoints")  # looks for the real TensorFlow
 _UNUSED = [name for name in ("tensorflow", "input_pipeline", "clu") if name not in sys.modules]
 sys.modules.update((name, mock.MagicMock()) for name in _UNUSED)
 models, train, utils = map(importlib.import_module, ("models", "train", "utils"))  # files of the example
