@@ -54,7 +54,7 @@ RECIPES = {
         remat=None,
     ),
     "big_vision_vit": Recipe(
-        "big_vision", "export PYTHONPATH=big_vision", {"variant": "mu/16", "batch": 8, "size": 32}, "nothing_saveable"
+        "big_vision", "export PYTHONPATH=big_vision", {"variant": "Ti/16", "batch": 512, "size": 32}, "nothing_saveable"
     ),
     "levanter_llama": Recipe(
         "levanter",
@@ -76,9 +76,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
-def make(monkeypatch):
+def make(monkeypatch, tmp_path):
     """Returns the program of a recipe with its small parameters and others, or skips if the project is missing."""
-    # Flax's example has a module `train`, and so has this repository.
+    monkeypatch.chdir(tmp_path)  # Flax's example has a module `train`, and so has this repository
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry).resolve() != ROOT])
 
     def program(name, **values):
@@ -113,10 +113,11 @@ def test_a_report_has_the_sizes_of_the_projects_own_compilation(make, name):
     program = make(name)
     report, sizes = report_of(program), memory_analysis(program)
     own_bytes = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
-    # The two round scalars differently.
-    assert report.allocated_bytes == pytest.approx(own_bytes + sizes.temp_size_in_bytes, abs=512)
+    # The report compiles the traced program again, which may be scheduled differently.
+    assert report.allocated_bytes == pytest.approx(own_bytes + sizes.temp_size_in_bytes, rel=0.005)
     assert sum(report.breakdown.values()) == report.allocated_bytes
-    assert 2 * report.breakdown["params"] <= report.breakdown["optimizer"] <= 2.1 * report.breakdown["params"]
+    # big_vision keeps the first moment in bfloat16.
+    assert 1.4 <= report.breakdown["optimizer"] / report.breakdown["params"] <= 2.3
 
 
 @pytest.mark.exhaustive

@@ -49,7 +49,7 @@ def build_model(vocab, length, width, layers, heads, remat):
     return keras.Model(tokens, keras.layers.Dense(vocab)(keras.layers.LayerNormalization()(x)))
 
 
-def program(batch=64, length=1024, width=1024, layers=24, heads=16, vocab=50257, remat="none", dtype="mixed_bfloat16"):
+def program(batch=32, length=1024, width=1024, layers=12, heads=16, vocab=50257, remat="none", dtype="mixed_bfloat16"):
     """Returns the jitted step with its arguments, ((state, (tokens, targets))), data-parallel over all devices.
 
     Args:
