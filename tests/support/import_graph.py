@@ -62,7 +62,7 @@ class SourceTree:
         for package in self.packages:
             for path in sorted((self.root / package).rglob("*.py")):
                 parts = path.relative_to(self.root).with_suffix("").parts
-                if "examples" in parts:
+                if "examples" in parts[:-1]:
                     continue
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
                 modules[name] = Module(name, path)
