@@ -68,7 +68,7 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class BinStatistics:
-    """Number and bytes of the chunks in one bin of XLA's BFC allocator (get_bin_debug_info).
+    """Number and bytes of the chunks in one bin (a range of chunk sizes) of the BFC allocator (get_bin_debug_info).
 
     Fields:
         chunks: number of all chunks.
@@ -101,7 +101,7 @@ class BfcPool:
         is_partitioned: whether `allocate` can take memory from two ends of the pool: from the lower end, or from the
             upper end for collectives (`enable_spatial_partitioning`). Only for a pool that does not grow.
 
-    Attributes, in bytes as in the statistics of XLA's allocator:
+    Attributes are statistics as in XLA's allocator. Sizes are bytes:
         in_use, peak_in_use: size of the chunks that hold an allocation, now and at most.
         reserved, peak_reserved: size of all regions, now and at most.
         largest_request: size of the largest chunk that `allocate` returned.

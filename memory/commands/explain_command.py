@@ -80,9 +80,7 @@ def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Nam
     explains its output instead. Returns the exit code of the command; without a command, 0 if a message about memory
     was recognized, else 1.
 
-    make_report: function from the arguments to the report of the program that ran; it returns None if the arguments
-        name
-    no program.
+    make_report: function from the arguments to the report of the program that ran; None if they name no program.
     """
     if not vars(args).get("job"):
         return explain_log(args, read_log(args.log), make_report(args))
@@ -138,8 +136,8 @@ def read_log(name: str) -> bytes:
 def explain_log(
     args: argparse.Namespace, log: bytes, report: ReportRecord | None, console: Console | None = None
 ) -> int:
-    """Explains a log, prints the explanation and writes the files of --json and --html. Returns the exit
-    code: 0 if a message about memory was recognized, else 1.
+    """Explains a log, prints the explanation and writes the files of --json and --html. Returns the exit code: 0
+    if a message about memory was recognized, else 1.
 
     report: report of the program that ran; None if it is unknown.
     console: console on which the explanation is printed; None for standard output.

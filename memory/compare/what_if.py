@@ -74,7 +74,9 @@ def flag_variants(platform: str) -> list[Variant]:
     variants = [Variant(AS_GIVEN)]
     for change, options in VARIANTS.items():
         variants.append(Variant(change, options, refusal(options, platform)))
-    without_scan = "your function decides whether it uses scan: give it a parameter for scan, and compare with --grid"
+    without_scan = (
+        "your function decides whether it uses scan: give it a parameter for scan, and compare its values with --grid"
+    )
     return [*variants, Variant("with or without scan", refused=without_scan)]
 
 
@@ -126,8 +128,8 @@ def effect(row: Row, base: Row) -> str:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Returns the variants of a what-if, sorted: the winner first, then variants that fit before variants that do not.
-    Among these, shorter predicted times come first, then lower peaks. Variants that failed are last."""
+    """Returns the variants of a what-if, sorted: first the best one, then variants that fit before variants that do
+    not. Among these, shorter predicted times come first, then lower peaks. Variants that failed are last."""
     winner = best(rows)
 
     def order(row: Row) -> tuple[bool, bool, bool, float, float]:
@@ -140,8 +142,7 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 def sentences(unchanged: Sequence[str], left_out: Mapping[str, str]) -> list[str]:
     """Returns lines of text about the variants that are not shown in the table of a what-if.
 
-    unchanged: variants that change less than `SMALLEST_CHANGE`. left_out: variant -> the reason why it was not
-        compiled.
+    unchanged: variants that change less than `SMALLEST_CHANGE`. left_out: variant -> why it was not compiled.
     """
     lines = [f"no change of {SMALLEST_CHANGE:.1%} or more: {', '.join(unchanged)}"] if unchanged else []
     reasons: dict[str, list[str]] = {}

@@ -44,7 +44,7 @@ def parse_flags(texts: Iterable[str], given: str = "--xla=") -> Options:
     The values true and false become booleans, and whole numbers become integers. For the options `LEVELS`, the values
     O0 to O3 become jax's numbers of these levels.
 
-    given: the beginning of the command-line argument, which error messages repeat.
+    given: the beginning of the command-line argument, such as "--xla=", which error messages repeat.
 
     Raises ReportError if a text is not FLAG=VALUE with the name of an XLA option. XLA checks the name and the value
     only when the program is compiled.

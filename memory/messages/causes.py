@@ -77,8 +77,9 @@ def decide(
     """Decides the cause of a failed allocation. Returns (a key of `CAUSES`, such as "fragmentation"; the evidence in
     the log as one sentence, "" if there is none).
 
-    messages: all messages of the log. primary: the message that is explained. figures: the bytes "requested", "limit"
-    and "total" of the log. culprits: the buffers that `primary` lists.
+    messages: all messages of the log. primary: the message that is explained. figures: bytes in the log
+    by name: "requested" (the failed request), "limit" (the capacity) and "total". culprits: the buffers that `primary`
+    lists.
     """
     form, own = primary.form, primary.figures
     requested = figures.get("requested")
@@ -215,7 +216,8 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
     if complete and requested is not None and requested < _PART * temp:
         # XLA allocates results before temporary memory.
         return "device_full", (
-            f"XLA could not even allocate a result of {human(requested)}, and {human(temp)} of temporary memory follow."
+            f"XLA could not even allocate a result of {human(requested)}, and the program also needs "
+            f"{human(temp)} of temporary memory."
         )
     if complete and total is not None and total < _SMALL_PROGRAM:
         return "device_full", f"This program needs only {human(total)} in total."
@@ -252,8 +254,9 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
 def sentence(cause: str, form: str) -> str:
     """Returns the sentence that explains a cause to the user.
 
-    cause: a key of `CAUSES`. form: the form of the explained message, a key of `FORMS`; some forms have a sentence of
-    their own.
+    cause: a key of `CAUSES`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`);
+        some
+    forms have a sentence of their own.
     """
     return _SENTENCES.get((cause, form), CAUSES[cause])
 

@@ -86,7 +86,7 @@ class Culprit:
 def describe(buffers: Iterable[ListedBuffer], form: str) -> tuple[Culprit, ...]:
     """Groups the buffers that a message lists by shape, operation and phase. Returns the groups, most bytes first.
 
-    form: the form of the message, a key of `message_forms.FORMS`.
+    form: the form of the message, such as "gpu_request" (`message_forms.FORMS`).
     """
     groups: dict[tuple[object, ...], list[tuple[ListedBuffer, int | None]]] = {}
     for buffer in buffers:
@@ -135,7 +135,7 @@ def identify(buffer: ListedBuffer, form: str) -> str:
     """Guesses the kind of tensor in a listed buffer from its name, shape and dtype. Returns a key of `IDENTITIES`, such
     as "logits"; "" if the message contains neither name nor shape.
 
-    form: the form of the message that lists the buffer, a key of `message_forms.FORMS`.
+    form: the form of the message that lists the buffer, such as "gpu_request" (`message_forms.FORMS`).
     """
     by_form = {
         "donation": "donated",

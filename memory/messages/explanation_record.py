@@ -84,7 +84,7 @@ class ExplanationRecord:
             return form.short
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the explanation as JSON values."""
+        """Returns the explanation as a dictionary that can be written as JSON."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **own,

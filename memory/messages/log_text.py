@@ -179,8 +179,8 @@ def find_passages(log: bytes) -> list[Passage]:
 
 
 def _clean(raw: str, number: int) -> Iterable[LogLine]:
-    """Yields a line of a log without colours and prefixes. A line is split at carriage returns, and where it contains
-    the two characters "\\n", as in the repr of a Python string."""
+    """Yields a line of a log without colours and prefixes. The line is split at carriage returns, and at the two
+    characters "\\n" (as in the repr of a Python string) before a known line of a memory message."""
     text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip("\r")
     if "\\n" in text:

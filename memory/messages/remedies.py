@@ -245,8 +245,10 @@ _TENSOR_CAUSES = frozenset(("saved_activations", "attention_scores", "logits", "
 def remedies_for(cause: str, form: str, space: str = "", listed: Container[str] = ()) -> tuple[Remedy, ...]:
     """Returns the remedies for a cause, the cheapest first.
 
-    cause: a key of `BY_CAUSE`. form: the form of the explained message, a key of `message_forms.FORMS`. space: the
-    memory space of a TPU, such as "vmem"; "" if unknown. listed: the keys of `Explanation.savings`.
+    cause: a key of `BY_CAUSE`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`).
+        space: the
+    memory space of a TPU, such as "vmem"; "" if unknown. listed: keys of `Explanation.savings`, such as
+    "logits" if the message lists logits.
     """
     names = BY_FORM.get((cause, space)) or BY_FORM.get((cause, form)) or BY_CAUSE[cause]
     added = _BY_TENSOR if cause in _TENSOR_CAUSES else ()

@@ -84,7 +84,7 @@ def match_report(
     """Compares a failed allocation in a log with the memory report of a program. Returns what failed and the sizes and
     buffers that both contain.
 
-    form: the form of the explained message, a key of `message_forms.FORMS`.
+    form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`).
     cause: the cause of the failure, a key of `causes.CAUSES`.
     figures: name -> bytes of the sizes in the log, such as "requested", "limit", "total" and "temp".
     culprits: the buffers that the message lists.

@@ -341,9 +341,8 @@ class _EagerOrder:
         return tuple(self.placed)
 
     def place(self, id: int) -> dict[int, None]:
-        """Appends an instruction to the new order. Returns the buffers that it uses, and the buffers of instructions
-        that
-        can now run: for these, `find_move` may now find a move."""
+        """Appends an instruction to the new order. Returns the buffers for which `find_move` may now find a move: the
+        buffers that the instruction uses, and the buffers that instructions use which can run from now on."""
         self.placed[id] = None
         concerned = dict.fromkeys(self.graph.buffers_of[id])
         for each in self.graph.buffers_of[id]:

@@ -41,8 +41,8 @@ class XlaBudget:
 
     @property
     def margin_share(self) -> float:
-        """Fraction of the memory that XLA allows for temporary values and results which the program does not need;
-        negative if the program needs more. 0.0 if the allowed memory is 0 or unknown."""
+        """`margin_bytes` as a fraction of the bytes that XLA allows for temporary values and results: the unused
+        fraction, negative if the program needs more than XLA allows. 0.0 if the allowed bytes are 0 or unknown."""
         allowed = (self.need_bytes or 0) + (self.margin_bytes or 0)
         return (self.margin_bytes or 0) / allowed if allowed > 0 else 0.0
 
