@@ -102,8 +102,8 @@ class BfcPool:
             upper end for collectives (`enable_spatial_partitioning`). Only for a pool that does not grow.
 
     Attributes are statistics as in XLA's allocator. Sizes are bytes:
-        in_use, peak_in_use: size of the chunks that hold an allocation, now and at most.
-        reserved, peak_reserved: size of all regions, now and at most.
+        in_use, peak_in_use: current and maximum size of the chunks that hold an allocation.
+        reserved, peak_reserved: current and maximum size of all regions.
         largest_request: size of the largest chunk that `allocate` returned.
         allocations: number of successful requests.
         next_region_bytes: size of the next region.

@@ -27,8 +27,8 @@ class PagedMemory:
             `cuda_async` (its release threshold); 0 for `platform`.
 
     Attributes, in bytes:
-        in_use, peak_in_use: sizes of the allocations as requested, now and at most.
-        reserved, peak_reserved: size of the pages that the allocator has taken from CUDA, now and at most.
+        in_use, peak_in_use: current and maximum sum of the requested sizes of the allocations.
+        reserved, peak_reserved: current and maximum size of the pages that the allocator has taken from CUDA.
         largest_request: size of the largest successful request.
         allocations: number of successful requests.
     """

@@ -43,7 +43,7 @@ SMALLEST_CHANGE = 0.002
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to compile the program of a what-if.
+    """One way to compile a program. A what-if compiles the same program in several ways and compares them.
 
     Fields:
         change: what differs from the program as given, such as "memory slop 50 %".

@@ -199,11 +199,11 @@ def _clean(raw: str, number: int) -> Iterable[LogLine]:
 def _passage_ranges(log: bytes) -> list[tuple[int, int]]:
     """Returns (start, end), as positions in bytes, of the lines around each of the `KEY_PHRASES` in a log. Ranges are
     sorted, and overlapping ranges are merged."""
-    windows: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for place in find_phrases(log, KEY_PHRASES, MAX_PLACES):
-        if windows and place < windows[-1][1] - 1 and log.find(b"\n", place, windows[-1][1] - 1) < 0:
-            pass  # the place is in the last line of the previous window
-        elif windows and place < windows[-1][1] and log.count(b"\n", place, windows[-1][1]) >= LINES_AFTER:
+        if ranges and place < ranges[-1][1] - 1 and log.find(b"\n", place, ranges[-1][1] - 1) < 0:
+            pass  # the place is in the last line of the previous range
+        elif ranges and place < ranges[-1][1] and log.count(b"\n", place, ranges[-1][1]) >= LINES_AFTER:
             continue
         start = stop = place
         for _ in range(LINES_BEFORE + 1):
@@ -217,11 +217,11 @@ def _passage_ranges(log: bytes) -> list[tuple[int, int]]:
             if found < 0:
                 break
         start += 1
-        if windows and start <= windows[-1][1]:
-            windows[-1] = (windows[-1][0], max(stop, windows[-1][1]))
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
         else:
-            windows.append((start, stop))
-    return windows
+            ranges.append((start, stop))
+    return ranges
 
 
 def find_phrases(log: bytes, phrases: Sequence[bytes], max_places: int) -> list[int]:
