@@ -24,8 +24,8 @@ KINDS = (
 
 
 class Form(NamedTuple):
-    """Messages about memory that differ only in their sizes and names, such as "Out of memory while trying to allocate N
-    bytes." for any N.
+    """Messages about memory that differ only in their sizes and names, such as "Out of memory while trying to allocate
+    N bytes." for any N.
 
     Fields:
         name: short name of the messages, for lists.
