@@ -19,8 +19,9 @@ UNKNOWN = "unknown"
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationRecord:
-    """The content of a log about memory, and the cause of the failure. All sizes are bytes on one device; None if the
-    log does not contain them.
+    """The content of a log, or of an exception, about memory, and the cause of the failure. All sizes are bytes on one
+    device; None if they are unknown. The explanation of an exception (`post_mortem`) also has what the process of the
+    failed step knows: its live arrays, the statistics of its allocator, and the report of the step.
 
     Fields:
         recognized: whether the log contains a message about memory.
@@ -32,15 +33,18 @@ class ExplanationRecord:
         requested_bytes: what the failed allocation asked for.
         limit_bytes: the printed capacity of the memory, or the budget of the compiler's pass; may be negative.
         total_bytes: bytes of all that is or would be in the memory.
-        figures: all other sizes in the message, such as "temp", "outputs", "free" and "in_use".
+        figures: all other sizes in the message, such as "temp", "outputs", "free" and "in_use"; of a process also
+            "step", "others" and "missing", and the rows of the report's breakdown.
         words: names in the message, such as "allocator" and "space".
         cause_kind: the cause, a key of `causes.CAUSES`. cause: the same in a sentence. evidence: what in the message
             shows it, "" if nothing more does.
-        culprits: the listed buffers, the ones with the most bytes first.
+        culprits: the listed buffers, the ones with the most bytes first; of a process, the buffers of the report and
+            the live arrays that are not arguments of the step.
         savings: name of a saving -> the bytes that the listed buffers show for it.
         remedies: what to do, the cheapest first.
         messages: number of messages of each form in the log, the explained form included.
         match: the failure compared with the memory report of a program; None without a report.
+        call: the failed call, such as "step, call 3, on NVIDIA H200"; "" for a log.
     """
 
     recognized: bool = False
@@ -62,6 +66,16 @@ class ExplanationRecord:
     remedies: tuple[Remedy, ...] = ()
     messages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     match: ReportMatch | None = None
+    call: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the failure was: the line of the log, or the failed call."""
+        return self.call or (f"line {self.line:,} of the log" if self.recognized else "no message")
+
+    def saving(self, remedy: Remedy) -> int | None:
+        """Returns the bytes that a remedy can free at most; None if they are unknown."""
+        return remedy.bytes if remedy.bytes is not None else self.savings.get(remedy.saves)
 
     @property
     def happened(self) -> str:
@@ -93,7 +107,12 @@ class ExplanationRecord:
             "messages": dict(self.messages),
             "culprits": [{**dataclasses.asdict(culprit), "layers": list(culprit.layers)} for culprit in self.culprits],
             "remedies": [
-                {"words": remedy.words, "uses": list(remedy.uses), "bytes": self.savings.get(remedy.saves)}
+                {
+                    "words": remedy.words,
+                    "uses": list(remedy.uses),
+                    "bytes": self.saving(remedy),
+                    "flags": remedy.flags,
+                }
                 for remedy in self.remedies
             ],
             "match": dataclasses.asdict(self.match) if self.match else None,

@@ -20,11 +20,15 @@ class Remedy(NamedTuple):
         uses: the functions, environment variables and flags of JAX and XLA in `words`.
         saves: name of the bytes that it can free, a key of `Explanation.savings`; "" if they do not follow from a
             message.
+        bytes: bytes on one device that it can free at most, of a remedy for one program; otherwise None.
+        flags: the command-line flags that apply it, "" if there are none.
     """
 
     words: str
     uses: tuple[str, ...] = ()
     saves: str = ""
+    bytes: int | None = None
+    flags: str = ""
 
 
 REMEDIES: Mapping[str, Remedy] = {

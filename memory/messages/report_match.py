@@ -31,7 +31,8 @@ _BY_NAME = (
     ("initialization", re.compile(r"init|create|load|restore|convert", re.I)),
     ("evaluation", re.compile(r"eval|valid|test|predict|sampl|generat|decode|infer", re.I)),
 )
-_NOT_THE_SIZE = ("fragmentation", "other_process", "outside_pool", "host_memory")
+# Causes of failures for which the size of the program does not matter.
+NOT_THE_SIZE = ("fragmentation", "other_process", "outside_pool", "host_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _decide(
     buffers: Sequence[MatchedBuffer],
 ) -> tuple[str, str, str]:
     """Returns (key of `SUBJECTS`, evidence, names of the failed programs)."""
-    if cause in _NOT_THE_SIZE:
+    if cause in NOT_THE_SIZE:
         return cause, "", ""
     requested, temp = figures.get("requested"), report.xla.temp_bytes
     if requested and temp and abs(requested - temp) <= _SAME * temp:

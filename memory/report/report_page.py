@@ -13,8 +13,8 @@ from bytescope.memory.analysis import pool_notes
 from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.hlo.sources import short_place
+from bytescope.memory.messages.explanation_page import page_content
 from bytescope.memory.messages.post_mortem import PostMortem
-from bytescope.memory.messages.post_mortem_text import memory_sum
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
     METHODS,
@@ -127,26 +127,17 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
 
 
 def _failure_section(post_mortem: PostMortem) -> dict[str, Any]:
-    columns = (
-        ("live arrays", "name", lambda group: group.name),
-        ("arrays", "num", lambda group: f"{group.arrays:,}"),
-        ("bytes", "num", lambda group: size(group.bytes)),
-        ("no arguments of the step", "num", lambda group: f"{group.others:,}" if group.others else ""),
-        ("their bytes", "num", lambda group: size(group.other_bytes) if group.others else ""),
-    )
     allocator = [
         f"{name.replace('_', ' ')} {human(value) if 'bytes' in name or 'size' in name else f'{value:,}'}"
         for name, value in post_mortem.allocator.items()
     ]
+    explanation = post_mortem.explanation
     return {
         "title": f"{post_mortem.step} ran out of memory at call {post_mortem.call:,}",
         "error": post_mortem.error,
-        "sum": memory_sum(post_mortem),
-        "cause": post_mortem.cause,
-        "ways": post_mortem.ways_out,
-        "held": table(columns, post_mortem.held[:MAX_BARS]),
-        "left": max(len(post_mortem.held) - MAX_BARS, 0),
+        "cause": " ".join(filter(None, (explanation.cause, explanation.evidence))),
         "allocator": " · ".join(allocator),
+        "explained": page_content(explanation),
     }
 
 
