@@ -81,7 +81,7 @@ class PostMortem:
     """A description of a step that ran out of memory. All bytes are on one device.
 
     Fields:
-        step: name of the step. call: number of the failed call, starting at 1.
+        step: name of the step. call: number of the failed call, starting at 1; 0 if unknown.
         error: the line of the exception that reports the failed allocation.
         device: jax's device_kind.
         held: the live arrays, grouped by shape and dtype, the group with the most bytes first.
@@ -138,12 +138,12 @@ class PostMortem:
 
 def memory_sum(post_mortem: PostMortem) -> str:
     """Returns a sentence that adds the bytes of the step to those of the other arrays on the device, and compares the
-    sum with the available bytes.
+    sum with the available bytes. "" if nothing is known.
     """
     report, limit = post_mortem.report, post_mortem.limit_bytes
     if report is None:
         held = sum(group.bytes for group in post_mortem.held)
-        return f"The step could not be compiled; live arrays hold {human(held)}."
+        return f"The step could not be compiled; live arrays hold {human(held)}." if held else ""
     parts = f"The step takes {human(report.predicted_bytes)}"
     if post_mortem.other_bytes:
         parts += f", other arrays hold {human(post_mortem.other_bytes)}: together {human(post_mortem.needed_bytes)}"
@@ -166,7 +166,8 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
     for name, key in _ALLOCATOR:
         if post_mortem.allocator.get(key):
             figures[name] = post_mortem.allocator[key]
-    figures["others"] = post_mortem.other_bytes
+    if post_mortem.held:
+        figures["others"] = post_mortem.other_bytes
     if limit:
         figures["limit"] = limit
     if limit and post_mortem.needed_bytes > limit:
@@ -174,8 +175,9 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
     own_buffers: tuple[Culprit, ...] = ()
     if report is not None:
         figures |= {"step": report.predicted_bytes, "total": post_mortem.needed_bytes}
-        rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:_ROWS]
-        figures |= {name: size for name, size in rows if size}
+        if "temp" not in figures:  # the exception does not say what the program consists of
+            rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:_ROWS]
+            figures |= {name: size for name, size in rows if size}
         own_buffers = describe_report(report)
     culprits = (*(found.culprits or own_buffers), *_describe_held(post_mortem.held, report is None))
     cause_kind, cause, evidence = _decide(post_mortem, found)
@@ -186,7 +188,7 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
     return dataclasses.replace(
         found,
         failure=True,
-        call=f"{post_mortem.step}, call {post_mortem.call:,}{device}",
+        call=f"{post_mortem.step}{f', call {post_mortem.call:,}' if post_mortem.call else ''}{device}",
         quote=post_mortem.error,
         limit_bytes=limit or found.limit_bytes,
         total_bytes=post_mortem.needed_bytes if report else found.total_bytes,
