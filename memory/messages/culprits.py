@@ -38,7 +38,7 @@ IDENTITIES: Mapping[str, str] = {
     "collective": "a buffer of a collective",
     "other": "live arrays that are not arguments of the step",
     "tensor": "an intermediate result",
-    "": "not in the message",
+    "": "cut off in the message",
 }
 # Category of a report's buffer -> key of `IDENTITIES`. Other categories are identified like a message's buffers.
 _BY_CATEGORY: Mapping[str, str] = {

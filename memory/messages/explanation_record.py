@@ -34,7 +34,7 @@ class ExplanationRecord:
         limit_bytes: the printed capacity of the memory, or the budget of the compiler's pass; may be negative.
         total_bytes: bytes of all that is or would be in the memory.
         figures: all other sizes in the message, such as "temp", "outputs", "free" and "in_use"; of a process also
-            "step", "others" and "missing", and the rows of the report's breakdown.
+            "step", "others" and "missing", and rows of the report's breakdown, such as "peak_residuals".
         words: names in the message, such as "allocator" and "space".
         cause_kind: the cause, a key of `causes.CAUSES`. cause: the same in a sentence. evidence: what in the message
             shows it, "" if nothing more does.
@@ -90,8 +90,9 @@ class ExplanationRecord:
             "total": self.total_bytes,
         }
         names = {name: human(size) for name, size in sizes.items() if size is not None}
+        words = {name: word.upper() if name == "space" else word for name, word in self.words.items()}
         try:
-            return form.sentence.format(**{**self.words, **names})
+            return form.sentence.format(**{**words, **names})
         except (KeyError, IndexError):
             return form.short
 

@@ -3,6 +3,7 @@ columns."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -53,9 +54,9 @@ ROWS = {
     "arguments": "this program: arguments",
     "outputs": "this program: results",
     "temp": "this program: temporary",
-    "constants": "this program: constants",
     "temp_fragmentation": "of it lost between buffers",
-    **{row: f"this program: {row_name(row)}" for row in BREAKDOWN if row != "outputs"},
+    "constants": "this program: constants",
+    **{f"peak_{row}": f"this program: {row_name(row)}" for row in BREAKDOWN},
     "others": "other arrays",
     "heap": "arrays on the device",
     "reserved": "reserved by the runtime",
@@ -67,6 +68,8 @@ ROWS = {
 }
 # Forms of messages that older versions of XLA printed with a list of buffers.
 _LISTS_NO_MORE = ("gpu_request", "gpu_buffers", "gpu_platform", "bfc")
+# A file of Python's own library, such as contextlib.py around a named scope.
+_STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+/(?!site-packages|dist-packages)")
 _LIMIT_NAMES = {
     "remat_warning": "budget of the compiler",
     "bfc": "limit of the pool",
@@ -186,29 +189,31 @@ def _where(explanation: ExplanationRecord) -> RenderableType | None:
 
 
 def culprit_name(culprit: Culprit) -> str:
-    """Returns number, shape and place of a culprit, such as "3 x float32[8,1024], layers 1 to 3"."""
+    """Returns number and shape of a culprit, such as "3 x float32[8,1024]"."""
     times = f"{culprit.count} x " if culprit.count > 1 else ""
     if culprit.identity == "chunk":
         return f"{times}{human((culprit.bytes or 0) / culprit.count)}"
-    layers = ""
-    if len(culprit.layers) > 1:
-        layers = f", layers {culprit.layers[0]} to {culprit.layers[-1]}"
-    elif culprit.layers:
-        layers = f", layer {culprit.layers[0]}"
-    return f"{times}{culprit.shape or 'shape ' + NOT_SAID}{layers}"
+    return f"{times}{culprit.shape or 'shape ' + NOT_SAID}"
 
 
 def culprit_origin(culprit: Culprit) -> str:
-    """Returns what a culprit usually is, its component and operation, and its source line."""
-    if culprit.identity in ("chunk", "other"):
+    """Returns what a culprit usually is, its layers, its component and operation, and its source line."""
+    if culprit.identity in ("", "chunk", "other"):
         return culprit.what
-    where = " ".join(filter(None, (culprit.component, culprit.operation)))
     padding = f", padded {culprit.padding:.3g} times" if culprit.padding >= 1.05 else ""
+    layers = ""
+    if len(culprit.layers) > 1:
+        layers = f"layers {culprit.layers[0]} to {culprit.layers[-1]}"
+    elif culprit.layers:
+        layers = f"layer {culprit.layers[0]}"
+    where = " ".join(filter(None, (culprit.component, culprit.operation)))
     parts = culprit.source.rsplit("/", 3)
     source = "/".join(["…", *parts[1:]]) if len(parts) == 4 and len(culprit.source) > _MAX_PATH else culprit.source
-    if not source and culprit.phase not in ("argument", "output"):
+    if _STANDARD_LIBRARY.search(culprit.source):
+        source = "source line in Python's library"
+    elif not source and culprit.phase not in ("argument", "output"):
         source = "source line unknown" if culprit.category else f"source line {NOT_SAID}"
-    return "; ".join(filter(None, (f"{culprit.what}{padding}", where, source)))
+    return "; ".join(filter(None, (f"{culprit.what}{padding}", layers, where, source)))
 
 
 def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
@@ -230,7 +235,7 @@ def culprit_table(culprits: Sequence[Culprit], most: int = MAX_CULPRITS) -> Figu
     table = FigureTable(fixed("largest buffers"), figure("bytes"), fixed("phase"), words())
     for culprit in culprits[:most]:
         size = human(culprit.bytes) if culprit.bytes is not None else "?"
-        phase = PHASES.get(culprit.phase) or ("" if culprit.identity == "other" else "unknown")
+        phase = PHASES.get(culprit.phase) or ("" if culprit.identity in ("chunk", "other", "resharded") else "unknown")
         name = shorten(one_line(culprit_name(culprit)), _MAX_NAME)
         table.add(name, size, phase, shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN))
     rest = culprits[most:]

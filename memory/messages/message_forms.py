@@ -96,7 +96,7 @@ FORMS: Mapping[str, Form] = {
         "program too large for the TPU",
         "tpu_hbm",
         True,
-        "The compiler refused a program: it needs {requested} of the {limit} {space} memory of a TPU core.",
+        "The compiler refused a program: it needs {requested}, and the {space} of a TPU core has {limit}.",
         "The compiler refused a program: it needs more memory than a TPU core has.",
     ),
     "tpu_scoped": Form(

@@ -177,7 +177,7 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
         figures |= {"step": report.predicted_bytes, "total": post_mortem.needed_bytes}
         if "temp" not in figures:  # the exception does not say what the program consists of
             rows = sorted(report.breakdown.items(), key=lambda row: -row[1])[:_ROWS]
-            figures |= {name: size for name, size in rows if size}
+            figures |= {f"peak_{name}": size for name, size in rows if size}
         own_buffers = describe_report(report)
     culprits = (*(found.culprits or own_buffers), *_describe_held(post_mortem.held, report is None))
     cause_kind, cause, evidence = _decide(post_mortem, found)

@@ -1,5 +1,6 @@
 """What an explanation says: causes, culprits, shardings, remedies that exist, one screen, and the page."""
 
+import dataclasses
 import importlib
 import mmap
 import random
@@ -136,8 +137,11 @@ def test_equal_buffers_of_several_layers_are_one_row():
     buffers = [ListedBuffer(2**20, ArrayType("bfloat16", (8, 64)), f"jit(f)/jvp(Net)/h_{i}/mlp/add") for i in (3, 7, 5)]
     (culprit,) = culprits.describe([*buffers], "gpu_buffers")
     assert culprit.count == 3 and culprit.layers == (3, 5, 7) and culprit.bytes == 3 * 2**20
-    assert explanation_text.culprit_name(culprit) == "3 x bfloat16[8,64], layers 3 to 7"
-    assert "source line not in the message" in explanation_text.culprit_origin(culprit)
+    assert explanation_text.culprit_name(culprit) == "3 x bfloat16[8,64]"
+    origin = explanation_text.culprit_origin(culprit)
+    assert "; layers 3 to 7; mlp add; source line not in the message" in origin
+    library = dataclasses.replace(culprit, source="/usr/lib/python3.9/contextlib.py:84")
+    assert explanation_text.culprit_origin(library).endswith("; source line in Python's library")
 
 
 def test_a_rematerialization_warning_becomes_a_need():

@@ -182,7 +182,11 @@ def test_buffers_of_the_report_and_other_arrays_are_one_list():
     page = explanation_page.page_content(found)
     assert [bar["row"] for bar in page["bars"]] == ["unattributed", "workspace", "residuals"]
     text = plain_text(explanation_text.render(found), 120)
-    assert "2 x float32[2,3], layers 3 to 4" in text and "live arrays that are not arguments of the step" in text
+    assert (
+        "2 x float32[2,3] " in text
+        and "layers 3 to 4" in text
+        and "live arrays that are not arguments of the step" in text
+    )
     uncompiled = PostMortem("step", 1, "RESOURCE_EXHAUSTED: x", held=held).explanation
     assert [(c.count, c.identity) for c in uncompiled.culprits] == [(2, "other"), (1, "argument")]
 
