@@ -107,33 +107,48 @@ def unrolled_layers(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if XLA's rematerialization pass recomputes values because the program would not fit
-    otherwise."""
+    otherwise. If this is not enough, `xla_remat_falls_short` is the finding."""
     values = report.xla_recomputed
-    if not values:
+    if not values or _missed_bytes(report):
         return None
-    flops = sum(value.flops for value in values)
-    work = f" and {_flops_words(flops)} in each call" if flops else ""
-    where = f" at {short_place(values[0].source)}" if values[0].source else ""
     size = sum(value.bytes for value in values)
-    return RuleResult(
-        size,
-        f"XLA's rematerialization pass recomputes {_count(values, 'value')} of {human(size)}{work}, the largest "
-        f"{values[0].name}{where}",
-    )
+    return RuleResult(size, f"XLA's rematerialization pass recomputes {_describe_recomputed(report)}")
 
 
 def xla_remat_falls_short(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if XLA's rematerialization pass logged that it does not reduce the program to XLA's limit."""
+    """Returns a finding if XLA's rematerialization pass logged that it does not reduce the program to XLA's limit. The
+    finding also says what the pass recomputes."""
+    missed = _missed_bytes(report)
+    if not missed:
+        return None
+    budget = report.xla_budget
+    need, before = budget.need_bytes or 0, ""
+    if (budget.unreduced_bytes or 0) > need:
+        before = f", from {human(budget.unreduced_bytes)}"
+    recomputed = f"; it recomputes {_describe_recomputed(report)}" if report.xla_recomputed else ""
+    return RuleResult(
+        missed,
+        f"XLA's rematerialization pass does not reach its limit: temporary values and results take {human(need)}"
+        f"{before}, and XLA allows {human(need - missed)}{recomputed}",
+    )
+
+
+def _missed_bytes(report: JudgedProgram) -> int:
+    """Returns the bytes by which XLA's rematerialization pass misses its limit; 0 if it reaches its limit, or if the
+    limit is unknown or 0."""
     budget = report.xla_budget
     if not budget.limit_bytes or budget.margin_bytes is None or budget.unreduced_bytes is None:
-        return None
-    need, allowed = budget.need_bytes or 0, (budget.need_bytes or 0) + budget.margin_bytes
-    before = f", from {human(budget.unreduced_bytes)}" if budget.unreduced_bytes > need else ""
-    return RuleResult(
-        -budget.margin_bytes,
-        f"XLA's rematerialization pass does not reach its limit: temporary values and results take {human(need)}"
-        f"{before}, and XLA allows {human(allowed)}",
-    )
+        return 0
+    return max(-budget.margin_bytes, 0)
+
+
+def _describe_recomputed(report: JudgedProgram) -> str:
+    values = report.xla_recomputed
+    flops = sum(value.flops for value in values)
+    work = f" and {_flops_words(flops)} in each call" if flops else ""
+    where = f" at {short_place(values[0].source)}" if values[0].source else ""
+    size = human(sum(value.bytes for value in values))
+    return f"{_count(values, 'value')} of {size}{work}, the largest {values[0].name}{where}"
 
 
 def xla_remat_off(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:

@@ -166,7 +166,7 @@ def chain(x_DD, w_DD):
     [
         (0.5, True, set()),
         (0.00035, True, {"xla_remat"}),
-        (0.00021, True, {"xla_remat", "xla_remat_falls_short"}),
+        (0.00021, True, {"xla_remat_falls_short"}),
         (0.00021, False, {"xla_remat_off"}),
         (0.0001, True, {"xla_remat", "arguments_above_limit"}),
     ],

@@ -25,8 +25,15 @@ from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.buffer_placement import Activation, PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
-from bytescope.memory.records.report_record import ROWS, Buffer, RecomputedValue, ReportRecord, TimelinePoint
-from bytescope.memory.units import MIB
+from bytescope.memory.records.report_record import (
+    ROWS,
+    Buffer,
+    RecomputedValue,
+    ReportRecord,
+    TimelinePoint,
+    XlaBudget,
+)
+from bytescope.memory.units import GIB, MIB
 from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.program.config_files import flatten
 from support import programs
@@ -101,6 +108,12 @@ def test_xla_remat():
     assert (found.kind, found.bytes) == ("xla_remat", 4 * MIB)
     assert "recomputes 2 values of 4.00 MiB and 4 TFLOP in each call" in found.message
     assert found.message.endswith("fusion.3.remat2 at model.py:7")
+    budget = XlaBudget(limit_bytes=GIB, need_bytes=3 * GIB, margin_bytes=-GIB, unreduced_bytes=4 * GIB)
+    (short,) = findings.find(report(xla_recomputed=values, xla_budget=budget), NOTHING)
+    assert (short.kind, short.bytes) == ("xla_remat_falls_short", GIB), "one finding says both"
+    assert "take 3.00 GiB, from 4.00 GiB, and XLA allows 2.00 GiB; it recomputes 2 values of 4.00 MiB" in short.message
+    reached = dataclasses.replace(budget, margin_bytes=0)
+    assert kinds(report(xla_recomputed=values, xla_budget=reached), NOTHING) == {"xla_remat"}
 
 
 def test_lasting_gathers_and_large_collective():
