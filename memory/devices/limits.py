@@ -116,8 +116,8 @@ def fraction_variable(target: Mapping[str, Any]) -> str:
 def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
     """Returns advice about the fraction of the GPU's memory that is in jax's pool, at most one sentence. It names a
     fraction with which the program would fit, or says that too little memory is left outside of the allocator. For a
-    pool that can grow, it names the fraction from which the pool keeps the program's memory between calls. Returns [] if
-    none of them applies.
+    pool that can grow, it names the fraction from which the pool keeps the program's memory between calls. Returns []
+    if none of them applies.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`.

@@ -92,17 +92,31 @@ def unrolled_layers(report: JudgedProgram, program: PlacedProgram) -> RuleResult
         temporary = b.at_peak and b.memory == "device" and b.category == "workspace" and b.source
         if temporary and b.phase in _RECOMPUTED and b.name not in looped and b.shape not in weights:
             groups[b.phase, b.dtype, b.shape, b.source, _NUMBERS.sub("#", b.op_name)].append(b)
-    repeated = [group for group in groups.values() if len(group) >= _MIN_LAYERS]
-    size = sum(b.bytes for group in repeated for b in group[1:])
+    # Layers without names have one temporary of a kind each, as far as is known.
+    counted = [(group, _numbered_layers(group)) for group in groups.values()]
+    repeated = [(group, layers) for group, layers in counted if (layers or len(group)) >= _MIN_LAYERS]
+    size = 0
+    for group, layers in repeated:
+        whole = sum(b.bytes for b in group)
+        size += whole - whole // (layers or len(group))
     if size <= max(LARGE * report.peak_bytes, TOY):
         return None
-    largest = max(repeated, key=lambda group: sum(b.bytes for b in group))
-    layers = max(map(len, repeated))
+    largest = max((group for group, _ in repeated), key=lambda group: sum(b.bytes for b in group))
+    layers = max(layers for _, layers in repeated)
+    subject = f"temporaries of {layers} unrolled layers" if layers else f"{len(largest)} temporaries of unrolled layers"
     return RuleResult(
         size,
-        f"temporaries of {layers} unrolled layers are alive together, {human(size)} more than those of one layer, such "
-        f"as {len(largest)} x {describe_buffer(largest[0])}",
+        f"{subject} are alive together, {human(size)} more than those of one layer, such as {len(largest)} x "
+        f"{describe_buffer(largest[0])}",
     )
+
+
+def _numbered_layers(group: list[Buffer]) -> int:
+    """Returns the number of layers from which equal temporaries are, by the numbers in their op_names; 0 if the names
+    have no numbers that differ. A layer may have several equal temporaries, which its names may also number."""
+    numbers = [_NUMBERS.findall(b.op_name) for b in group]
+    layers = max((len(set(column)) for column in zip(*numbers, strict=True)), default=0)
+    return layers if layers > 1 else 0
 
 
 def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:

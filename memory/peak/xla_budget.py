@@ -27,14 +27,16 @@ def find(
     scheduler_bytes: int | None = None,
 ) -> XlaBudget:
     """Returns XLA's memory limit for a program, the figures from which XLA computes it, and the margin to it. All
-    fields are None if the target is not a GPU, or if the program was not compiled in this process.
+    fields are None if the target is not a GPU, and all but `scheduler_bytes` if the program was compiled before.
 
     stats: XLA's byte counts of the program. settings: the memory settings with which it was compiled. remat_log: XLA's
     log line about a rematerialization pass that did not reach its limit. scheduler_bytes: bytes that the order of the
     schedule adds to the peak; None if unknown.
     """
-    if target is None or target.platform not in GPU_PLATFORMS or settings is None or stats.argument_bytes is None:
+    if target is None or target.platform not in GPU_PLATFORMS:
         return XlaBudget()
+    if settings is None or stats.argument_bytes is None:
+        return XlaBudget(scheduler_bytes=scheduler_bytes)
     base = settings.device_memory_bytes
     if base is None and not target.is_described:
         base = target.limit_bytes  # jaxlib sets the allocator's limit for the GPUs of this process

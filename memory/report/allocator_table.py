@@ -68,7 +68,7 @@ def replay(programs: ReportRecord | Iterable[ReportRecord | tuple[ReportRecord, 
         raise ReportError("replay needs the report of a program: give one report or a list of reports")
     device = device_of(*(report for report, _ in pairs))
     rows = rows_of([(call_of(report), count) for report, count in pairs], device)
-    return Table(COLUMNS, rows, title="allocators", note=" ".join(_sentences(rows)))
+    return Table(COLUMNS, rows, title="allocators", note=" ".join(sentences(rows)))
 
 
 def device_of(*reports: ReportRecord) -> Device:
@@ -126,7 +126,7 @@ def render(
     order = ", ".join(f"{count} x {call.name}" if count > 1 else call.name for call, count in calls)
     outside = ", ".join(f"{row.name} {human(row.bytes)}" for row in report.runtime_overheads if row.where == CARD)
     parts: list[RenderableType] = [Text("allocators, GiB", style="bold"), terminal_table(TableView(COLUMNS, rows), GIB)]
-    parts += [Prose(line) for line in _sentences(rows)]
+    parts += [Prose(line) for line in sentences(rows)]
     parts += [Text(f"{row['allocator']}: {row['occupancy']}") for row in rows if row["occupancy"]]
     parts.append(Prose(f"replayed: {order}; outside the pool: {outside or 'nothing known'}", "dim"))
     return Group(*parts)
@@ -182,7 +182,7 @@ def _reason(result: Replay) -> str:
     return f"{asked}, but only {human(free)} are free"
 
 
-def _sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
+def sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the reason for each failure. If jax's default allocator fails, also returns the setting of one that does
     not fail."""
     sentences = [f"{row['allocator']}: {row['reason']}." for row in rows if row["reason"]]

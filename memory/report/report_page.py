@@ -24,6 +24,7 @@ from bytescope.memory.records.report_record import (
     ReportRecord,
     Transfer,
 )
+from bytescope.memory.report import allocator_table
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import (
     compiled_with,
@@ -53,6 +54,8 @@ from bytescope.memory.view.elements import (
     where,
 )
 from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import TableView
+from bytescope.memory.view.table_views import page_table
 
 # Verdict -> (mark, words).
 VERDICTS = {
@@ -86,10 +89,13 @@ class RankedBar(NamedTuple):
     width: float
 
 
-def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
+def render(
+    report: ReportRecord, post_mortem: PostMortem | None = None, allocators: Sequence[dict[str, Any]] = ()
+) -> str:
     """Returns the page of a report as one HTML file that loads nothing from the network.
 
     `post_mortem`: the explanation of why the step ran out of memory, shown at the top of the page; None if it did not.
+    `allocators`: rows of the table of jax's allocators (`allocator_table.rows_of`); () if no run was replayed.
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.fold_labels(report.buffers)
@@ -115,6 +121,8 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         transfers=_transfers_table(report),
         recomputed=_recomputed_table(report),
         held=_held_table(report),
+        allocators=page_table(TableView(allocator_table.COLUMNS, allocators)) if allocators else None,
+        allocator_notes=allocator_table.sentences(allocators) if allocators else [],
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),
         tried={finding.kind: tried_text(report, finding) for finding in report.findings},
         ledger=_ledger(report),

@@ -116,6 +116,23 @@ def test_xla_remat():
     assert kinds(report(xla_recomputed=values, xla_budget=reached), NOTHING) == {"xla_remat"}
 
 
+def test_layers_are_counted_by_their_numbers():
+    """32 layers with two equal temporaries in half of them are 32 layers; one layer would hold one or two of them."""
+    names = [f"jit(f)/transpose(jvp(M))/layer_{n}/mlp/w{k}/dot" for n in range(32) for k in range(1 + n % 2)]
+    buffers = [
+        Buffer(f"d.{i}", 32 * MIB, (8, 8), "bfloat16", "workspace", "backward", "mlp", source="m.py:1", op_name=name)
+        for i, name in enumerate(names)
+    ]
+    buffers = [dataclasses.replace(buffer, at_peak=True) for buffer in buffers]
+    peak = 2**31
+    (finding,) = findings.find(report(buffers=buffers, peak=peak), NOTHING)
+    assert finding.kind == "unrolled_layers" and finding.bytes == 48 * 32 * MIB - 48 * MIB
+    assert finding.message.startswith("temporaries of 32 unrolled layers are alive") and "48 x" in finding.message
+    unnamed = [dataclasses.replace(buffer, op_name="jit(f)/transpose(jvp(M))/dot") for buffer in buffers]
+    (finding,) = findings.find(report(buffers=unnamed, peak=peak), NOTHING)
+    assert finding.message.startswith("48 temporaries of unrolled layers are alive")
+
+
 def test_lasting_gathers_and_large_collective():
     points = tuple(TimelinePoint(i, 0, phase, "") for i, phase in enumerate(["forward"] * 5 + ["backward"] * 5))
     kept = Buffer(
