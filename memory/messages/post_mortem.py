@@ -4,7 +4,8 @@ knows. Pure: records in, records out.
 In: the exception's text, the report of the step, the arrays on the device, and the statistics of its allocator, which
 `watching.reporting` collects. Out: an explanation, which is shown like the explanation of a log. The remedies, the
 cheapest first: a larger memory pool, deleting arrays that the step does not need, the remedies of the report's
-findings, recomputing the module with the most residuals, computing the largest array in parts, a smaller batch.
+findings, flash attention, recomputing the module with the most residuals, computing the largest array in parts, a
+smaller batch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bytescope.memory.devices.platform import MEMORY_FRACTION
 from bytescope.memory.messages.causes import CAUSES
 from bytescope.memory.messages.culprits import IDENTITIES, Culprit, describe_report
 from bytescope.memory.messages.explanation import Explanation, explain
-from bytescope.memory.messages.remedies import Remedy
+from bytescope.memory.messages.remedies import REMEDIES, Remedy
 from bytescope.memory.messages.report_match import NOT_THE_SIZE
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.report_record import ReportRecord
@@ -252,7 +253,9 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
     """
     remedies = [*_propose_larger_pool(report, pool), *_propose_to_delete_arrays(report, held)]
     if report is not None:
-        remedies += [*_propose_remedies(report), *_propose_checkpoint(report), *_propose_to_compute_in_parts(report)]
+        scores = [culprit for culprit in describe_report(report) if culprit.identity == "scores"]
+        remedies += [*_propose_remedies(report), *_propose_flash_attention(report, scores)]
+        remedies += [*_propose_checkpoint(report), *_propose_to_compute_in_parts(report, scores)]
         size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch")) // 2
         if size >= MIN_SHARE * report.peak_bytes and not any(remedy.flags for remedy in remedies):
             remedies.append(Remedy(_BATCH, bytes=size))
@@ -290,11 +293,23 @@ def _propose_remedies(report: ReportRecord) -> Iterator[Remedy]:
             yield Remedy(f"{finding.remedy} ({finding.message})", bytes=finding.bytes, flags=finding.flags)
 
 
-def _propose_to_compute_in_parts(report: ReportRecord) -> Iterator[Remedy]:
+def _propose_flash_attention(report: ReportRecord, scores: Sequence[Culprit]) -> Iterator[Remedy]:
+    size = sum(culprit.bytes or 0 for culprit in scores)
+    if scores and size >= MIN_SHARE_IN_PARTS * report.peak_bytes:
+        yield REMEDIES["flash"]._replace(bytes=size)
+
+
+def _propose_to_compute_in_parts(report: ReportRecord, scores: Sequence[Culprit]) -> Iterator[Remedy]:
+    sources = {culprit.source for culprit in scores}
     buffers = [
         b
         for b in report.buffers
-        if b.at_peak and b.memory == "device" and b.source and b.category in ("workspace", "logits_loss")
+        if b.at_peak
+        and b.memory == "device"
+        and b.source
+        and b.category in ("workspace", "logits_loss")
+        # The remedy for attention scores is flash attention.
+        and b.source not in sources
     ]
     largest = max(buffers, key=lambda b: b.bytes, default=None)
     if largest is not None and largest.bytes >= MIN_SHARE_IN_PARTS * report.peak_bytes:

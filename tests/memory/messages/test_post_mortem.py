@@ -65,6 +65,14 @@ def test_no_finding_that_takes_more_memory_and_none_said_twice():
     assert {spare.kind, saves.kind} <= {rule.__name__ for rule in finding_rules.RULES}, "the findings are called so"
 
 
+def test_attention_scores_are_not_computed_in_parts():
+    name = "jit(f)/jvp(D)/attn/bqhd,bkhd->bhqk/dot_general"
+    scores = dataclasses.replace(WIDE, shape=(8, 512, 512), op_name=name)
+    flash, checkpoint, parts = ways_out(report_of(KEPT, scores, dataclasses.replace(WIDE, source="other.py:3")))
+    assert 'jax.nn.dot_product_attention(..., implementation="cudnn")' in flash.words and flash.bytes == 3 * GIB
+    assert "jax.checkpoint" in checkpoint.words and "of other.py:3 in parts" in parts.words
+
+
 def test_what_the_step_does_not_need_comes_first():
     held = (HeldArrays((8, 8), "float32", 3, 3 * GIB, 2, 2 * GIB), HeldArrays((), "int32", 5, 20, 5, 20))
     first, *_ = ways_out(report_of(KEPT), held)
