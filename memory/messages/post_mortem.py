@@ -184,7 +184,9 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
     cause_kind, cause, evidence = _decide(post_mortem, found)
     ways = post_mortem.ways_out
     match = found.match
-    is_other = match is not None and match.subject in ("initialization", "evaluation", "other_program")
+    other_program = ""
+    if match is not None and match.subject in ("initialization", "evaluation", "other_program"):
+        other_program = match.sentence
     device = f", on {post_mortem.device}" if post_mortem.device else ""
     return dataclasses.replace(
         found,
@@ -196,7 +198,7 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
         figures=figures,
         cause_kind=cause_kind,
         cause=cause,
-        evidence=" ".join(filter(None, (evidence, match.sentence if is_other else "", memory_sum(post_mortem)))),
+        evidence=" ".join(filter(None, (evidence, other_program, memory_sum(post_mortem)))),
         culprits=tuple(sorted(culprits, key=lambda culprit: -(culprit.bytes or 0))),
         remedies=tuple(map(_as_sentence, ways)) if ways and cause_kind not in NOT_THE_SIZE else found.remedies,
     )
