@@ -1,7 +1,6 @@
 """bytescope explain: exit codes, standard input and output, and the written files."""
 
 import contextlib
-import fcntl
 import io
 import json
 import os
@@ -11,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -135,13 +133,13 @@ class Shell:
 
     def __init__(self):
         self._ours, theirs = os.openpty()
+        # The process takes the terminal itself: a function before exec would need os.fork, which jax's threads forbid.
+        code = (
+            "import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+            "os.execvp('bash', ['bash', '--norc', '--noprofile', '-i'])"
+        )
         self.job = subprocess.Popen(
-            ["bash", "--norc", "--noprofile", "-i"],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
         os.close(theirs)
         self.shown = ""
