@@ -242,11 +242,19 @@ def _overrides(budget: Budget, factory: ProgramFactory) -> Mapping[str, Any]:
     if isinstance(factory, FunctionFactory):
         overrides = dict(budget.keys)
     else:
-        overrides = {key: _as_text(value) for key, value in budget.keys.items()}
+        overrides = _dotted(budget.keys)
     if budget.config:
         overrides[CONFIG] = budget.config
     factory.check(overrides)
     return overrides
+
+
+def _dotted(keys: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """Returns dotted key -> text for the keys of a config, which TOML nests: `model.n_layers = 1` is a table `model`."""
+    out: dict[str, str] = {}
+    for key, value in keys.items():
+        out |= _dotted(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: _as_text(value)}
+    return out
 
 
 def _as_text(value: Any) -> str:
@@ -275,12 +283,13 @@ def _result(budget: Budget, answer: Mapping[str, Any]) -> BudgetResult:
 
 def _digest_project(written: Collection[Path | None]) -> str | None:
     """Returns a digest of the source and configuration files in the Git repository of the current folder, except
-    ignored files, large files, pyproject.toml and the files that this command writes. Returns None outside a
-    repository, where results are not cached: a program may read files that its module does not show.
+    ignored files, untracked JSON files (reports, mostly), large files, pyproject.toml and the files that this command
+    writes. Returns None outside a repository, where results are not cached: a program may read files that its module
+    does not show.
 
     written: absolute paths of the files that this command writes.
     """
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", ":/"]
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--exclude=*.json", "--", ":/"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout.decode("utf-8", "surrogateescape")
     except (OSError, subprocess.CalledProcessError):

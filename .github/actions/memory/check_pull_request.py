@@ -72,8 +72,8 @@ def check(project: Path, arguments: list[str], **environment: str) -> tuple[int,
 def check_base(project: Path, base: str, file: Path) -> str:
     """Checks out the base, checks its budgets, and returns to the commit of the pull request.
 
-    project: the folder of the project. base: the commit of the base branch, by the event. file: the JSON file to write. Returns why there are no figures,
-    in one line; "" if there are.
+    project: the folder of the project. base: the commit of the base branch, by the event. file: the JSON file to write.
+    Returns why there are no figures, in one line; "" if there are.
     """
     here = git("symbolic-ref", "--quiet", "--short", "HEAD", check=False) or git("rev-parse", "HEAD")
     # actions/checkout checks out a merge of the base and the pull request. Its first parent is the base, also if the

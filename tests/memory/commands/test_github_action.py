@@ -121,7 +121,9 @@ def test_one_comment_is_created_then_updated_and_without_permission_only_the_sum
     assert len(api.comments) == 101 and api.requests[-1] == ("POST", COMMENTS), "the comment is looked for on two pages"
     text = api.comments[-1]["body"]
     assert text.startswith("<!-- bytescope memory -->\n### Device memory: 1 of 1 budgets kept") and summary in text
-    assert "| budget | target | before | peak |" in text and "| net | cpu |" in text, "the merge's first parent is the base"
+    assert "| budget | target | before | peak |" in text and "| net | cpu |" in text, (
+        "the merge's first parent is the base"
+    )
     (peak,) = [line.split(" | ") for line in text.splitlines() if line.startswith("| **peak** | ")]
     assert peak[1].endswith("KiB") and peak[2].endswith("MiB") and peak[3].startswith("+"), peak
     assert "category params" in text and "| largest buffers at the peak | before | after | line |" in text
