@@ -250,7 +250,7 @@ def _overrides(budget: Budget, factory: ProgramFactory) -> Mapping[str, Any]:
 
 
 def _dotted(keys: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """Returns dotted key -> text for the keys of a config, which TOML nests: `model.n_layers = 1` is a table `model`."""
+    """Returns dotted key -> text for the keys of a config. In TOML, `model.n_layers = 1` is a table `model`."""
     out: dict[str, str] = {}
     for key, value in keys.items():
         out |= _dotted(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: _as_text(value)}
