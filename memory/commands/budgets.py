@@ -113,17 +113,20 @@ class BudgetResult:
         budget: the budget.
         report: the report, judged by the budget's limit; None if the program could not be compiled.
         error: why the program could not be compiled, in one line; "" if it was compiled.
-        before: the report in the baseline; None without a baseline, or if the budget is not in the baseline.
+        before: the earlier report with which tables compare; None if there is none.
+        accepted: the earlier report from which the program may grow by the budget's `fail_above`; None if there is
+            none. It is the report in the budget's baseline, if the budget has one.
     """
 
     budget: Budget
     report: ReportRecord | None = None
     error: str = ""
     before: ReportRecord | None = None
+    accepted: ReportRecord | None = None
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The changes from the baseline, without buffers if the baseline has none; () without a baseline."""
+        """The changes from `before`, without buffers if `before` has none; () without an earlier report."""
         if self.report is None or self.before is None:
             return ()
         changes = report_diff.diff(self.before, self.report)
@@ -132,7 +135,9 @@ class BudgetResult:
     @property
     def grown(self) -> tuple[Change, ...]:
         """The totals that grew by more than the budget allows."""
-        return () if self.budget.fail_above is None else report_diff.grew_above(self.changes, self.budget.fail_above)
+        if self.report is None or self.accepted is None or self.budget.fail_above is None:
+            return ()
+        return report_diff.grew_above(report_diff.diff(self.accepted, self.report), self.budget.fail_above)
 
     @property
     def verdict(self) -> str:
@@ -148,7 +153,7 @@ class BudgetResult:
 
     @property
     def change_text(self) -> str:
-        """The growth of the peak in per cent of the baseline, such as "+6.1"; "" without a baseline."""
+        """The growth of the peak in per cent of `before`, such as "+6.1"; "" without an earlier report."""
         return self.changes[0].percent_text if self.changes else ""
 
     @property
@@ -273,7 +278,7 @@ def read_reports(path: Path) -> dict[str, ReportRecord]:
 
     Raises ReportError if the file is missing or damaged.
     """
-    remedy = "write it with bytescope check --update-baseline"
+    remedy = "write it with bytescope check --update-baseline, or --json=FILE"
     try:
         written = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -66,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         metavar="FILE",
         type=user_path,
-        help="compare with FILE, which an earlier check wrote with --json or --update-baseline (default: the baseline "
-        "that each budget names)",
+        help="compare with FILE, which an earlier check wrote with --json (default: the baseline that each budget "
+        "names); growth from a budget's own baseline still fails",
     )
     parser.add_argument(
         "--update-baseline", action="store_true", help="write the reports to the baseline instead of failing on growth"
@@ -96,18 +96,16 @@ def run(args: argparse.Namespace) -> int:
     entries = budgets.read_budgets(path)
     check(args, ())
     chosen = _choose(args.names, entries)
-    if args.baseline:
-        chosen = [dataclasses.replace(budget, baseline=args.baseline.absolute()) for budget in chosen]
+    if args.update_baseline and args.baseline:
+        raise ReportError("--update-baseline writes the baselines that pyproject.toml names: leave out --baseline")
     if args.update_baseline and not any(budget.baseline for budget in chosen):
-        raise ReportError('no budget has a baseline to update: add baseline = "memory_baseline.json", or --baseline')
-    before = _read_baselines(chosen, args.update_baseline)
+        raise ReportError('no budget has a baseline to update: add baseline = "memory_baseline.json" to one')
+    accepted = _read_baselines(chosen, args.update_baseline)
+    before = budgets.read_reports(args.baseline) if args.baseline else accepted
     json_file = args.json.absolute() if args.json else None
     with contextlib.chdir(path.parent):
         results, interrupted = _compile(args, chosen, json_file)
-    results = [dataclasses.replace(result, before=before.get(result.budget.name)) for result in results]
-    if args.update_baseline:  # what grew is accepted
-        accepted = [dataclasses.replace(result.budget, fail_above=None) for result in results]
-        results = [dataclasses.replace(result, budget=budget) for result, budget in zip(results, accepted)]
+    results = [_compared(result, before, {} if args.update_baseline else accepted) for result in results]
     show(results)
     if json_file:
         write(json_file, json.dumps(budgets.to_json(results), indent=1) + "\n")
@@ -139,6 +137,16 @@ def show(results: Sequence[BudgetResult]) -> None:
                 put(Prose(f"{result.budget.name}: warning: {warning}"))
         for problem in result.problems:
             put(Prose(f"{result.budget.name}: {problem}", "bold red"))
+
+
+def _compared(
+    result: BudgetResult, before: Mapping[str, ReportRecord], accepted: Mapping[str, ReportRecord]
+) -> BudgetResult:
+    """Returns the result with the reports to compare with: `before` is shown, and growth from `accepted`, the budget's
+    own baseline, may fail. Growth from `before` may fail if the budget has no baseline."""
+    name = result.budget.name
+    limit = accepted.get(name) if result.budget.baseline else before.get(name)
+    return dataclasses.replace(result, before=before.get(name), accepted=limit)
 
 
 def _choose(names: Sequence[str], entries: Sequence[Budget]) -> list[Budget]:

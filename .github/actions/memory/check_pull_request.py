@@ -58,8 +58,8 @@ def main() -> int:
 
 def check(project: Path, arguments: list[str], **environment: str) -> tuple[int, str]:
     """Runs `bytescope check` in a folder. Returns (its exit code, the last line that it printed to stderr)."""
-    command = [sys.executable, "-m", "bytescope.memory", "check", *arguments]
-    command += shlex.split(os.environ.get("CHECK_ARGUMENTS", ""))
+    given = shlex.split(os.environ.get("CHECK_ARGUMENTS", ""))
+    command = [sys.executable, "-m", "bytescope.memory", "check", *given, *arguments]
     # Bytecode is not written: a file of the base and of the pull request may have the same size and time.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **environment}
     environment.pop("GITHUB_TOKEN", None)

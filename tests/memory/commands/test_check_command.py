@@ -124,10 +124,24 @@ def test_the_limit_is_a_size_a_percentage_or_the_memory_of_the_target():
 def test_growth_fails_above_its_percentage_only():
     before, after = report_of(100 * MIB), report_of(103 * MIB)
     for fail_above, verdict in ((None, "fits"), (3, "fits"), (2.9, "grew")):
-        result = BudgetResult(budget_of(fail_above=fail_above), after, before=before)
+        result = BudgetResult(budget_of(fail_above=fail_above), after, before=before, accepted=before)
         assert (result.verdict, result.change_text) == (verdict, "+3.0")
     assert result.problems[0] == "peak_bytes grew from 100.00 MiB to 103.00 MiB (+3.0 %), above 2.9 %"
-    assert not BudgetResult(budget_of(fail_above=0), before, before=after).problems
+    assert not BudgetResult(budget_of(fail_above=0), before, before=after, accepted=after).problems
+
+
+@pytest.mark.quick
+def test_growth_that_a_baseline_accepts_does_not_fail_a_pull_request():
+    base, after = {"mlp": report_of(100 * MIB)}, report_of(200 * MIB)
+    own = budget_of(fail_above=2, baseline=Path("memory.json"))
+    for budget, accepted, verdict in (
+        (own, {"mlp": after}, "fits"),  # the pull request updated its baseline
+        (own, base, "grew"),
+        (own, {}, "fits"),  # a new budget
+        (budget_of(fail_above=2), {}, "grew"),  # without a baseline, the base of the pull request counts
+    ):
+        result = check_command._compared(BudgetResult(budget, after), base, accepted)
+        assert (result.verdict, result.change_text) == (verdict, "+100.0")
 
 
 @pytest.mark.quick
