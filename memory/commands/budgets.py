@@ -23,9 +23,10 @@ from typing import Any
 
 from bytescope.memory.analysis import judge, pool_notes
 from bytescope.memory.devices.limits import budget_of
-from bytescope.memory.errors import ReportError, did_you_mean, one_line
+from bytescope.memory.errors import ReportError, check_readable, did_you_mean, one_line
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
+from bytescope.memory.records.report_json import parse
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human, parse_bytes
 
@@ -188,6 +189,7 @@ def read_budgets(path: Path) -> list[Budget]:
     Raises ReportError if the file cannot be read, has no budgets, or if a budget has a mistake.
     """
     try:
+        check_readable(path)
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}; give another file with --pyproject") from error
@@ -280,7 +282,8 @@ def read_reports(path: Path) -> dict[str, ReportRecord]:
     """
     remedy = "write it with bytescope check --update-baseline, or --json=FILE"
     try:
-        written = json.loads(path.read_text(encoding="utf-8"))
+        check_readable(path)
+        written = parse(path.read_bytes())
     except OSError as error:
         raise ReportError(f"cannot read the baseline {path}: {error.strerror}; {remedy}") from error
     except ValueError as error:

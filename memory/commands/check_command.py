@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.commands import budgets, github
-from bytescope.memory.commands.arguments import INTERRUPTED, check, shares_accelerator, show_written, user_path, write
+from bytescope.memory.commands.arguments import (
+    INTERRUPTED,
+    add_jobs,
+    add_no_cache,
+    check,
+    shares_accelerator,
+    show_written,
+    user_path,
+    write,
+)
 from bytescope.memory.commands.budgets import Budget, BudgetResult
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
@@ -73,18 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--update-baseline", action="store_true", help="write the reports to the baseline instead of failing on growth"
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="compile every program again (default: a program is compiled again if a source or configuration file of "
-        "its Git repository or the version of a package has changed)",
-    )
-    parser.add_argument(
-        "--jobs",
-        metavar="N",
-        type=int,
-        help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
-    )
+    add_no_cache(parser)
+    add_jobs(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write verdicts and reports as JSON")
     parser.set_defaults(measure=False)
 
@@ -92,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope check`. Returns 0 if all programs are within their budgets, 1 if one exceeds its budget or grew
     too much, 2 if one cannot be compiled, and 130 if Ctrl-C stopped the command."""
-    path = (args.pyproject or budgets.find_pyproject(Path.cwd())).absolute()
+    path = args.pyproject or budgets.find_pyproject(Path.cwd())
     entries = budgets.read_budgets(path)
     check(args, ())
     chosen = _choose(args.names, entries)
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     accepted = _read_baselines(chosen, args.update_baseline)
     before = budgets.read_reports(args.baseline) if args.baseline else accepted
     json_file = args.json.absolute() if args.json else None
-    with contextlib.chdir(path.parent):
+    with contextlib.chdir(path.absolute().parent):
         results, interrupted = _compile(args, chosen, json_file)
     results = [_compared(result, before, {} if args.update_baseline else accepted) for result in results]
     show(results)
