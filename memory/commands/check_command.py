@@ -101,14 +101,14 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError('no budget has a baseline to update: add baseline = "memory_baseline.json" to one')
     accepted = _read_baselines(chosen, args.update_baseline)
     before = budgets.read_reports(args.baseline) if args.baseline else accepted
-    json_file = args.json.absolute() if args.json else None
+    outputs = {budget.baseline for budget in chosen} | {args.json.absolute() if args.json else None}
     with contextlib.chdir(path.absolute().parent):
-        results, interrupted = _compile(args, chosen, json_file)
+        results, interrupted = _compile(args, chosen, outputs)
     results = [_compared(result, before, {} if args.update_baseline else accepted) for result in results]
     show(results)
-    if json_file:
-        write(json_file, json.dumps(budgets.to_json(results), indent=1) + "\n")
-    written = [json_file] if json_file else []
+    if args.json:
+        write(args.json, json.dumps(budgets.to_json(results), indent=1) + "\n")
+    written = [args.json]
     if args.update_baseline:
         names = [budget.name for budget in entries]
         for file in dict.fromkeys(budget.baseline for budget in chosen if budget.baseline):
@@ -170,10 +170,10 @@ def _read_baselines(chosen: Sequence[Budget], may_be_missing: bool) -> dict[str,
 
 
 def _compile(
-    args: argparse.Namespace, chosen: Sequence[Budget], json_file: Path | None
+    args: argparse.Namespace, chosen: Sequence[Budget], outputs: Collection[Path | None]
 ) -> tuple[list[BudgetResult], bool]:
     """Compiles the programs of the budgets in worker processes. Programs that were compiled before come from the cache.
-    json_file: the file of --json, which is no source of a program.
+    outputs: absolute paths of the files that this command writes, which are no sources of a program.
 
     Returns (the results in the order of the budgets, whether Ctrl-C interrupted). A budget that was not compiled
     because of Ctrl-C has no result. A program that cannot be compiled has a result with an error.
@@ -185,7 +185,7 @@ def _compile(
     counts = [_devices(budget) for budget in chosen]
     simulate_devices([f"cpu:{max(counts)}"])  # for meshes that a module builds when it is imported
     installed = {package.name: package.version for package in metadata.distributions()}
-    digest = _digest_project({budget.baseline for budget in chosen} | {json_file})
+    digest = _digest_project(outputs)
     errors: dict[str, str] = {}
     jobs: dict[str, worker_pool.Job] = {}
     for budget in chosen:
@@ -288,20 +288,20 @@ def _result(budget: Budget, answer: Mapping[str, Any]) -> BudgetResult:
         return BudgetResult(budget, error=str(error))
 
 
-def _digest_project(written: Collection[Path | None]) -> str | None:
+def _digest_project(outputs: Collection[Path | None]) -> str | None:
     """Returns a digest of the source and configuration files in the Git repository of the current folder, except
     ignored files, untracked JSON files (reports, mostly), large files, pyproject.toml and the files that this command
     writes. Returns None outside a repository, where results are not cached: a program may read files that its module
     does not show.
 
-    written: absolute paths of the files that this command writes.
+    outputs: absolute paths of the files that this command writes.
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--exclude=*.json", "--", ":/"]
     try:
         listed = subprocess.run(command, capture_output=True, check=True).stdout.decode("utf-8", "surrogateescape")
     except (OSError, subprocess.CalledProcessError):
         return None
-    left_out = {Path(budgets.PYPROJECT).absolute(), *written}
+    left_out = {Path(budgets.PYPROJECT).absolute(), *outputs}
     digest = hashlib.sha256()
     for name in sorted(set(filter(None, listed.split("\0")))):
         path = Path(name)

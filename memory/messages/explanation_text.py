@@ -27,7 +27,7 @@ MAX_CULPRITS, MAX_REMEDIES, MAX_OTHERS, MAX_DRAWN_ROWS = 4, 4, 4, 8
 # Maximum characters of a buffer's name, of a path, of a buffer's origin, and of a row of a drawn sharding.
 _MAX_NAME, _MAX_PATH, _MAX_ORIGIN, _MAX_DRAWING = 34, 40, 150, 76
 # Maximum characters of the quoted message, of an instruction, and of an instruction for one program.
-_MAX_QUOTE, _MAX_INSTRUCTION, _MAX_OWN_INSTRUCTION = 140, 330, 150
+_MAX_QUOTE, _MAX_INSTRUCTION, _MAX_OWN_INSTRUCTION = 140, 330, 200
 NOT_SAID = "not in the message"
 # Phase -> its name on the screen.
 PHASES = {
@@ -320,7 +320,7 @@ def remedy_saving(explanation: ExplanationRecord, remedy: Remedy, short: bool = 
         return human(size)
     if not explanation.call:
         return f"Frees up to {human(size)} of the listed buffers."
-    return f"Frees up to {human(size)}{', which may be enough' if missing and size >= missing else ''}."
+    return f"Up to {human(size)}{', which may be enough' if missing and size >= missing else ''}."
 
 
 def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:

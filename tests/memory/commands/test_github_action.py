@@ -97,8 +97,8 @@ def run_action(project, api, event, **inputs):
 
 @pytest.fixture
 def pull_request(tmp_path):
-    """A repository at the merge of a pull request that doubles the width, and its event. The base branch has moved
-    since the event: its first commit is not what is compared."""
+    """A shallow clone at the merge of a pull request that changes the width, as actions/checkout makes it, and the
+    event. The base branch has moved since the event: its first commit is not what is compared."""
     project = make_project(tmp_path)
     first = git(project, "rev-parse", "HEAD")
     git(project, "checkout", "--quiet", "-b", "change")
@@ -108,13 +108,16 @@ def pull_request(tmp_path):
     (project / "pyproject.toml").write_text(PYPROJECT.replace("mlp", "net"))
     commit(project, "Rename the budget")
     git(project, "merge", "--quiet", "--no-edit", "change")
-    git(project, "checkout", "--quiet", "--detach")
-    return project, {"pull_request": {"number": 7, "base": {"sha": first}, "head": {"sha": head}}}
+    clone = tmp_path / "runner" / "project"
+    git(tmp_path, "clone", "--quiet", "--depth=1", f"file://{project}", str(clone))
+    git(clone, "checkout", "--quiet", "--detach")
+    return clone, {"pull_request": {"number": 7, "base": {"sha": first}, "head": {"sha": head}}}
 
 
 def test_one_comment_is_created_then_updated_and_without_permission_only_the_summary(pull_request, api):
     project, event = pull_request
     merged = git(project, "rev-parse", "HEAD")
+    assert git(project, "rev-list", "--count", "HEAD") == "1", "the base has to be fetched"
 
     code, out, summary = run_action(project, api, event)
     assert code == 0, out
