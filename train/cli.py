@@ -13,9 +13,10 @@ from importlib import metadata
 from bytescope.memory.commands.arguments import chosen_rates
 from bytescope.memory.errors import exit_code_of
 from bytescope.memory.view.console import settle_stdout
-from bytescope.train.commands import registry
+from bytescope.train.commands import registry, trainer_packages
 from bytescope.train.commands.registry import COMMANDS, GROUPS
 from bytescope.train.launch.signals import INTERRUPTED, end_quietly
+from bytescope.train.user_errors import UserError
 
 SUMMARY = """\
 Train transformers in JAX knowing, before the first step, what every byte of
@@ -97,6 +98,7 @@ def run(argv: Sequence[str]) -> int:
 
     An error that the user can fix is printed to standard error as one line, followed by the lines of its advice.
     """
+    args = None
     try:
         args = registry.parse(argv)
         command = COMMANDS[args.command]
@@ -112,6 +114,12 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)
         return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if not trainer_packages.needs_trainer(error):
+            raise
+        config = vars(args).get("config") if args else None
+        subject = f"bytescope {argv[0]}{f' with the config {config}' if config else ''}"
+        return exit_code_of(UserError(trainer_packages.message(subject))) or 2
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
             raise

@@ -27,7 +27,7 @@ from bytescope.train.plan import config_facts
 from bytescope.train.plan.assumed_model import EXPERTS, LATENT, SHAPE, SWITCHES, checked_number, question_from_flags
 from bytescope.train.plan.config_facts import question_of
 from bytescope.train.program import config_files as configs
-from bytescope.train.source import shipped, title_of
+from bytescope.train.source import NO_CONFIG, shipped, title_of
 
 if TYPE_CHECKING:
     from bytescope.train.plan.estimate_page import Preset
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace) -> int:
     if args.params is not None and args.config:
         raise ReportError("a config and --params cannot be combined: give one of the two")
     if args.params is None and not args.config:
-        raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
+        raise ReportError(f"{NO_CONFIG}, or --params=7e9")
     recompute = "none"
     if args.config:
         config = configs.load_flat(args.config, args.overrides)

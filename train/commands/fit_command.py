@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
@@ -25,14 +25,14 @@ from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import levers
-from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
-from bytescope.train.plan.fit import fit_progress, fit_result, fit_space
-from bytescope.train.plan.fit import fit_walk as walks
-from bytescope.train.plan.fit.fit_reach import Reach
-from bytescope.train.plan.fit.fit_step import Step
-from bytescope.train.plan.trials import Trials
-from bytescope.train.program import config_files as configs
+from bytescope.train.plan.fit import fit_space
+
+if TYPE_CHECKING:
+    from bytescope.train.plan.fit import fit_progress
+    from bytescope.train.plan.fit import fit_walk as walks
+    from bytescope.train.plan.fit.fit_reach import Reach
+    from bytescope.train.plan.fit.fit_step import Step
 
 # Number of the fastest candidates that --measure runs.
 MAX_MEASURED = 3
@@ -85,6 +85,13 @@ def run(args: argparse.Namespace) -> int:
     configuration so far is printed and written.
     """
     require_config(args)
+    from bytescope.train.plan.config_factory import check_config
+    from bytescope.train.plan.fit import fit_progress
+    from bytescope.train.plan.fit import fit_walk as walks
+    from bytescope.train.plan.fit.fit_reach import Reach
+    from bytescope.train.plan.trials import Trials
+    from bytescope.train.program import config_files as configs
+
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
     target = targets.to_compile_for(args.target, TRAIN_FRACTION)
@@ -154,6 +161,8 @@ def _measure_finalists(args: argparse.Namespace, walk: walks.Walk, place: Path |
       walk: the finished search.
       place: the cache folder for results; None for no cache.
     """
+    from bytescope.train.plan.fit import fit_progress
+
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
     with progress(len(jobs)) as tell:
@@ -181,7 +190,8 @@ def _show_and_write(
     measured: Mapping[str, Any] | None,
 ) -> int:
     from bytescope.memory.devices.compiler import versions
-    from bytescope.train.plan.fit import fit_view
+    from bytescope.train.plan.fit import fit_result, fit_view
+    from bytescope.train.program import config_files as configs
 
     def flags(keys: Mapping[str, str]) -> str:
         values = configs.load_flat(args.config, [*overrides, *keys.items()])

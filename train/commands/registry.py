@@ -16,7 +16,6 @@ from types import ModuleType
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.view.text_layout import wrap_command
-from bytescope.train.program.config_files import keys_named, split_overrides
 from bytescope.train.user_errors import UserError
 
 # Columns after which examples in help texts continue on the next line.
@@ -252,14 +251,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     """Parses the arguments of the command `name` with the parser of its module. The result has `overrides`."""
-    from bytescope.train.commands.config_arguments import settle_subject
+    from bytescope.train.commands.config_arguments import settle_subject, split_overrides, suggest_keys
 
     overrides: list[tuple[str, str]] = []
     own_parser = hasattr(COMMANDS[name].load(), "make_parser")
     if not own_parser and any(argument.lstrip("-").startswith("config.") for argument in argv):
         argv, overrides = split_overrides(argv)
     parser = make_parser(name)
-    parser.keys_named = keys_named
+    parser.keys_named = suggest_keys
     args = parser.parse_intermixed_args(argv)  # options may be between config and target
     settle_subject(args)
     args.overrides = overrides

@@ -24,12 +24,13 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
 from bytescope.memory.view import elements
 from bytescope.train.commands import compare_configs
+from bytescope.train.commands.config_arguments import split_overrides
 from bytescope.train.plan import config_factory, levers_view
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_walk
 from bytescope.train.plan.trials import Trials
-from bytescope.train.program.config_files import load_flat, split_overrides
+from bytescope.train.program.config_files import load_flat
 from bytescope.train.run import loop
 from bytescope.train.user_errors import UserError
 
