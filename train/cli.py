@@ -118,7 +118,7 @@ def run(argv: Sequence[str]) -> int:
         if not trainer_packages.needs_trainer(error):
             raise
         config = vars(args).get("config") if args else None
-        subject = f"bytescope {argv[0]}{f' with the config {config}' if config else ''}"
+        subject = f"bytescope {args.command if args else argv[0]}{f' with the config {config}' if config else ''}"
         return exit_code_of(UserError(trainer_packages.message(subject))) or 2
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:

@@ -26,7 +26,6 @@ from bytescope.train.commands.config_arguments import SET_KEY, add_config
 from bytescope.train.plan import config_facts
 from bytescope.train.plan.assumed_model import EXPERTS, LATENT, SHAPE, SWITCHES, checked_number, question_from_flags
 from bytescope.train.plan.config_facts import question_of
-from bytescope.train.program import config_files as configs
 from bytescope.train.source import NO_CONFIG, shipped, title_of
 
 if TYPE_CHECKING:
@@ -159,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
         raise ReportError(f"{NO_CONFIG}, or --params=7e9")
     recompute = "none"
     if args.config:
+        from bytescope.train.program import config_files as configs
+
         config = configs.load_flat(args.config, args.overrides)
         recompute = _policy_with_formula(config)
         question, notes = _question_of_config(args, config), _mesh_notes(args, config)
@@ -353,6 +354,7 @@ def _policy_with_formula(config: Mapping[str, Any]) -> str:
 
 def _shipped_presets() -> dict[str, Preset]:
     from bytescope.train.plan.estimate_page import Preset
+    from bytescope.train.program import config_files as configs
 
     presets = {}
     for path in shipped():

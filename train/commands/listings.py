@@ -6,10 +6,9 @@ The commands do not start jax.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bytescope.memory.commands.targets_command import add_arguments, show_listing
-from bytescope.train.program import config_files as config
 
 __all__ = ["add_arguments", "policies", "run"]
 
@@ -22,6 +21,18 @@ def run(args: argparse.Namespace) -> int:
     headings, rows = LISTINGS[args.command]
     show_listing(args, headings, rows())
     return 0
+
+
+def _purposes() -> Iterable[Sequence[str]]:
+    from bytescope.train.program.config_files import purposes
+
+    return purposes().items()
+
+
+def _keys() -> Iterable[Sequence[str]]:
+    from bytescope.train.program.config_files import describe_keys
+
+    return describe_keys()
 
 
 def policies() -> Mapping[str, str]:
@@ -37,7 +48,7 @@ def policies() -> Mapping[str, str]:
 
 # Command -> (headings, a function that returns the rows).
 LISTINGS: Mapping[str, tuple[tuple[str, ...], Callable]] = {
-    "configs": (("config", "purpose"), lambda: config.purposes().items()),
-    "keys": (("key", "default", "meaning"), config.describe_keys),
+    "configs": (("config", "purpose"), _purposes),
+    "keys": (("key", "default", "meaning"), _keys),
     "policies": (("policy", "what a block keeps for its backward pass"), lambda: policies().items()),
 }

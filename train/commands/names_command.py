@@ -9,8 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.commands import names_program
 from bytescope.memory.commands.arguments import check_files, user_path, write
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
+from bytescope.memory.errors import ReportError
 from bytescope.train.commands.config_arguments import add_subject, require_config
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope names` to the parser."""
     add_subject(parser)
+    names_program.add_program(parser)
     parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
 
 
@@ -30,6 +33,16 @@ def run(args: argparse.Namespace) -> int:
 
     The program is traced, but not compiled.
     """
+    if args.program is not None:
+        check_files(args)
+        if args.config:
+            raise ReportError("a config and --program cannot be combined: give one of the two")
+        if args.overrides:
+            raise ReportError(
+                f"--config.{args.overrides[0][0]} cannot be used with --program, because it needs a config: leave it "
+                "out"
+            )
+        return names_program.run(args)
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.memory.view.console import put
