@@ -48,10 +48,11 @@ def run(args: argparse.Namespace) -> int:
     remedy = "return (loss, (params, batch)), where the loss is not yet differentiated"
     if not program.args:
         raise ReportError(f"{args.program} returns a traced program: {remedy}")
-    try:
-        loss = Loss(program.program, program.args, program.options.get("kwargs") or {})
-    except ReportError as error:
-        raise ReportError(f"{args.program}: {error}; {remedy}") from None
+    with user_program.one_line_errors(args.program):  # tracing runs the user's code
+        try:
+            loss = Loss(program.program, program.args, program.options.get("kwargs") or {})
+        except ReportError as error:
+            raise ReportError(f"{args.program}: {error}; {remedy}") from None
     values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards).values.values()
     show(list(values))
     if args.json:

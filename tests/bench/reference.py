@@ -47,7 +47,7 @@ def stale_pages() -> list[Path]:
 
 def commands_page() -> str:
     """Every command with its arguments, from the parsers."""
-    from bytescope.train.commands.registry import COMMANDS, GROUPS, make_parser
+    from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, make_parser
 
     lines = [
         "# Commands",
@@ -60,6 +60,8 @@ def commands_page() -> str:
     for group, names in GROUPS.items():
         links = ", ".join(f"[{name}](#{name})" for name in names)
         lines.append(f"- **{group}**: {links}")
+    links = ", ".join(f"[{name}](#{name})" for name in LISTS)
+    lines.append(f"- other spellings of `bytescope list NAME`: {links}")
     for name, command in COMMANDS.items():
         parser = make_parser(name)
         lines += ["", f"## {name}", "", f"{sentence(command.summary)}", ""]
