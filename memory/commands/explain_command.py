@@ -6,14 +6,14 @@ Without --program and --hlo, jax is not started. `train.commands.explain_config`
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
+from bytescope.memory.commands.arguments import add_json, check_files, show_written, user_path, write
+from bytescope.memory.commands.json_output import STANDARD, to_stdout, write_json
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError, check_readable
 from bytescope.memory.messages import explanation_text
@@ -22,9 +22,6 @@ from bytescope.memory.program import user_program
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.console import make_console, put
-
-# The name that stands for standard input and output.
-STANDARD = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="devices of the failed job, such as h100:8 (default: local, the devices of this machine)",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", type=user_path, help="write the explanation as JSON; - for standard output"
-    )
+    add_json(parser, "the explanation")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -84,7 +79,7 @@ def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Nam
         return explain_log(args, read_log(args.log), make_report(args))
     from bytescope.memory.commands.recorded_job import run_job
 
-    code, log = run_job(args.job)
+    code, log = run_job(args.job, output=2 if to_stdout(args) else 1)
     if code or explain(log).recognized:
         explain_log(args, log, make_report(args), make_console(stderr=True))
     return code
@@ -95,7 +90,7 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
 
     subjects: the flags that name a program.
     """
-    check_files(args, ("html",) if str(args.json) == STANDARD else ("json", "html"))
+    check_files(args)
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
@@ -138,17 +133,12 @@ def explain_log(
     report: report of the program that ran, None if it is unknown. console: where it is printed, by default stdout.
     """
     explanation = explain(log, report)
-    text = json.dumps(explanation.to_json(), indent=1) + "\n"
-    to_stdout = str(args.json) == STANDARD
-    if to_stdout:
-        sys.stdout.write(text)
-    else:
+    if not to_stdout(args):
         put(explanation_text.render(explanation), console)
-        if args.json:
-            write(args.json, text)
+    write_json(args, explanation.to_json())
     if args.html:
         write(args.html, explanation.to_html())
-    if not to_stdout and console is None:
+    if console is None:
         show_written(args.json, args.html)
     return 0 if explanation.recognized else 1
 

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from bytescope.memory.commands.arguments import show_written, write
+from bytescope.memory.commands.arguments import show_written
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.remat.recognition import Value
@@ -55,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"{args.program}: {error}; {remedy}") from None
     values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards).values.values()
     show(list(values))
-    if args.json:
-        write_json(args.json, list(values))
+    write_json(args, to_json(list(values)))
     show_written(args.json)
     return 0
 
@@ -79,9 +79,9 @@ def show(values: Sequence[Value]) -> None:
         )
 
 
-def write_json(path: Path, values: Sequence[Value]) -> None:
-    """Writes the values to a file as {"values": [{"name", "label", "type", "copies", "bytes", "where"}, ...]}. `bytes`
-    are the bytes of all copies on one device."""
+def to_json(values: Sequence[Value]) -> dict[str, Any]:
+    """Returns the values as {"values": [{"name", "label", "type", "copies", "bytes", "where"}, ...]}. `bytes` are the
+    bytes of all copies on one device."""
     rows = [
         {
             "name": value.name,
@@ -93,4 +93,4 @@ def write_json(path: Path, values: Sequence[Value]) -> None:
         }
         for value in values
     ]
-    write(path, json.dumps({"values": rows}, indent=1) + "\n")
+    return {"values": rows}

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
+    add_json,
     check_files,
     keep_old_flag,
     user_path,
     write,
 )
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
@@ -137,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="update each layer's parameters inside the backward pass, so that few gradients exist at the same time",
     )
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the estimate as JSON")
+    add_json(parser, "the estimate")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -337,8 +338,7 @@ def _estimate_table(estimated: Estimate) -> Any:
 
 
 def _write_files(args: argparse.Namespace, estimated: Estimate, recompute: str) -> None:
-    if args.json:
-        write(args.json, json.dumps(estimated.to_json(), indent=1) + "\n")
+    write_json(args, estimated.to_json())
     if args.html:
         from bytescope.train.plan import estimate_page
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from bytescope.memory.commands.arguments import (
     keep_old_flag,
     write,
 )
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
@@ -199,8 +199,7 @@ def _show_and_write(
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)
     fit_view.show(out, args.config)
-    if args.json:
-        write(args.json, json.dumps(out, indent=1) + "\n")
+    write_json(args, out)
     if args.html:
         write(args.html, fit_view.render_page(out))
     if walk.stopped == "Ctrl-C":

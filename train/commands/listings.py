@@ -18,8 +18,9 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ReportError if no row contains the text of --grep.
     """
-    headings, rows = LISTINGS[args.command]
-    show_listing(args, headings, rows())
+    headings, names, make_rows = LISTINGS[args.command]
+    rows = list(make_rows())
+    show_listing(args, headings, rows, [dict(zip(names, row)) for row in rows])
     return 0
 
 
@@ -46,9 +47,13 @@ def policies() -> Mapping[str, str]:
     return {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
 
 
-# Command -> (headings, a function that returns the rows).
-LISTINGS: Mapping[str, tuple[tuple[str, ...], Callable]] = {
-    "configs": (("config", "purpose"), _purposes),
-    "keys": (("key", "default", "meaning"), _keys),
-    "policies": (("policy", "what a block keeps for its backward pass"), lambda: policies().items()),
+# Command -> (headings, JSON keys of the columns, a function that returns the rows).
+LISTINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable]] = {
+    "configs": (("config", "purpose"), ("config", "purpose"), _purposes),
+    "keys": (("key", "default", "meaning"), ("key", "default", "meaning"), _keys),
+    "policies": (
+        ("policy", "what a block keeps for its backward pass"),
+        ("policy", "keeps"),
+        lambda: policies().items(),
+    ),
 }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import names_program
-from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.commands.arguments import add_json, check_files
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
 from bytescope.memory.errors import ReportError
 from bytescope.train.commands.config_arguments import add_subject, require_config
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope names` to the parser."""
     add_subject(parser)
     names_program.add_program(parser)
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
+    add_json(parser, "the names")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
     put(_table(rows))
     for line in excess_warnings(tensors):
         put(Prose(line, "yellow"))
-    if args.json:
-        write(args.json, json.dumps({"names": rows}, indent=1) + "\n")
+    write_json(args, {"names": rows})
     return 0
 
 

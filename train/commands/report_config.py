@@ -9,12 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord
@@ -166,10 +166,7 @@ def _report_generation(args: argparse.Namespace) -> int:
     put(budget_view(planned))
     if args.json:
         reports = {name: report.to_json() for name, report in planned.reports.items()}
-        write(
-            args.json,
-            json.dumps({"config": planned.title, **planned.budget.to_json(), "reports": reports}, indent=1) + "\n",
-        )
+        write_json(args, {"config": planned.title, **planned.budget.to_json(), "reports": reports})
     if args.html:
         write(args.html, budget_page(planned))
     return 0

@@ -1,5 +1,6 @@
 """The one front: every command reachable, config and target by position, mistakes in a line, lists without jax."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS
+from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, make_parser
 
 pytestmark = pytest.mark.quick
 
@@ -105,6 +106,28 @@ def test_each_list_has_two_spellings(name, capsys):
         assert cli.main(words) == 0
         lists.append(capsys.readouterr().out)
     assert lists[0] == lists[1] != ""
+
+
+def test_every_command_with_figures_writes_json():
+    without = {"train", "prepare", "generate", "export", "page", "completion"}
+    with_json = {name for name in COMMANDS if "--json" in make_parser(name)._option_string_actions}
+    assert with_json == set(COMMANDS) - without
+
+
+@pytest.mark.parametrize(
+    ("words", "key"), [("keys --grep=remat.policy", "keys"), ("list policies", "policies"), ("configs", "configs")]
+)
+def test_lists_as_json(words, key, tmp_path, capsys):
+    assert cli.main([*words.split(), "--json=-"]) == cli.main([*words.split(), f"--json={tmp_path / 'a.json'}"]) == 0
+    out, table = capsys.readouterr().out.split("\n}\n")
+    rows = json.loads(out + "}")[key]
+    assert rows == json.loads((tmp_path / "a.json").read_text())[key]
+    assert all(next(iter(row.values())) in table for row in rows) and len(rows) > 0
+
+
+def test_annotations_and_json_cannot_share_the_output(capsys):
+    assert cli.main(["diff", "a.json", "b.json", "--github", "--json=-"]) == 2
+    assert "give --json=FILE instead of --json=-" in capsys.readouterr().err
 
 
 def test_every_key_has_a_meaning():

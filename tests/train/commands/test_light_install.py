@@ -51,18 +51,20 @@ WORKING = [
     "report --program=my.py:program cpu --json=a.json --html=a.html --export=xprof --verbose",
     "report --hlo=step.hlo.pb cpu --json=b.json",
     "explain job.log --report=a.json --html=explained.html",
-    "explain job.log --program=my.py:program --target=cpu",
+    "explain job.log --program=my.py:program --target=cpu --json=-",
     "explain job.log --hlo=step.hlo.pb --target=cpu",
-    "compare --program=my.py:program --grid=width=8,16 cpu --jobs=1 --no-cache --html=c.html",
-    "diff a.json b.json --html=d.html",
+    "compare --program=my.py:program --grid=width=8,16 cpu --jobs=1 --no-cache --html=c.html --json=-",
+    "report --program=my.py:program cpu --verbose --json=-",
+    "diff a.json b.json --html=d.html --json=-",
+    "names --program=my.py:named cpu --json=-",
     "names --program=my.py:named cpu --json=names.json",
-    "trace card.xplane.pb --report=a.json --html=trace.html",
+    "trace card.xplane.pb --report=a.json --html=trace.html --json=-",
     "page run",
-    "estimate --params=7e9",
+    "estimate --params=7e9 --json=-",
     "prepare --source=my.py --out=shards",
-    "pipeline --stages=2 --micro-batches=2",
+    "pipeline --stages=2 --micro-batches=2 --json=-",
     "targets",
-    "list targets",
+    "list targets --json=-",
     "completion bash",
     "completion zsh",
     "completion fish",
@@ -99,16 +101,17 @@ NEEDING_TRAINER = [
     "list configs",
     "list keys",
 ]
-# Runs command lines, given as JSON in standard input; prints [[exit code, standard error], ...] as JSON.
+# Runs command lines, given as JSON in standard input; prints [[exit code, standard error, output], ...] as JSON.
 RUNNER = """
 import contextlib, io, json, sys
 from bytescope.train import cli
 
 results = []
 for line in json.load(sys.stdin):
-    err = io.StringIO()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        results.append((cli.main(line.split()), err.getvalue()))
+    err, out = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(line.split())
+    results.append((code, err.getvalue(), out.getvalue()))
 print(json.dumps(results))
 """
 # Imports every public name, and uses some of them.
@@ -190,7 +193,7 @@ def linked(folder):
 
 @pytest.fixture(scope="module")
 def results(linked, folder):
-    """Command line -> (exit code, standard error) in the light install."""
+    """Command line -> (exit code, standard error, standard output) in the light install."""
     lines = [*WORKING, *REFUSED, *NEEDING_TRAINER]
     return dict(zip(lines, json.loads(run(linked, folder, RUNNER, json.dumps(lines)))))
 
@@ -207,15 +210,21 @@ def test_commands_without_the_trainer_work(results, folder):
     assert all((folder / name).is_file() for name in ("a.html", "c.html", "d.html", "explained.html", "trace.html"))
 
 
+@pytest.mark.parametrize("line", [line for line in WORKING if line.endswith("--json=-")])
+def test_json_is_the_only_output(results, line):
+    _, err, out = results[line]
+    assert isinstance(json.loads(out), dict) and not err
+
+
 @pytest.mark.parametrize("line", REFUSED)
 def test_other_mistakes_are_not_about_the_trainer(results, line):
-    code, err = results[line]
+    code, err, _ = results[line]
     assert code == 2 and REFUSED[line] in err and INSTALL not in err
 
 
 @pytest.mark.parametrize("line", NEEDING_TRAINER)
 def test_what_needs_the_trainer_says_so(results, line):
-    code, err = results[line]
+    code, err, _ = results[line]
     assert code == 2
     assert re.fullmatch(rf"error: bytescope \w+( with the config \w+)? {re.escape(INSTALL)}\n", err)
 
@@ -250,6 +259,6 @@ def test_the_wheel_in_a_fresh_environment(results, folder, tmp_path):
     assert done.returncode == 2 and INSTALL in done.stderr
     shutil.rmtree(folder / "shards")
     lines = [*WORKING, *NEEDING_TRAINER]
-    codes = [code for code, _ in json.loads(run(python, folder, RUNNER, json.dumps(lines)))]
+    codes = [code for code, _, _ in json.loads(run(python, folder, RUNNER, json.dumps(lines)))]
     assert codes == [0] * len(WORKING) + [2] * len(NEEDING_TRAINER)
     run(python, folder, LIBRARY)
