@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from bytescope.memory.commands.arguments import add_json, check_files, show_written, user_path, write
-from bytescope.memory.commands.json_output import STANDARD, to_stdout, write_json
+from bytescope.memory.commands.json_output import LOGGED, STANDARD, to_stdout, write_json
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError, check_readable
 from bytescope.memory.messages import explanation_text
@@ -21,6 +21,7 @@ from bytescope.memory.messages.explanation import explain
 from bytescope.memory.program import user_program
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.console import make_console, put
 
 
@@ -135,7 +136,8 @@ def explain_log(
     explanation = explain(log, report)
     if not to_stdout(args):
         put(explanation_text.render(explanation), console)
-    write_json(args, explanation.to_json())
+    limit = MemoryLimit(explanation.limit_bytes, "the limit in the log") if explanation.limit_bytes else None
+    write_json(args, explanation.to_json(), target=report.target if report else None, limit=limit, caveats=(LOGGED,))
     if args.html:
         write(args.html, explanation.to_html())
     if console is None:

@@ -21,7 +21,7 @@ from bytescope.memory.commands.arguments import (
     user_path,
     write,
 )
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.xla_flags import parse_flags
@@ -228,7 +228,9 @@ def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, mo
 
     proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file.
     """
-    write_json(args, {**report.to_json(), **more})
+    rates = report.prediction.get("rates", "")
+    caveats = (COMPILED, *predicted_caveat(rates), *report.notes)
+    write_json(args, {**report.to_json(), **more}, caveats=caveats)
     if args.html:
         from bytescope.memory.report import report_page
 

@@ -132,13 +132,13 @@ def to_json(
 ) -> dict[str, Any]:
     """Returns the differences between two reports as JSON values.
 
-    `changes` has the changes of bytes, `measures` those of seconds, FLOPs and sent bytes, `versions` the packages whose
-    version differs, and `failed` the names of the totals that grew above a limit.
+    `changes` has the changes of bytes, `measures` those of seconds, FLOPs and sent bytes, `version_changes` the
+    packages whose version differs, and `failed` the names of the totals that grew above a limit.
     """
     return {
         "changes": [{**dataclasses.asdict(change), "growth": change.growth} for change in changes],
         "measures": [dataclasses.asdict(measure) for measure in measures(before, after)],
-        "versions": {name: [old, new] for name, old, new in version_changes(before, after)},
+        "version_changes": {name: [old, new] for name, old, new in version_changes(before, after)},
         "failed": [change.name for change in failed],
     }
 
