@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices.compiler import Compilation
@@ -40,6 +40,7 @@ class PreparedProgram:
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         choices: settings that the program chose for its devices, with reasons, one setting per line.
+        notes: sentences about the program for its report, such as what an adapter replaced in it.
         measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
@@ -58,6 +59,7 @@ class PreparedProgram:
     batch: str = ""
     policy: str = ""
     choices: str = ""
+    notes: Sequence[str] = ()
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
 
 
