@@ -166,17 +166,14 @@ class MaxTextFactory(TrainerFactory):
 
     def sources(self) -> Sequence[Path]:
         """Returns this file and the files of MaxText: its code and its configs."""
-        folders = _maxtext_folders()
-        return [
-            Path(__file__),
-            *(path for end in ("py", "yml") for top in folders for path in sorted(top.rglob(f"*.{end}"))),
-        ]
+        files = [path for folder in _maxtext_folders() for path in folder.rglob("*") if path.suffix in (".py", ".yml")]
+        return [Path(__file__), *sorted(files)]
 
 
 FACTORY = MaxTextFactory()
 
 
-# ---- MaxText's step ---------------------------------------------------------------------------------------------------
+# ---- MaxText's step --------------------------------------------------------------------------------------------------
 
 
 def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> PreparedProgram:
@@ -326,7 +323,7 @@ def _slices(target: Target) -> int:
     return max(target.n_devices // max(target.devices_per_host, 1), 1)
 
 
-# ---- MaxText's package ------------------------------------------------------------------------------------------------
+# ---- MaxText's package -----------------------------------------------------------------------------------------------
 
 
 def _model_of(overrides: Mapping[str, Any]) -> str:
@@ -361,6 +358,8 @@ def _maxtext_folders() -> list[Path]:
 
 def _import_maxtext(module: str) -> Any:
     """Imports a module of MaxText. Raises ReportError if MaxText or a package that it needs is not installed."""
+    import jax  # noqa: F401  # before MaxText, whose first lines make XLA log more than jax does
+
     _maxtext_folders()
     try:
         return importlib.import_module(f"maxtext.{module}")
@@ -374,9 +373,12 @@ def _quiet() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(level)
