@@ -88,6 +88,7 @@ REMEDIES: Mapping[str, str] = {
     "spare_memory": f"choose a {POLICY} that saves more: bytescope compare with --remat=all shows each policy",
     "state_too_large": "shard the state over more devices (ici_fsdp_parallelism, dcn_fsdp_parallelism)",
     "unrolled_layers": "scan_layers=true loops over the layers",
+    "whole_state": "shard the state over the hosts too: dcn_fsdp_parallelism=HOSTS dcn_data_parallelism=1",
     "weight_copies": "param_scan_axis=0 stacks the weights by layer, as the loop over the layers reads them",
 }
 _IN_ITS_PLACE = {"cuda": "cudnn_flash_jax", "cpu": "dot_product"}
