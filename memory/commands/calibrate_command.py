@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     with progress(math.ceil(args.seconds), "measuring") as report_progress:
         calibration = measure.measure(todo, target, len(devices), args.seconds, report_progress)
     calibration_text.show(calibration, target)
-    write_json(args, calibration.rates.to_json())
+    write_json(
+        args, calibration.rates.to_json(), target=target.to_json(), caveats=("Rates were measured on this machine.",)
+    )
     if args.out:
         rows = ",\n".join(
             f" {json.dumps(name)}: {json.dumps(value)}" for name, value in calibration.rates.to_json().items()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.commands.arguments import show_written
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.remat.recognition import Value
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"{args.program}: {error}; {remedy}") from None
     values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards).values.values()
     show(list(values))
-    write_json(args, to_json(list(values)))
+    write_json(args, to_json(list(values)), caveats=(TRACED,))
     show_written(args.json)
     return 0
 

@@ -21,7 +21,7 @@ from bytescope.memory.commands.arguments import (
     user_path,
     write,
 )
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.xla_flags import parse_flags
@@ -226,13 +226,16 @@ def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that the flags --json, --html and --export request.
 
-    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file.
+    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file; the page
+    also shows the rows of "allocators".
     """
-    write_json(args, {**report.to_json(), **more})
+    rates = report.prediction.get("rates", "")
+    caveats = (COMPILED, *predicted_caveat(rates), *report.notes)
+    write_json(args, {**report.to_json(), **more}, caveats=caveats)
     if args.html:
         from bytescope.memory.report import report_page
 
-        write(args.html, report_page.render(report))
+        write(args.html, report_page.render(report, allocators=more.get("allocators", ())))
     if args.export:
         from bytescope.memory.commands.xprof_export import export
 

@@ -14,6 +14,8 @@ from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
 
 Rows = Iterable[Sequence[str]]
+# The caveat of the figures of targets.
+_SOURCE = "Memory and rates are those of the data sheets; memory/devices/chips.py has the sources."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,17 +39,21 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.memory.watching import device_tables
 
     table = device_tables.targets()
-    show_listing(args, [column.title for column in table.columns], table.cells(), table.rows)
+    show_listing(args, [column.title for column in table.columns], table.cells(), table.rows, (_SOURCE,))
     return 0
 
 
 def show_listing(
-    args: argparse.Namespace, headings: Sequence[str], rows: Rows, records: Iterable[Mapping[str, Any]]
+    args: argparse.Namespace,
+    headings: Sequence[str],
+    rows: Rows,
+    records: Iterable[Mapping[str, Any]],
+    caveats: Sequence[str] = (),
 ) -> None:
     """Prints the rows of a list that contain the word of the flag --grep, all rows without the flag, and writes them to
     the file of --json. Raises ReportError if no row contains the word.
 
-    headings: the column titles. records: each row as JSON values.
+    headings: the column titles. records: each row as JSON values. caveats: sentences about the rows, for --json.
     """
     check_files(args, ("json",))
     matches, values = [], []
@@ -60,7 +66,7 @@ def show_listing(
             f"--grep={args.grep}: no row that bytescope {args.command} prints contains this word; give another word"
         )
     show(headings, matches)
-    write_json(args, {args.command: values})
+    write_json(args, {args.command: values}, caveats=caveats)
 
 
 def show(headings: Sequence[str], rows: Rows, console: Console | None = None) -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bytescope.memory.commands.arguments import add_json, add_rates, check_files, user_path, write
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import PROFILED, predicted_caveat, write_json
 from bytescope.memory.profile import breakdown, profile_text, xplane
 from bytescope.memory.records import report_record
 from bytescope.memory.seconds import step_prediction
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     predicted = prediction(report) if report else None
     profile_text.show(measured, predicted=predicted)
     answer = to_json(measured, predicted)
-    write_json(args, answer)
+    caveats = (PROFILED, *predicted_caveat((predicted or {}).get("rates") or ""))
+    write_json(args, answer, target=report.target if report else None, caveats=caveats)
     if args.html:
         from bytescope.memory.profile import trace_page
 

@@ -132,13 +132,13 @@ def to_json(
 ) -> dict[str, Any]:
     """Returns the differences between two reports as JSON values.
 
-    `changes` has the changes of bytes, `measures` those of seconds, FLOPs and sent bytes, `versions` the packages whose
-    version differs, and `failed` the names of the totals that grew above a limit.
+    `changes` has the changes of bytes, `measures` those of seconds, FLOPs and sent bytes, `version_changes` the
+    packages whose version differs, and `failed` the names of the totals that grew above a limit.
     """
     return {
         "changes": [{**dataclasses.asdict(change), "growth": change.growth} for change in changes],
         "measures": [dataclasses.asdict(measure) for measure in measures(before, after)],
-        "versions": {name: [old, new] for name, old, new in version_changes(before, after)},
+        "version_changes": {name: [old, new] for name, old, new in version_changes(before, after)},
         "failed": [change.name for change in failed],
     }
 
@@ -200,6 +200,14 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
 def grown_buffers(changes: Iterable[Change]) -> list[Change]:
     """Returns the changes of buffers at the peak that became larger, largest growth first."""
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
+
+
+def largest_buffers(before: ReportRecord | None, after: ReportRecord, count: int) -> list[Change]:
+    """Returns the `count` largest buffers at the peak of the second report with their bytes in the first report,
+    largest first. Without a first report, the bytes of both reports are those of the second."""
+    old, new = _matched_buffers(before or after, after)
+    changes = [Change("buffer", name, old.get(name, 0), size) for name, size in new.items()]
+    return sorted(changes, key=lambda change: (-change.after, change.name))[:count]
 
 
 def sources(report: ReportRecord) -> dict[str, str]:

@@ -17,7 +17,7 @@ from bytescope.memory.commands.arguments import (
     user_path,
     write,
 )
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import FORMULAS, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
@@ -338,7 +338,7 @@ def _estimate_table(estimated: Estimate) -> Any:
 
 
 def _write_files(args: argparse.Namespace, estimated: Estimate, recompute: str) -> None:
-    write_json(args, estimated.to_json())
+    write_json(args, estimated.to_json(), caveats=(FORMULAS, *estimated.notes))
     if args.html:
         from bytescope.train.plan import estimate_page
 

@@ -16,11 +16,12 @@ from bytescope.memory.commands.arguments import (
     keep_old_flag,
     write,
 )
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -199,7 +200,8 @@ def _show_and_write(
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)
     fit_view.show(out, args.config)
-    write_json(args, out)
+    limit = MemoryLimit(out["budget_bytes"], f"the budget, --budget={args.budget}") if args.budget else None
+    write_json(args, out, limit=limit, caveats=(COMPILED, *predicted_caveat(out["rates"])))
     if args.html:
         write(args.html, fit_view.render_page(out))
     if walk.stopped == "Ctrl-C":

@@ -14,7 +14,7 @@ from bytescope.memory.commands.arguments import (
     keep_old_flag,
     write,
 )
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
@@ -167,6 +167,7 @@ def _show_and_write(args: argparse.Namespace, front: frontier.Front) -> None:
         given=given_flags(front.trials.overrides),
     )
     frontier_view.show(front.points, front.fixed, out)
-    write_json(args, out)
+    rates = next((point.row.rates for point in front.points if point.row.rates), "")
+    write_json(args, out, caveats=(COMPILED, *predicted_caveat(rates)))
     if args.html:
         write(args.html, frontier_view.render_page(out))

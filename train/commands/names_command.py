@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import names_program
 from bytescope.memory.commands.arguments import add_json, check_files
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
 from bytescope.memory.errors import ReportError
 from bytescope.train.commands.config_arguments import add_subject, require_config
@@ -54,13 +54,14 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     choose_platform(fraction=TRAIN_FRACTION.value)
     simulate_devices([args.target])
-    program = build_program(args.config, args.overrides, targets.parse(args.target, TRAIN_FRACTION))
+    target = targets.parse(args.target, TRAIN_FRACTION)
+    program = build_program(args.config, args.overrides, target)
     tensors = named_tensors(trace_gradient(program))
     rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
     put(_table(rows))
     for line in excess_warnings(tensors):
         put(Prose(line, "yellow"))
-    write_json(args, {"names": rows})
+    write_json(args, {"names": rows}, target=target.to_json(), caveats=(TRACED,))
     return 0
 
 

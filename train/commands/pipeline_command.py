@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         papers = [] if args.schedule != ALL else [_published_figures(name, schedules[0]) for name in PUBLISHED]
         out = {"schedules": [_schedule_json(*both) for both in zip(schedules, layers)], "published": papers}
-        write_json(args, out)
+        write_json(args, out, caveats=("Ticks are counted in the schedules. Nothing was compiled or run.",))
     if args.html:
         from bytescope.train.plan.schedule_page import render
 

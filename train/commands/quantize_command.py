@@ -241,7 +241,7 @@ def quantize(args: argparse.Namespace) -> None:
     put(result_view(result))
     if args.html:
         write(args.html, result_page(result))
-    write_json(args, result.to_json())
+    write_json(args, result.to_json(), caveats=("Perplexity and errors were measured on the given texts.",))
 
 
 def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord
@@ -160,13 +160,13 @@ def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.train.generate.open_engine import plan
     from bytescope.train.program import config_files as configs
 
-    planned = plan(
-        args.config, configs.load(args.config, args.overrides), targets.parse(args.target, TRAIN_FRACTION), args
-    )
+    target = targets.parse(args.target, TRAIN_FRACTION)
+    planned = plan(args.config, configs.load(args.config, args.overrides), target, args)
     put(budget_view(planned))
     if args.json:
         reports = {name: report.to_json() for name, report in planned.reports.items()}
-        write_json(args, {"config": planned.title, **planned.budget.to_json(), "reports": reports})
+        result = {"config": planned.title, **planned.budget.to_json(), "reports": reports}
+        write_json(args, result, target=target.to_json(), caveats=(COMPILED,))
     if args.html:
         write(args.html, budget_page(planned))
     return 0

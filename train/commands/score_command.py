@@ -115,7 +115,7 @@ def score(args: argparse.Namespace) -> int:
     rows = _rows(scored)
     if args.out:
         write(args.out, "".join(json.dumps(row) + "\n" for row in rows))
-    write_json(args, {"texts": rows})
+    write_json(args, {"texts": rows}, caveats=("The values were computed on the devices of this machine.",))
     return 0
 
 

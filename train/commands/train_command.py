@@ -223,7 +223,7 @@ def _search_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
             )
         if code or not out.exists():
             raise UserError("the search of --fit failed: correct the error shown above, or train without --fit")
-        best = json.loads(out.read_text())["best"]
+        best = json.loads(out.read_text())["result"]["best"]
     return [*args.overrides, *best["overrides"].items()]
 
 

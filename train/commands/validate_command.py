@@ -16,7 +16,7 @@ from bytescope.memory.commands.arguments import (
     user_path,
     write,
 )
-from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.commands.json_output import predicted_caveat, write_json
 from bytescope.memory.compare import row_cache
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
@@ -152,6 +152,7 @@ def _show_and_write(args: argparse.Namespace, result: ValidationResult) -> None:
 
     out = result.to_json()
     validation_view.show(out)
-    write_json(args, out)
+    caveats = (*predicted_caveat(out["rates"]), "Measured seconds and bytes are those of the sources.")
+    write_json(args, out, caveats=caveats)
     if args.html:
         write(args.html, validation_view.render_page(out))

@@ -1,6 +1,5 @@
 """The one front: every command reachable, config and target by position, mistakes in a line, lists without jax."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 
 from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, make_parser
+from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick
 
@@ -120,8 +120,8 @@ def test_every_command_with_figures_writes_json():
 def test_lists_as_json(words, key, tmp_path, capsys):
     assert cli.main([*words.split(), "--json=-"]) == cli.main([*words.split(), f"--json={tmp_path / 'a.json'}"]) == 0
     out, table = capsys.readouterr().out.split("\n}\n")
-    rows = json.loads(out + "}")[key]
-    assert rows == json.loads((tmp_path / "a.json").read_text())[key]
+    rows = result_of(out + "}")[key]
+    assert rows == read_result(tmp_path / "a.json")[key]
     assert all(next(iter(row.values())) in table for row in rows) and len(rows) > 0
 
 

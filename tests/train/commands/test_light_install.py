@@ -24,6 +24,7 @@ from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.commands import trainer_packages
 from bytescope.train.commands.registry import COMMANDS
 from support.formats import gpu_space
+from support.json_results import read_result, result_of
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -205,7 +206,7 @@ def test_every_command_is_run():
 
 def test_commands_without_the_trainer_work(results, folder):
     assert not {line: results[line] for line in WORKING if results[line][0]}
-    values = json.loads((folder / "names.json").read_text())["values"]
+    values = read_result(folder / "names.json")["values"]
     assert [(value["type"], value["copies"]) for value in values] == [("float32[4,8]", 2)]
     assert all((folder / name).is_file() for name in ("a.html", "c.html", "d.html", "explained.html", "trace.html"))
 
@@ -213,7 +214,7 @@ def test_commands_without_the_trainer_work(results, folder):
 @pytest.mark.parametrize("line", [line for line in WORKING if line.endswith("--json=-")])
 def test_json_is_the_only_output(results, line):
     _, err, out = results[line]
-    assert isinstance(json.loads(out), dict) and not err
+    assert result_of(out) and not err
 
 
 @pytest.mark.parametrize("line", REFUSED)
