@@ -93,6 +93,13 @@ COMMANDS: Mapping[str, Subcommand] = {
             "-- python -m my_package.train",
         ),
     ),
+    "mcp": Subcommand(
+        "memory.commands.mcp_command",
+        "measure",
+        "serve report, explain, compare and fit to agents (an MCP server)",
+        ("", "--skill"),
+        reads="takes the config in each call",
+    ),
     "trace": Subcommand(
         "memory.commands.trace_command",
         "runs",
