@@ -59,6 +59,7 @@ ORACLES = {
         "nbclient or ipykernel is not installed: pip install 'bytescope[test]'",
     ),
     "equinox": (_plugin("equinox"), "equinox is not installed: pip install 'bytescope[test]'"),
+    "keras": (_plugin("keras"), "keras is not installed: pip install 'bytescope[test]'"),
     "datasets": (_plugin("datasets"), "datasets is not installed: pip install 'bytescope[test]'"),
     "transformers": (
         lambda: all(_plugin(name)() for name in ("torch", "transformers")),
