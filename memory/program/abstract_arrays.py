@@ -195,7 +195,7 @@ def outside_traces() -> Any:
 
 
 def spec_of(value: Any) -> Any:
-    """Returns the ShapeDtypeStruct of an array, with its sharding if it is committed. Returns other values unchanged."""
+    """Returns the ShapeDtypeStruct of an array, with its sharding if it is committed; other values unchanged."""
     if isinstance(value, AbstractArray):
         aval, sharding = value.aval, value.given_sharding
     elif isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
