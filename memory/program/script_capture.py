@@ -11,9 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
+import logging
 import os
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,10 @@ from typing import Any
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
 from bytescope.memory.program.stand_ins import (
+    GivenValues,
     MissingPiece,
     Place,
     Run,
-    Shapes,
     StandIn,
     installed,
     is_user_file,
@@ -35,7 +38,9 @@ from bytescope.memory.program.stand_ins import (
 )
 
 # Settings of a script's environment: nothing is sent or downloaded.
-_OFFLINE = {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+# Calls with unknown arguments at one line after which the script is in its training loop.
+_MAX_SKIPPED = 2000
 # Names that jax removed or renamed without a change of meaning: name -> its successor, below jax.
 _RENAMED = {
     "tree_map": "tree.map",
@@ -53,12 +58,13 @@ class CapturedStep:
     Fields:
         traced: the step traced with its arguments (`jax.stages.Traced`).
         name: the name of the jitted function.
-        defined: where the function is defined, as jax describes it.
+        defined: the function's name, with its file and line if they are the user's.
         called: the line of the script that calls it.
+        static: the static arguments, "name = value".
         updates: whether the step returns updated values. False if it returns gradients only.
         assumptions: (place, what was assumed) about values that the script read before the step.
         packages: package that has stand-ins -> the line that imports it.
-        shapes: line -> the shape that the user gave for it.
+        values: line -> the value that the user gave for it.
         renamed: old names of jax that the script uses.
     """
 
@@ -66,10 +72,11 @@ class CapturedStep:
     name: str
     defined: str
     called: Place | None
+    static: tuple[str, ...]
     updates: bool
     assumptions: tuple[tuple[Place | None, str], ...]
     packages: Mapping[str, Place | None]
-    shapes: Mapping[Place, str]
+    values: Mapping[Place, str]
     renamed: tuple[str, ...]
 
 
@@ -82,7 +89,7 @@ def captured_step(
     argv: Sequence[str] = (),
     *,
     step: str | None = None,
-    shapes: Mapping[str, str] = {},
+    values: Mapping[str, str] = {},
     without: Sequence[str] = (),
     folder: str | Path | None = None,
 ) -> Any:
@@ -93,8 +100,8 @@ def captured_step(
         script: the script's file.
         argv: the script's arguments.
         step: the name of the step's function; None takes the first function that trains.
-        shapes: shapes of batches that cannot be loaded: "file.py:text of the line" or "file.py:LINE" -> a shape such as
-            "int32[8,128]", "image:float32[8,28,28],label:int32[8]".
+        values: values that are not known without the data: "file.py:text of the line" or "file.py:LINE" -> the shape of
+            a batch, "int32[8,128]" or "image:float32[8,28,28],label:int32[8]", or a whole number.
         without: installed packages that are replaced by stand-ins.
         folder: the folder in which the script runs; None is the working folder.
 
@@ -102,7 +109,7 @@ def captured_step(
     """
     try:
         with contextlib.chdir(folder or "."):
-            return capture(script, argv, step=step, shapes=shapes, without=without).traced
+            return capture(script, argv, step=step, values=values, without=without).traced
     except MissingPiece as missing:
         place, text = missing.pieces[0]
         more = f" (and {len(missing.pieces) - 1} more)" if len(missing.pieces) > 1 else ""
@@ -114,41 +121,46 @@ def capture(
     argv: Sequence[str],
     *,
     step: str | None = None,
-    shapes: Mapping[str, str] = {},
+    values: Mapping[str, str] = {},
     without: Sequence[str] = (),
 ) -> CapturedStep:
     """As `captured_step`, but returns a `CapturedStep`. Raises MissingPiece if the script does not reach the step."""
     if not os.path.isfile(script):
         raise ReportError(f"the script {script} does not exist: give the path of a Python file")
-    capturing = _Capturing(step, Shapes(shapes))
+    capturing = _Capturing(step, GivenValues(values))
     folder = str(Path(script).resolve().parent)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restored(sys.modules, "__main__"))
         stack.enter_context(_replaced(sys, "argv", [str(script), *argv]))
-        stack.enter_context(_replaced(sys, "path", [folder, *sys.path]))
+        stack.enter_context(_replaced(sys, "path", [folder, *sys.path, os.getcwd(), os.path.abspath("src")]))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout may be a report's JSON
         stack.enter_context(_environment())
+        stack.enter_context(_quiet_logging())
         stack.enter_context(installed(capturing.run, without))
         stack.enter_context(capturing.intercepting())
         try:
             runpy.run_path(str(script), run_name="__main__")
         except StepFound:
             pass
-        except MissingPiece:
-            raise
+        except MissingPiece as missing:
+            raise MissingPiece(capturing.all_unknown() or missing.pieces) from missing
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise
-            if capturing.found is None and capturing.gradients is None:
-                raise MissingPiece([_piece_of(error)]) from error
+            ended = isinstance(error, SystemExit) and not error.code
+            if not ended and capturing.found is None and capturing.gradients is None:
+                # Errors after a skipped call are its consequences.
+                raise MissingPiece(capturing.all_unknown() or [_piece_of(error)]) from error
     found = capturing.found or capturing.gradients
     if found is None:
         name = f"the function {step}" if step else "a jitted function that computes gradients"
-        raise MissingPiece([(None, f"the script ends without a call of {name}{capturing.seen_text()}")])
+        ending = (None, f"the script ends without a call of {name}{capturing.seen_text()}")
+        raise MissingPiece(capturing.all_unknown() or [ending])
     return dataclasses.replace(
         found,
         assumptions=tuple(capturing.run.assumptions),
         packages=dict(capturing.run.packages),
-        shapes=dict(capturing.run.shapes.used),
+        values=dict(capturing.run.values.used),
         renamed=tuple(sorted(capturing.renamed)),
     )
 
@@ -160,7 +172,7 @@ def _piece_of(error: BaseException) -> tuple[Place | None, str]:
             frames.append(place_of(trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
     place = frames[-1] if frames else None
-    if isinstance(error, SystemExit):
+    if isinstance(error, SystemExit) and error.code:
         return place, f"the script exits with {error.code!r} before its step: give its arguments after --"
     text = f"{type(error).__name__}: {one_line(error, 300)}"
     if isinstance(error, FileNotFoundError):
@@ -220,9 +232,7 @@ def _sources(jaxpr: Any) -> list[set[int]]:
 
 def _equation_sources(equation: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
     inner = [inner_jaxpr(body) for body in bodies(equation)]
-    matching = [
-        body for body in inner if (len(body.invars), len(body.outvars)) == (len(inputs), len(equation.outvars))
-    ]
+    matching = [body for body in inner if (len(body.invars), len(body.outvars)) == (len(inputs), len(equation.outvars))]
     if matching and computes_gradients(matching[0]):  # arguments and results of the body are the equation's
         return [set().union(*(inputs[place] for place in places)) for places in _sources(matching[0])]
     return [set().union(*inputs) for _ in equation.outvars]
@@ -235,20 +245,23 @@ class _Capturing:
     """The state of a script that runs under interception.
 
     found: the training step. gradients: a function that returns gradients only, in case there is no step.
+    unknown: call of a jitted function -> its arguments that have no known shape. skipped: how often it was called.
     """
 
-    def __init__(self, step: str | None, shapes: Shapes):
-        from bytescope.memory.program.abstract_arrays import AbstractTrace
-
+    def __init__(self, step: str | None, values: GivenValues):
         import jax
+
+        from bytescope.memory.program.abstract_arrays import AbstractTrace
 
         self.step = step
         self.found: CapturedStep | None = None
         self.gradients: CapturedStep | None = None
         self.seen: dict[str, Place | None] = {}
+        self.unknown: dict[Place | None, list[tuple[Place | None, str]]] = {}
+        self.skipped: Counter[Place | None] = Counter()
         self.renamed: set[str] = set()
         self.trace = AbstractTrace(self._on_value)
-        self.run = Run(shapes, self._in_traced_code, jax.numpy.asarray)
+        self.run = Run(values, self._in_traced_code, jax.numpy.asarray)
 
     def _in_traced_code(self) -> bool:
         from jax._src import core
@@ -265,8 +278,11 @@ class _Capturing:
             return ": it calls no jitted function from Python"
         return "; it calls " + ", ".join(f"{name} ({place})" for name, place in self.seen.items())
 
-    def observe(self, traced: Any) -> None:
-        """Looks at the program of a call from Python. Raises StepFound if it is the training step."""
+    def observe(self, traced: Any, static: Sequence[str]) -> None:
+        """Looks at the program of a call from Python. Raises StepFound if it is the training step.
+
+        static: the static arguments of the call.
+        """
         jaxpr = traced.jaxpr.jaxpr
         name = _function_name(traced)
         self.seen.setdefault(name, user_place())
@@ -276,8 +292,8 @@ class _Capturing:
         if not named and not computes_gradients(jaxpr):
             return
         updates = returns_updates(jaxpr)
-        defined = (traced.jaxpr.jaxpr.debug_info.func_src_info or name).partition(" for ")[0]
-        captured = CapturedStep(traced, name, defined, user_place(), updates, (), {}, {}, ())
+        defined = _definition(traced, name)
+        captured = CapturedStep(traced, name, defined, user_place(), tuple(static), updates, (), {}, {}, ())
         if updates or named:
             self.found = captured
             raise StepFound
@@ -286,11 +302,11 @@ class _Capturing:
     @contextlib.contextmanager
     def intercepting(self) -> Iterator[None]:
         """Context manager in which jax's functions are replaced and eager code runs on abstract arrays."""
-        from bytescope.memory.program.abstract_arrays import zeros_like_sharded
-
         import jax
         import jax.experimental.multihost_utils
         import jax.experimental.pjit
+
+        from bytescope.memory.program.abstract_arrays import zeros_like_sharded
 
         with contextlib.ExitStack() as stack:
             jit, pmap = functools.partial(self._wrapping, jax.jit), functools.partial(self._wrapping, jax.pmap)
@@ -322,20 +338,39 @@ class _Capturing:
             return lambda function: self._wrapping(real, function, **options)
         return WrappedJit(real(*args, **options), self)
 
-    def known(self, tree: Any) -> Any:
+    def known(self, tree: Any, names: Sequence[str] = ()) -> Any:
         """Returns a pytree with stand-ins replaced by zeros of their known shapes. Raises MissingPiece with all
-        stand-ins whose shape is not known."""
+        stand-ins whose shape is not known.
+
+        names: the names of the parameters, if the pytree is (args, kwargs).
+        """
         import jax
 
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         unknown = [
-            missing_shape(leaf, f"the argument {jax.tree_util.keystr(path)} of the call at {user_place()}")
+            missing_shape(leaf, f"{_argument_name(path, names)} of the call at {user_place()}")
             for path, leaf in leaves
             if isinstance(leaf, StandIn) and leaf._specs is None
         ]
         if unknown:
-            raise MissingPiece(unknown)
+            raise _UnknownShapes(unknown)
         return structure.unflatten([resolve(leaf) if isinstance(leaf, StandIn) else leaf for _, leaf in leaves])
+
+    def skipped_call(self, unknown: MissingPiece) -> Any:
+        """Records a call whose arguments have no known shapes, and returns the scalar 0: it may be an evaluation
+        before the step. Raises MissingPiece after many calls, as in a training loop."""
+        import jax
+
+        place = user_place()
+        self.skipped[place] += 1
+        if self.skipped[place] > _MAX_SKIPPED:
+            raise MissingPiece(self.all_unknown())
+        self.unknown[place] = list(unknown.pieces)
+        return jax.numpy.zeros(())
+
+    def all_unknown(self) -> list[tuple[Place | None, str]]:
+        """Returns the arguments without known shapes of all calls."""
+        return [piece for pieces in self.unknown.values() for piece in pieces]
 
     def _device_functions(self) -> list[tuple[Any, str, Any]]:
         import jax
@@ -411,6 +446,10 @@ class _Capturing:
         return replaced
 
 
+class _UnknownShapes(MissingPiece):
+    """Arguments that are stand-ins without known shapes."""
+
+
 class WrappedJit:
     """A function that jax.jit or jax.pmap returned. Calls from Python are observed; calls from traced code are not."""
 
@@ -428,6 +467,13 @@ class WrappedJit:
         return repr(self._real)
 
     @property
+    def _names(self) -> list[str]:
+        try:
+            return list(inspect.signature(self._real).parameters)
+        except (TypeError, ValueError):
+            return []
+
+    @property
     def _is_pmap(self) -> bool:
         return getattr(self._real.lower, "__qualname__", "").startswith("pmap.")
 
@@ -436,7 +482,10 @@ class WrappedJit:
         capturing = self._capturing
         if not capturing.trace.is_current():
             return self._real(*args, **kwargs)
-        args, kwargs = capturing.known((args, kwargs))
+        try:
+            args, kwargs = capturing.known((args, kwargs), self._names)
+        except _UnknownShapes as unknown:
+            return capturing.skipped_call(unknown)
         traced = self._observed(args, kwargs)
         if self._is_pmap:
             return self._pmap_results(traced)
@@ -446,13 +495,13 @@ class WrappedJit:
         """As jax's `trace`, for arguments that may be abstract arrays."""
         if not self._capturing.trace.is_current():
             return self._real.trace(*args, **kwargs)
-        return self._observed(*self._capturing.known((args, kwargs)))
+        return self._observed(*self._capturing.known((args, kwargs), self._names))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As jax's `lower`. The result is compiled to a function that returns abstract arrays."""
         if not self._capturing.trace.is_current():
             return self._real.lower(*args, **kwargs)
-        return _LoweredFunction(self._observed(*self._capturing.known((args, kwargs))), self._capturing)
+        return _LoweredFunction(self._observed(*self._capturing.known((args, kwargs), self._names)), self._capturing)
 
     def _observed(self, args: Any, kwargs: Any) -> Any:
         import jax
@@ -462,8 +511,16 @@ class WrappedJit:
 
         args, kwargs = jax.tree.map(spec_of, (args, kwargs))
         traced = tracing.trace(self._real, args, kwargs, {}) if self._is_pmap else self._real.trace(*args, **kwargs)
-        self._capturing.observe(traced)
+        self._capturing.observe(traced, self._static_arguments(args, kwargs))
         return traced
+
+    def _static_arguments(self, args: Any, kwargs: Any) -> list[str]:
+        info, names = getattr(self._real, "_jit_info", None), self._names
+        if info is None:
+            return []
+        given = {names[number] if number < len(names) else f"args[{number}]": arg for number, arg in enumerate(args)}
+        static = {*(names[number] for number in info.static_argnums if number < len(names)), *info.static_argnames}
+        return [f"{name} = {value!r:.60}" for name, value in {**given, **kwargs}.items() if name in static]
 
     def _pmap_results(self, traced: Any) -> Any:
         import jax
@@ -510,10 +567,30 @@ class _LoweredFunction:
         return getattr(self._traced.lower(), name)
 
 
+def _argument_name(path: Any, names: Sequence[str]) -> str:
+    """Returns the name of an argument for a message. path: the keys in (args, kwargs)."""
+    import jax
+
+    if not path or not hasattr(path[0], "idx") or len(path) < 2:
+        return "the argument"
+    number = getattr(path[1], "idx", len(names))
+    root = names[number] if path[0].idx == 0 and number < len(names) else jax.tree_util.keystr(path[1:2], simple=True)
+    return f"the argument {root}{jax.tree_util.keystr(path[2:])}"
+
+
 def _function_name(traced: Any) -> str:
     """Returns the name of the function that a user wrote: jax's description has it for wrappers of libraries too."""
     described = str(traced.jaxpr.jaxpr.debug_info.func_src_info or "").split(" at ")[0]
     return described if described.isidentifier() else traced.fun_name
+
+
+def _definition(traced: Any, name: str) -> str:
+    """Returns "function (file:line)". A wrapper of a library has only its name."""
+    place = str(traced.jaxpr.jaxpr.debug_info.func_src_info or "").rpartition(" at ")[2]
+    file, _, line = place.rpartition(":")
+    if not line.isdigit() or not is_user_file(os.path.abspath(file)):
+        return name
+    return f"{name} ({place_of(file, int(line))})"
 
 
 def _dtype(leaf: Any) -> Any:
@@ -548,6 +625,17 @@ def _restored(table: dict[str, Any], key: str) -> Iterator[None]:
         yield
     finally:
         table[key] = own
+
+
+@contextlib.contextmanager
+def _quiet_logging() -> Iterator[None]:
+    """Context manager in which the root logger has a handler, as most libraries' imports give it one."""
+    handler = logging.NullHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
 
 
 @contextlib.contextmanager

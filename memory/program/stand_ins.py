@@ -3,7 +3,7 @@
 A missing package that the user's code imports becomes a module of `StandIn` objects. Every attribute, call, item and
 element of a stand-in is a stand-in again, which remembers the line that made it. A missing token file read by
 `np.memmap` or `np.fromfile` becomes an array of zeros. A stand-in that is used as an array needs a shape: the user
-gives it for the line that made the stand-in (`--shape`), otherwise the script stops with `MissingPiece`.
+gives it for the line that made the stand-in (`--value`), otherwise the script stops with `MissingPiece`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import glob
 import importlib.abc
 import importlib.machinery
 import linecache
+import operator
 import os
 import re
 import sys
@@ -30,12 +31,58 @@ from bytescope.memory.errors import ReportError
 
 # Packages that compute the step or read its configuration: a stand-in cannot replace them.
 NEEDED = frozenset(
-    ("flax", "optax", "equinox", "haiku", "chex", "einops", "jaxtyping", "beartype", "typeguard", "jmp", "distrax", "diffrax", "lineax", "optimistix", "jraph", "numpyro", "blackjax", "penzai", "levanter", "haliax", "tunix", "keras", "paxml", "praxis", "t5x", "fiddle", "gin", "tree", "ml_collections", "absl", "tyro", "hydra", "omegaconf", "click", "fire", "typer", "draccus", "simple_parsing", "pydantic", "attr", "attrs", "yaml", "toml")
+    (
+        "flax",
+        "optax",
+        "equinox",
+        "haiku",
+        "chex",
+        "einops",
+        "jaxtyping",
+        "beartype",
+        "typeguard",
+        "jmp",
+        "distrax",
+        "diffrax",
+        "lineax",
+        "optimistix",
+        "jraph",
+        "numpyro",
+        "blackjax",
+        "penzai",
+        "levanter",
+        "haliax",
+        "tunix",
+        "keras",
+        "paxml",
+        "praxis",
+        "t5x",
+        "fiddle",
+        "gin",
+        "tree",
+        "ml_collections",
+        "absl",
+        "tyro",
+        "hydra",
+        "omegaconf",
+        "click",
+        "fire",
+        "typer",
+        "draccus",
+        "simple_parsing",
+        "pydantic",
+        "attr",
+        "attrs",
+        "yaml",
+        "toml",
+    )
 )
+# Packages that send or write metrics: they have stand-ins even where they are installed.
+TRACKERS = ("wandb", "mlflow", "neptune", "comet_ml", "clearml", "tensorboardX", "aim", "trackio", "swanlab")
 # The number that the length of a stand-in is taken as, and the elements of a missing token file.
 LENGTH, FILE_ELEMENTS = 1_000_000, 2**24
-# Elements after which a loop over a stand-in is endless.
-_MAX_ELEMENTS = 10_000
+# The elements of a loop over a stand-in. `next` has no end.
+_ELEMENTS = 4
 _ITEM = re.compile(r"\s*(?:(\w+)\s*:)?\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 _OWN = str(Path(__file__).parents[1])
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), os.path.dirname(os.__file__)})
@@ -100,12 +147,15 @@ def is_user_file(path: str) -> bool:
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
-def parse_shapes(text: str) -> Any:
-    """Parses the shape of a batch: `int32[8,128]`, several separated by commas for a tuple, or `name:dtype[shape]`
-    items for a dict. Returns ShapeDtypeStructs. Raises ReportError if the text has another form.
+def parse_value(text: str) -> Any:
+    """Parses a value: a whole number, or the shape of a batch, such as `int32[8,128]`; several shapes separated by
+    commas for a tuple, `name:dtype[shape]` items for a dict. Returns an int or ShapeDtypeStructs. Raises ReportError if
+    the text has another form.
     """
     import jax
 
+    if text.strip().isdigit():
+        return int(text)
     items, at = [], 0
     while at < len(text):
         match = _ITEM.match(text, at)
@@ -115,24 +165,24 @@ def parse_shapes(text: str) -> Any:
             dtype = jax.numpy.dtype(match[2])
         except TypeError:
             raise ReportError(
-                f"{text} is not a shape: write dtype[dimensions], as in int32[8,128]; several with commas between "
-                "them, for a dict as in image:float32[8,28,28],label:int32[8]"
+                f"{text} is not a value: write a whole number or dtype[dimensions], as in int32[8,128]; several with "
+                "commas between them; for a dict as in image:float32[8,28,28],label:int32[8]"
             ) from None
         dims = tuple(int(dim) for dim in match[3].split(",") if dim.strip())
         items.append((match[1], jax.ShapeDtypeStruct(dims, dtype)))
         at = match.end()
     named = [name for name, _ in items if name]
     if not items or (named and len(named) != len(items)):
-        raise ReportError(f"{text} is not a shape: name all items, as in x:int32[8],y:int32[8], or none")
+        raise ReportError(f"{text} is not a value: name all items, as in x:int32[8],y:int32[8], or none")
     if named:
         return dict(items)
     return items[0][1] if len(items) == 1 else tuple(spec for _, spec in items)
 
 
-class Shapes:
-    """The shapes that the user gave for lines of code.
+class GivenValues:
+    """The values and shapes that the user gave for lines of code.
 
-    given: `file.py:LINE` or `file.py:text of the line` -> the shape as text (`parse_shapes`).
+    given: `file.py:LINE` or `file.py:text of the line` -> the value as text (`parse_value`).
     """
 
     def __init__(self, given: Mapping[str, str]):
@@ -140,12 +190,12 @@ class Shapes:
         for where, text in given.items():
             file, colon, line = where.partition(":")
             if not colon or not line:
-                raise ReportError(f"--shape={where}={text} names no line: write file.py:LINE=dtype[dimensions]")
-            self._specs.append((file, line.strip(), parse_shapes(text), text))
+                raise ReportError(f"--value={where}={text} names no line: write file.py:LINE=dtype[dimensions]")
+            self._specs.append((file, line.strip(), parse_value(text), text))
         self.used: dict[Place, str] = {}
 
     def find(self, place: Place | None) -> Any:
-        """Returns the shapes given for a line, None if there are none."""
+        """Returns the value or shapes given for a line, None if there are none."""
         for file, line, specs, text in self._specs if place is not None else ():
             if f"{os.sep}{place.file}".endswith(f"{os.sep}{file}") and line in (str(place.line), place.source):
                 self.used[place] = text
@@ -165,12 +215,12 @@ class StandIn:
         _name: the expression that made it, such as "tfds.load()".
         _place: the line that made it.
         _run: what happens in the script (`Run`).
-        _specs: ShapeDtypeStructs, if the user gave a shape for the line.
+            _specs: the int or ShapeDtypeStructs that the user gave for the line; None if none are given.
     """
 
     def __init__(self, name: str, run: Run, specs: Any = None):
         self._name, self._run, self._place = name, run, user_place()
-        self._specs = run.shapes.find(self._place)
+        self._specs = run.values.find(self._place)
         if self._specs is None:
             self._specs = specs
 
@@ -221,9 +271,8 @@ class StandIn:
         return self._elements()
 
     def _elements(self) -> Iterator[Any]:
-        for _ in range(_MAX_ELEMENTS):
+        for _ in range(_ELEMENTS):
             yield StandIn(f"next({self._name})", self._run, self._specs)
-        raise MissingPiece([(user_place(), f"the loop over {self._name} does not end: the data is needed here")])
 
     def __next__(self) -> Any:
         return self._next(" element")
@@ -253,16 +302,20 @@ class StandIn:
         return self._next(".items()")
 
     def __len__(self) -> int:
-        if self._specs is not None:
+        if self._specs is not None and not isinstance(self._specs, int):
             return len(self._specs) if isinstance(self._specs, (dict, tuple)) else len(self._array())
         self._assume(f"has the length {LENGTH:,}")
         return LENGTH
 
     def __index__(self) -> int:
+        if isinstance(self._specs, int):
+            return self._specs
         self._assume(f"is {LENGTH:,}")
         return LENGTH
 
     def __float__(self) -> float:
+        if isinstance(self._specs, int):
+            return float(self._specs)
         self._assume("is 1.0")
         return 1.0
 
@@ -283,27 +336,43 @@ class StandIn:
         return None
 
 
-def _compared(self: StandIn, other: Any) -> bool:
-    self._assume("passes a comparison")
-    return True
+def _comparison(symbol: str, compare: Callable[[Any, Any], bool]) -> Callable[[StandIn, Any], bool]:
+    def method(self: StandIn, other: Any) -> bool:
+        if isinstance(self._specs, int):
+            return compare(self._specs, other)
+        if symbol in ("==", "!=") and not isinstance(other, (int, float, str)):
+            return compare(id(self), id(other))
+        self._assume(f"{symbol} {other!r:.40}")
+        return True
+
+    return method
 
 
-def _combined(self: StandIn, other: Any) -> Any:
-    return self._next(" combined")
+def _arithmetic(compute: Callable[[Any, Any], Any], reflected: bool) -> Callable[[StandIn, Any], Any]:
+    def method(self: StandIn, other: Any) -> Any:
+        if isinstance(self._specs, int):
+            return compute(other, self._specs) if reflected else compute(self._specs, other)
+        return self._next(" combined")
+
+    return method
 
 
-for _operator in ("__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(StandIn, _operator, _compared)
-for _operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "matmul"):
-    setattr(StandIn, f"__{_operator}__", _combined)
-    setattr(StandIn, f"__r{_operator}__", _combined)
+for _symbol, _name in (("==", "eq"), ("!=", "ne"), ("<", "lt"), ("<=", "le"), (">", "gt"), (">=", "ge")):
+    setattr(StandIn, f"__{_name}__", _comparison(_symbol, getattr(operator, _name)))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "matmul"):
+    _compute = getattr(operator, f"{_name}_" if _name in ("and", "or") else _name)
+    setattr(StandIn, f"__{_name}__", _arithmetic(_compute, False))
+    setattr(StandIn, f"__r{_name}__", _arithmetic(_compute, True))
 
 
 def missing_shape(value: StandIn, what: str) -> tuple[Place | None, str]:
-    """Returns the missing piece for a stand-in whose shape is not known. `what`: what has the shape."""
+    """Returns the missing piece for a stand-in whose shape is not known.
+
+    what: the name of the array that needs a shape, for the message.
+    """
     made = f" comes from {value._name} and" if what != value._name else ""
     place = value._place or "FILE.py:LINE"
-    return value._place, f"{what}{made} has no known shape: give --shape '{place}=dtype[dimensions]'"
+    return value._place, f"{what}{made} has no known shape: give --value '{place}=dtype[dimensions]'"
 
 
 def resolve(value: StandIn) -> Any:
@@ -313,6 +382,8 @@ def resolve(value: StandIn) -> Any:
 
     if value._specs is None:
         raise MissingPiece([missing_shape(value, value._name)])
+    if isinstance(value._specs, int):
+        return value._specs
     return jax.tree.map(lambda spec: np.zeros(spec.shape, spec.dtype), value._specs)
 
 
@@ -324,14 +395,14 @@ class Run:
     """What stand-ins know about the script that runs.
 
     Fields:
-        shapes: the shapes that the user gave.
+        values: the values that the user gave.
         in_traced_code: returns whether the running code is traced by jax.
         as_jax: converts a numpy array to a jax array.
         assumptions: (place, what was assumed), each once, in order.
         packages: missing package -> the line that imports it first.
     """
 
-    shapes: Shapes
+    values: GivenValues
     in_traced_code: Callable[[], bool]
     as_jax: Callable[[Any], Any]
     assumptions: dict[tuple[Place | None, str], None] = dataclasses.field(default_factory=dict)
@@ -367,7 +438,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         root = fullname.split(".")[0]
         if self.without is not None:
-            wanted = root in self.without
+            wanted = root in self.without and user_place() is not None
         else:
             wanted = root in self.run.packages or self._imported_by_user(root)
         if not wanted:
@@ -415,6 +486,7 @@ def installed(run: Run, without: Sequence[str]) -> Iterator[None]:
 
     without: installed packages to replace too.
     """
+    without = (*TRACKERS, *without)
     first, last = _Finder(run, frozenset(without)), _Finder(run, None)
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in without}
     sys.meta_path[:] = [first, *sys.meta_path, last]
