@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -106,6 +107,17 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]
         """Returns the part of the array on one device."""
         shape = self.sharding.shard_shape(self.aval.shape)
         return self._trace.array(shape, self.aval.dtype, None)
+
+    @property
+    def addressable_shards(self) -> list[Any]:
+        """The parts of the array on the devices, as jax's `Shard` without values."""
+        shards = []
+        for number, (device, index) in enumerate(self.sharding.devices_indices_map(self.aval.shape).items()):
+            part = self.addressable_data(number)
+            shards.append(types.SimpleNamespace(device=device, index=index, replica_id=0, data=part))
+        return shards
+
+    global_shards = addressable_shards
 
     def block_until_ready(self) -> AbstractArray:
         """Returns the array."""
