@@ -77,6 +77,11 @@ def make_parser() -> Parser:
         help="treat an installed package as missing, such as one that loads data; repeat the flag for more packages",
     )
     parser.add_argument(
+        "--auto-axes",
+        action="store_true",
+        help="for scripts written before jax 0.9: meshes of jax.make_mesh have axes of the type Auto, not Explicit",
+    )
+    parser.add_argument(
         "--step", metavar="NAME", help="the function that is the step (default: the first one that trains)"
     )
     parser.add_argument(
@@ -107,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
         "values": dict(map(_split_value, args.value)),
         "without": args.without,
         "step": args.step,
+        "auto_axes": args.auto_axes,
         "out": str(args.out),
         "target": args.target,
         "devices": targets.parse(args.target).n_devices,
@@ -187,18 +193,12 @@ def answer(arguments: str) -> None:
 
     request = json.loads(arguments)
     simulate_devices([f"cpu:{request['devices']}"])
-    script, argv, without, step = (request[key] for key in ("script", "argv", "without", "step"))
+    script, argv = request["script"], request["argv"]
+    options = {key: request[key] for key in ("step", "without", "auto_axes")}
     try:
-        captured = capture(script, argv, step=step, values=request["values"], without=without)
-        text = program_file.file_text(
-            captured,
-            script,
-            argv,
-            out=Path(request["out"]),
-            target=request["target"],
-            step=step,
-            without=without,
-        )
+        captured = capture(script, argv, values=request["values"], **options)
+        out, target = Path(request["out"]), request["target"]
+        text = program_file.file_text(captured, script, argv, out=out, target=target, **options)
         result: dict[str, Any] = {"text": text, "step": f"{captured.defined}, called at {captured.called}"}
     except MissingPiece as missing:
         result = {"missing": [(str(place) if place else None, text) for place, text in missing.pieces]}

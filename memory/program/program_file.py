@@ -28,12 +28,13 @@ def file_text(
     target: str,
     step: str | None,
     without: Sequence[str],
+    auto_axes: bool,
 ) -> str:
     """Returns the text of a Python file whose function `program` returns the captured step.
 
     Args:
         captured: the step of the script.
-        script, argv, step, without: the arguments of `captured_step`. The script is relative to the working folder.
+        script, argv, step, without, auto_axes: the arguments of `captured_step`. The script is relative to the working folder.
         out: the file that the text is written to.
         target: the devices for which the script ran, for the comments.
     """
@@ -44,6 +45,7 @@ def file_text(
         for name, given in (("values", captured.values), ("without", without), ("step", step))
         if given
     )
+    options += ", auto_axes=True" if auto_axes else ""
     lines = [
         MARK,
         "",

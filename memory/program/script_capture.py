@@ -91,6 +91,7 @@ def captured_step(
     step: str | None = None,
     values: Mapping[str, str] = {},
     without: Sequence[str] = (),
+    auto_axes: bool = False,
     folder: str | Path | None = None,
 ) -> Any:
     """Runs a training script up to its first training step. Returns the step as a `jax.stages.Traced`, which
@@ -103,13 +104,14 @@ def captured_step(
         values: values that are not known without the data: "file.py:text of the line" or "file.py:LINE" -> the shape of
             a batch, "int32[8,128]" or "image:float32[8,28,28],label:int32[8]", or a whole number.
         without: installed packages that are replaced by stand-ins.
+        auto_axes: whether jax.make_mesh makes axes of the type Auto by default, as before jax 0.9, instead of Explicit.
         folder: the folder in which the script runs; None is the working folder.
 
     Raises ReportError if the script does not reach a training step. Its message names the first missing piece.
     """
     try:
         with contextlib.chdir(folder or "."):
-            return capture(script, argv, step=step, values=values, without=without).traced
+            return capture(script, argv, step=step, values=values, without=without, auto_axes=auto_axes).traced
     except MissingPiece as missing:
         place, text = missing.pieces[0]
         more = f" (and {len(missing.pieces) - 1} more)" if len(missing.pieces) > 1 else ""
@@ -123,11 +125,12 @@ def capture(
     step: str | None = None,
     values: Mapping[str, str] = {},
     without: Sequence[str] = (),
+    auto_axes: bool = False,
 ) -> CapturedStep:
     """As `captured_step`, but returns a `CapturedStep`. Raises MissingPiece if the script does not reach the step."""
     if not os.path.isfile(script):
         raise ReportError(f"the script {script} does not exist: give the path of a Python file")
-    capturing = _Capturing(step, GivenValues(values))
+    capturing = _Capturing(step, GivenValues(values), auto_axes)
     folder = str(Path(script).resolve().parent)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restored(sys.modules, "__main__"))
@@ -180,6 +183,10 @@ def _piece_of(error: BaseException) -> tuple[Place | None, str]:
     elif isinstance(error, ModuleNotFoundError) and error.name:
         root = error.name.split(".")[0]
         text += f": install {root}, or give --without=PACKAGE for the package that needs it"
+    elif type(error).__name__ == "ShardingTypeError":
+        text += ": if the script was written for a jax before 0.9, give --auto-axes"
+    elif "DataLoader worker" in text:  # the worker processes of PyTorch have no stand-ins
+        text += ": give the script's argument for no worker processes, such as --num_workers=0"
     return place, text
 
 
@@ -248,12 +255,12 @@ class _Capturing:
     unknown: call of a jitted function -> its arguments that have no known shape. skipped: how often it was called.
     """
 
-    def __init__(self, step: str | None, values: GivenValues):
+    def __init__(self, step: str | None, values: GivenValues, auto_axes: bool):
         import jax
 
         from bytescope.memory.program.abstract_arrays import AbstractTrace
 
-        self.step = step
+        self.step, self.auto_axes = step, auto_axes
         self.found: CapturedStep | None = None
         self.gradients: CapturedStep | None = None
         self.seen: dict[str, Place | None] = {}
@@ -378,7 +385,7 @@ class _Capturing:
         from bytescope.memory.program.abstract_arrays import AbstractArray, outside_traces
 
         devices, local_devices, device_put = jax.devices, jax.local_devices, jax.device_put
-        set_mesh, from_callback = jax.set_mesh, jax.make_array_from_callback
+        set_mesh, make_mesh, from_callback = jax.set_mesh, jax.make_mesh, jax.make_array_from_callback
         from_shards, from_local = jax.make_array_from_single_device_arrays, jax.make_array_from_process_local_data
 
         def any_devices(backend: Any = None) -> Any:
@@ -395,6 +402,10 @@ class _Capturing:
                 return set_mesh(mesh)
             with outside_traces():
                 return set_mesh(mesh)
+
+        def auto_mesh(axis_shapes: Any, axis_names: Any, axis_types: Any = None, **kwargs: Any) -> Any:
+            types = axis_types or (jax.sharding.AxisType.Auto,) * len(axis_names)
+            return make_mesh(axis_shapes, axis_names, axis_types=types, **kwargs)
 
         def array_from_shards(shape: Any, sharding: Any, arrays: Any, **kwargs: Any) -> Any:
             if any(isinstance(array, AbstractArray) for array in arrays):
@@ -443,6 +454,8 @@ class _Capturing:
             (jax.profiler, "stop_trace", ignored),
             (jax.profiler, "start_server", ignored),
         ]
+        if self.auto_axes:
+            replaced.append((jax, "make_mesh", auto_mesh))
         return replaced
 
 
