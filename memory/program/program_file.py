@@ -34,7 +34,8 @@ def file_text(
 
     Args:
         captured: the step of the script.
-        script, argv, step, without, auto_axes: the arguments of `captured_step`. The script is relative to the working folder.
+        script, argv, step, without, auto_axes: the arguments of `captured_step`. The script's path is relative to the
+            working folder.
         out: the file that the text is written to.
         target: the devices for which the script ran, for the comments.
     """

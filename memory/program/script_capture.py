@@ -37,8 +37,14 @@ from bytescope.memory.program.stand_ins import (
     user_place,
 )
 
-# Settings of a script's environment: nothing is sent or downloaded.
-_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+# Settings of a script's environment: nothing is downloaded, and types are not checked, because jax puts descriptions of
+# arrays where the script has arrays.
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "JAXTYPING_DISABLE": "1",
+}
 # Calls with unknown arguments at one line after which the script is in its training loop.
 _MAX_SKIPPED = 2000
 # Names that jax removed or renamed without a change of meaning: name -> its successor, below jax.
@@ -654,7 +660,7 @@ def _quiet_logging() -> Iterator[None]:
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
     own = dict(os.environ)
-    for name, value in _OFFLINE.items():
+    for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
         yield

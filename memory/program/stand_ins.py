@@ -429,35 +429,30 @@ class _StandInModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports stand-ins. As the last finder it gets only packages that are not installed; as the first one it gets
-    those of `without`."""
+    """Imports stand-ins: as the first finder of those installed packages that are replaced, as the last one of packages
+    that are not installed.
 
-    def __init__(self, run: Run, without: frozenset[str] | None):
+    without: installed packages to replace; None for the last finder.
+    """
+
+    def __init__(self, run: Run, without: Sequence[str] | None):
         self.run, self.without = run, without
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         root = fullname.split(".")[0]
-        if self.without is not None:
-            wanted = root in self.without and user_place() is not None
-        else:
-            wanted = root in self.run.packages or self._imported_by_user(root)
-        if not wanted:
-            return None
-        self.run.packages.setdefault(root, user_place())
+        if root not in self.run.packages:
+            place = _importing_place()
+            if self.without is not None:
+                # A library that can send metrics to a tracker gets the real one.
+                wanted = root in self.without or (root in TRACKERS and place is not None)
+            else:
+                wanted = place is not None and not _is_guarded(place)
+                if wanted and root in NEEDED:
+                    raise MissingPiece([(place, f"the package {root} is not installed here: install it")])
+            if not wanted:
+                return None
+            self.run.packages[root] = place or user_place()
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-
-    def _imported_by_user(self, root: str) -> bool:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and "importlib" in frame.f_code.co_filename:
-            frame = frame.f_back
-        if frame is None or not is_user_file(frame.f_code.co_filename):
-            return False
-        if _is_guarded(frame.f_code.co_filename, frame.f_lineno):
-            return False
-        if root in NEEDED:
-            place = place_of(frame.f_code.co_filename, frame.f_lineno)
-            raise MissingPiece([(place, f"the package {root} is not installed here: install it")])
-        return True
 
     def create_module(self, spec: Any) -> ModuleType:
         return _StandInModule(spec.name, self.run)
@@ -466,14 +461,24 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
 
-def _is_guarded(file: str, line: int) -> bool:
+def _importing_place() -> Place | None:
+    """Returns the line of the import statement that is being executed, if it is in the user's code."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None or not is_user_file(frame.f_code.co_filename):
+        return None
+    return place_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_guarded(place: Place) -> bool:
     """Returns whether a line is inside a `try` that handles ImportError. The script then runs without the package."""
     try:
-        tree = ast.parse(Path(file).read_text())
+        tree = ast.parse(Path(place.file).read_text())
     except (OSError, SyntaxError, ValueError):
         return False
     for node in ast.walk(tree):
-        if isinstance(node, ast.Try) and node.body[0].lineno <= line <= (node.body[-1].end_lineno or 0):
+        if isinstance(node, ast.Try) and node.body[0].lineno <= place.line <= (node.body[-1].end_lineno or 0):
             caught = " ".join(ast.unparse(handler.type) if handler.type else "Exception" for handler in node.handlers)
             if re.search(r"\b(ImportError|ModuleNotFoundError|Exception|BaseException)\b", caught):
                 return True
@@ -486,9 +491,9 @@ def installed(run: Run, without: Sequence[str]) -> Iterator[None]:
 
     without: installed packages to replace too.
     """
-    without = (*TRACKERS, *without)
-    first, last = _Finder(run, frozenset(without)), _Finder(run, None)
-    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in without}
+    first, last = _Finder(run, without), _Finder(run, None)
+    replaced = (*TRACKERS, *without)
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in replaced}
     sys.meta_path[:] = [first, *sys.meta_path, last]
     with contextlib.ExitStack() as undo:
         undo.callback(sys.modules.update, hidden)
