@@ -156,7 +156,8 @@ def _run_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         answer_file, log_file = Path(folder) / "answer.json", Path(folder) / "log.txt"
         arguments = json.dumps({**request, "answer": str(answer_file)})
-        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        # The script sees the target's number of devices, whatever this shell simulates.
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(request["devices"])}
         with log_file.open("wb") as log:
             try:
                 child = subprocess.run(
@@ -187,12 +188,10 @@ def _run_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
 def answer(arguments: str) -> None:
     """Runs the script of a request (JSON) in this process, and writes the answer as JSON: `text` and `step` of the
     program file, the list `missing`, or `error`."""
-    from bytescope.memory.devices.platform import simulate_devices
     from bytescope.memory.program.script_capture import capture
     from bytescope.memory.program.stand_ins import MissingPiece
 
     request = json.loads(arguments)
-    simulate_devices([f"cpu:{request['devices']}"])
     script, argv = request["script"], request["argv"]
     options = {key: request[key] for key in ("step", "without", "auto_axes")}
     try:

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import linecache
 import logging
 import os
 import runpy
@@ -136,6 +137,7 @@ def capture(
     """As `captured_step`, but returns a `CapturedStep`. Raises MissingPiece if the script does not reach the step."""
     if not os.path.isfile(script):
         raise ReportError(f"the script {script} does not exist: give the path of a Python file")
+    linecache.checkcache()  # the script may have changed since an earlier run in this process
     capturing = _Capturing(step, GivenValues(values), auto_axes)
     folder = str(Path(script).resolve().parent)
     with contextlib.ExitStack() as stack:
@@ -266,7 +268,7 @@ class _Capturing:
 
         from bytescope.memory.program.abstract_arrays import AbstractTrace
 
-        self.step, self.auto_axes = step, auto_axes
+        self.step, self.auto_axes, self.real_jit = step, auto_axes, jax.jit
         self.found: CapturedStep | None = None
         self.gradients: CapturedStep | None = None
         self.seen: dict[str, Place | None] = {}
@@ -325,7 +327,7 @@ class _Capturing:
             jit, pmap = functools.partial(self._wrapping, jax.jit), functools.partial(self._wrapping, jax.pmap)
             replacements = [
                 (jax, "jit", jit),
-                (jax.experimental.pjit, "pjit", functools.partial(self._wrapping, jax.experimental.pjit.pjit)),
+                (jax.experimental.pjit, "pjit", jit),  # an old name of jax.jit
                 (jax, "pmap", pmap),
                 *self._device_functions(),
             ]
@@ -529,7 +531,11 @@ class WrappedJit:
         from bytescope.memory.program.abstract_arrays import spec_of
 
         args, kwargs = jax.tree.map(spec_of, (args, kwargs))
-        traced = tracing.trace(self._real, args, kwargs, {}) if self._is_pmap else self._real.trace(*args, **kwargs)
+        if self._is_pmap:
+            with _replaced(jax, "jit", self._capturing.real_jit):
+                traced = tracing.trace(self._real, args, kwargs, {})
+        else:
+            traced = self._real.trace(*args, **kwargs)
         self._capturing.observe(traced, self._static_arguments(args, kwargs))
         return traced
 
