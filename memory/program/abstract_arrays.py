@@ -33,6 +33,7 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]
     """
 
     _trace: AbstractTrace
+    aval: Any
 
     def __init__(self, trace: AbstractTrace, aval: Any, sharding: Any = None):
         if isinstance(sharding, jax.sharding.NamedSharding):  # as in the type of a jax array
@@ -46,7 +47,7 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]
             raise TypeError("the bits of a random key are not known before the script runs")
         return np.zeros(self.aval.shape, self.aval.dtype)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+    def __array__(self, dtype: Any = None, context: None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return self._zeros().astype(dtype or self.aval.dtype)
 
     def __bool__(self) -> bool:

@@ -335,7 +335,7 @@ class _Capturing:
                 stack.enter_context(_replaced(owner, name, replacement))
             for old, new in _RENAMED.items():
                 if not _has(jax, old):
-                    function = functools.reduce(getattr, new.split("."), jax)
+                    function: Any = functools.reduce(getattr, new.split("."), jax)
                     stack.enter_context(_replaced(jax, old, self._renamed(old, function)))
             stack.enter_context(zeros_like_sharded())
             stack.enter_context(self.trace.current())
@@ -369,7 +369,8 @@ class _Capturing:
         ]
         if unknown:
             raise _UnknownShapes(unknown)
-        return structure.unflatten([resolve(leaf) if isinstance(leaf, StandIn) else leaf for _, leaf in leaves])
+        known = [resolve(leaf) if isinstance(leaf, StandIn) else leaf for _, leaf in leaves]
+        return jax.tree.unflatten(structure, known)
 
     def skipped_call(self, unknown: MissingPiece) -> Any:
         """Records a call whose arguments have no known shapes, and returns the scalar 0: it may be an evaluation

@@ -196,7 +196,9 @@ class GivenValues:
 
     def find(self, place: Place | None) -> Any:
         """Returns the value or shapes given for a line, None if there are none."""
-        for file, line, specs, text in self._specs if place is not None else ():
+        if place is None:
+            return None
+        for file, line, specs, text in self._specs:
             if f"{os.sep}{place.file}".endswith(f"{os.sep}{file}") and line in (str(place.line), place.source):
                 self.used[place] = text
                 return specs
@@ -525,7 +527,7 @@ def _file_functions(run: Run) -> list[tuple[Any, str, Any]]:
         run.assume(f"reads the missing file {os.fspath(file)} as zeros, {np.dtype(dtype)}")
         return np.zeros(count, dtype)
 
-    class Memmap(memmap):  # type: ignore[type-arg]
+    class Memmap(np.memmap):
         def __new__(cls, filename: Any, dtype: Any = np.uint8, mode: Any = "r+", *args: Any, **kwargs: Any) -> Any:
             shape = kwargs.get("shape", args[1] if len(args) > 1 else None)
             if is_missing(filename) and mode in ("r", "c", "r+") and user_place() is not None:
