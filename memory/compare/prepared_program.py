@@ -12,7 +12,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
-from bytescope.memory.program.compilation import compiled_for, trace_step
+from bytescope.memory.program.compilation import compiled_for, trace_step, with_arrays
 
 if TYPE_CHECKING:
     from bytescope.memory.program.user_program import UserProgram
@@ -87,7 +87,8 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
             if not traced:
                 traced.append(trace_step(program.program, program.args, own["kwargs"], target=chosen, options=options))
             compiler_options = {**(own["compiler_options"] or {}), **(flags or {})}
-            return compiled_for(traced[0], target=chosen, compiler_options=compiler_options)
+            compilation, judged = compiled_for(traced[0], target=chosen, compiler_options=compiler_options)
+            return with_arrays(compilation, program.args, own["kwargs"] or {}), judged
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
         from bytescope.memory.compare.measured_steps import measure_program

@@ -22,6 +22,7 @@ from bytescope.memory.findings.compiler_findings import (
 )
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, at_peak, describe_buffer
 from bytescope.memory.findings.expert_findings import empty_expert_rows
+from bytescope.memory.findings.placement_findings import donated_twice, on_one_device, state_resharded
 from bytescope.memory.findings.sharding_findings import (
     large_collective,
     lasting_gathers,
@@ -140,6 +141,11 @@ RULES: Mapping[Rule, str] = {
     "the batch; trace a model with logical axes, such as Flax's, inside its axis rules "
     "(flax.linen.logical_axis_rules)",
     not_donated: "pass donate_argnums for the state to jax.jit",
+    donated_twice: "give one of the two a copy of its own: jax.tree.map(jnp.copy, tree)",
+    on_one_device: "create the arrays in their sharding: jax.jit(init, out_shardings=...), or jax.device_put(array, "
+    "sharding) for a batch; jnp.zeros and optimizer.init outside of jax.jit put new arrays on the first device",
+    state_resharded: "give jax.jit out_shardings for the state that equal its in_shardings, or constrain the new state "
+    "with jax.lax.with_sharding_constraint",
     wide_activations: "cast the residual to bfloat16 where it is computed, before it is saved for the backward pass",
     fragmentation: "change the batch or the remat policy: the packing depends on the lifetimes of buffers",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",

@@ -1,4 +1,5 @@
-"""Describes the buffers that a message lists: phase, component, layer, and what such a tensor usually is."""
+"""Describes the buffers that a message lists, the buffers of a report, and the live arrays of a process: phase, model
+component, layer and probable kind of tensor."""
 
 from __future__ import annotations
 
@@ -7,9 +8,10 @@ import re
 from collections.abc import Iterable, Mapping
 
 from bytescope.memory.hlo import scopes
-from bytescope.memory.messages.message_record import ListedBuffer
+from bytescope.memory.messages.message_record import ArrayType, ListedBuffer
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 
-# What a tensor is -> its description.
+# Kind of tensor -> its description.
 IDENTITIES: Mapping[str, str] = {
     "scores": "attention scores, queries x keys",
     "logits": "logits over the vocabulary",
@@ -28,10 +30,33 @@ IDENTITIES: Mapping[str, str] = {
     "donated": "a donated argument",
     "constant": "an array captured by the function",
     "resharded": "the whole tensor, on every device",
-    "chunk": "a piece of the pool; its owner is not in the message",
+    "chunk": "a block of the memory pool; the message does not say which array is in it",
+    "parameter": "a parameter",
+    "cache": "state that the step passes on",
+    "batch": "the batch, or another argument",
+    "output": "a result",
+    "collective": "a buffer of a collective",
+    "other": "live arrays that are not arguments of the step",
     "tensor": "an intermediate result",
-    "": "not in the message",
+    "": "cut off in the message",
 }
+# Category of a report's buffer -> key of `IDENTITIES`. Other categories are identified like a message's buffers.
+_BY_CATEGORY: Mapping[str, str] = {
+    "params": "parameter",
+    "frozen": "parameter",
+    "optimizer": "optimizer",
+    "accumulator": "accumulator",
+    "cache": "cache",
+    "rng": "random",
+    "gradients": "gradient",
+    "residuals": "saved",
+    "logits_loss": "logits",
+    "collectives": "collective",
+    "batch": "batch",
+    "outputs": "output",
+}
+# Saved activations of these kinds are named by what they are.
+_NAMED_RESIDUALS = ("scores", "logits", "stack", "norm")
 _SCORES = re.compile(
     r"->[a-z.]*(?:qk|ts|tk|lm|ij)\b|hqk|\bqk\b|attention_(?:scores|probs|weights)|attn_(?:weights|scores)|softmax", re.I
 )
@@ -43,7 +68,7 @@ _ACCUMULATOR = re.compile(r"acc(?:umulat\w*)?_?grads?|grads?_acc\w*|MultiSteps",
 _LAYER = re.compile(r"^(?:\w*(?:layers?|blocks?)|h|stage)?[_.]?(\d{1,4})$", re.I)
 _GATHER = re.compile(r"all[-_]gather")
 _COPY = re.compile(r"^(?:copy|transpose|convert|bitcast_convert|reshape|pad)(?:[._-]|$)")
-# Minimum columns of a vocabulary, minimum length of a sequence whose scores are large, maximum layers of a model.
+# Minimum size of a vocabulary, minimum sequence length of attention scores, maximum number of layers of a model.
 _VOCABULARY, _SEQUENCE, _LAYERS = 8192, 128, 400
 # Sizes of vocabularies by which logits without a name are recognized.
 _USUAL_VOCABULARIES = (30_000, 300_000)
@@ -51,19 +76,25 @@ _USUAL_VOCABULARIES = (30_000, 300_000)
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """Buffers of a message that are alike: the same shape, operation and phase, possibly in several layers.
+    """Buffers of a message or of a report that have the same shape, operation and phase. They may be in several layers.
+    Also the live arrays of a process that have the same shape and dtype.
 
     Fields:
         count: number of buffers.
-        bytes: bytes of all of them, with padding; None if the message does not contain their size.
+        bytes: bytes of all these buffers, with padding; None if the message does not contain their size.
         shape: dtype and dimensions, such as "float32[8,1024]"; "" if unknown.
-        phase: "forward", "backward", "recompute" or "optimizer"; "" if unknown.
-        component: part of the model, such as "attention"; "" if unknown.
+        phase: "forward", "backward", "recompute" or "optimizer"; "" if unknown. Buffers of a report also have
+            "argument" and "output".
+        component: component of the model, such as "attention"; "" if unknown.
         layers: numbers of the layers, () if unknown.
-        operation: the operation that creates it, such as "dot_general"; otherwise XLA's label.
-        op_name: jax's whole name of the operation. source: its file and line. Both "" if unknown.
-        identity: key of `IDENTITIES`. what: its description.
-        padding: bytes with padding divided by bytes without; 1 if there is none or it is unknown.
+        operation: the operation that creates the buffers, such as "dot_general"; XLA's label if the message contains no
+            operation.
+        op_name: jax's full name of the operation; "" if unknown.
+        source: file and line of the operation, such as "model.py:12"; "" if unknown.
+        identity: probable kind of tensor, a key of `IDENTITIES`.
+        what: description of this kind.
+        padding: bytes with padding divided by bytes without padding; 1 if there is no padding or it is unknown.
+        category: row of the report's breakdown, such as "residuals"; "" for buffers of a message and for live arrays.
     """
 
     count: int
@@ -78,11 +109,14 @@ class Culprit:
     identity: str
     what: str
     padding: float = 1.0
+    category: str = ""
 
 
 def describe(buffers: Iterable[ListedBuffer], form: str) -> tuple[Culprit, ...]:
-    """Returns the culprits among the buffers of a message, the ones with the most bytes first. Buffers that are alike
-    are one culprit. `form`: the form of the message."""
+    """Groups the buffers that a message lists by shape, operation and phase. Returns the groups, most bytes first.
+
+    form: the form of the message, such as "gpu_request" (`message_forms.FORMS`).
+    """
     groups: dict[tuple[object, ...], list[tuple[ListedBuffer, int | None]]] = {}
     for buffer in buffers:
         scope = _scope(buffer.op_name)
@@ -118,8 +152,47 @@ def describe(buffers: Iterable[ListedBuffer], form: str) -> tuple[Culprit, ...]:
     return tuple(sorted(culprits, key=lambda culprit: -(culprit.bytes or 0)))
 
 
+def describe_report(report: ReportRecord) -> tuple[Culprit, ...]:
+    """Returns the buffers in device memory at a report's peak as culprits, the ones with the most bytes first. Buffers
+    that are alike are one culprit."""
+    groups: dict[tuple[object, ...], list[Buffer]] = {}
+    for buffer in report.buffers:
+        if buffer.at_peak and buffer.memory == "device":
+            path = re.sub(r"\d+", "", buffer.module)
+            key = (buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.checkpoint_name, path)
+            groups.setdefault(key, []).append(buffer)
+    culprits = []
+    for group in groups.values():
+        first = next((buffer for buffer in group if buffer.source), group[0])
+        array = ArrayType(first.dtype, first.shape)
+        seen = identify(ListedBuffer(first.bytes, array, first.op_name), "")
+        identity = _BY_CATEGORY.get(first.category, seen or "tensor")
+        if first.category == "residuals" and seen in _NAMED_RESIDUALS:
+            identity = seen
+        layers = {
+            int(match[1]) for buffer in group for word in buffer.module.split("/") if (match := _LAYER.match(word))
+        }
+        culprits.append(
+            Culprit(
+                count=len(group),
+                bytes=sum(buffer.bytes for buffer in group),
+                shape=str(array) if first.dtype else first.name,
+                phase=first.phase,
+                component=first.component,
+                layers=tuple(sorted(layers)),
+                operation=first.checkpoint_name or _scope(first.op_name).operation.split("[")[0][:80],
+                op_name=first.op_name,
+                source=first.source,
+                identity=identity,
+                what=IDENTITIES[identity].format(leading=first.shape[0] if first.shape else 0),
+                category=first.category,
+            )
+        )
+    return tuple(sorted(culprits, key=lambda culprit: -(culprit.bytes or 0)))
+
+
 def _scope(op_name: str) -> scopes.Scope:
-    # Before 2023, jax wrote the parameters of the operation behind it: dot_general[precision=None].
+    # Before 2023, jax wrote the parameters of an operation after its name: dot_general[precision=None].
     head, bracket, _ = op_name.partition("[")
     return scopes.parse(
         scopes.first_of_merged(op_name if bracket and op_name[len(head) + 1 : len(head) + 2] == "'" else head)
@@ -127,8 +200,11 @@ def _scope(op_name: str) -> scopes.Scope:
 
 
 def identify(buffer: ListedBuffer, form: str) -> str:
-    """Returns what a buffer usually is, as a key of `IDENTITIES`, from its name, shape and dtype; "" if its name and
-    shape are unknown. `form`: the form of the message that lists it."""
+    """Guesses the kind of tensor in a listed buffer from its name, shape and dtype. Returns a key of `IDENTITIES`, such
+    as "logits"; "" if the message contains neither name nor shape.
+
+    form: the form of the message that lists the buffer, such as "gpu_request" (`message_forms.FORMS`).
+    """
     by_form = {
         "donation": "donated",
         "constants": "constant",
