@@ -56,6 +56,7 @@ def report_schema() -> dict[str, Any]:
 class RemedyWords(TypedDict):
     words: str
     uses: list[str]
+    flags: str
     bytes: int | None
 
 

@@ -44,6 +44,12 @@ def named(width=8):
 def program(width=8):
     return lambda weights, x: weights - jax.grad(loss)(weights, x), arguments(width), {"donate_argnums": 0}
 """
+BUDGET = """
+[tool.bytescope.budgets.mine]
+program = "my.py:program"
+target = "cpu"
+limit = "1GiB"
+"""
 # Command lines that need no package of the trainer, in the order in which they run. They may read the files of
 # `folder`, and the files that earlier ones write.
 WORKING = [
@@ -66,6 +72,7 @@ WORKING = [
     "pipeline --stages=2 --micro-batches=2 --json=-",
     "targets",
     "list targets --json=-",
+    "check --json=-",
     "completion bash",
     "completion zsh",
     "completion fish",
@@ -172,6 +179,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("light")
     (folder / "my.py").write_text(PROGRAM)
     (folder / "flaxy.py").write_text("import flax\n")
+    (folder / "pyproject.toml").write_text(BUDGET)
     (folder / "job.log").write_text("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123456789 bytes.\n")
     shapes = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32)
     gradient = jax.grad(lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum())
