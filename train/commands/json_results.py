@@ -56,8 +56,8 @@ def report_schema() -> dict[str, Any]:
 class RemedyWords(TypedDict):
     words: str
     uses: list[str]
-    flags: str
     bytes: int | None
+    flags: str
 
 
 class ExplanationKeys(TypedDict):
