@@ -69,6 +69,7 @@ WORKING = [
     "pipeline --stages=2 --micro-batches=2 --json=-",
     "targets",
     "list targets --json=-",
+    "check --json=-",
     "completion bash",
     "completion zsh",
     "completion fish",
