@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory.adapters.trainers import find_adapter
 from bytescope.memory.commands import budgets, check_command, github
 from bytescope.memory.commands.budgets import Budget, BudgetResult
 from bytescope.memory.compare import worker_pool
@@ -192,6 +193,19 @@ def test_a_config_without_the_trainer_names_the_extra(monkeypatch):
     monkeypatch.setattr(check_command, "CONFIG_FACTORY", "bytescope_no_such_module.factory:FACTORY")
     with pytest.raises(ReportError, match=r"pip install 'bytescope\[train\]'"):
         check_command._factory(Budget("a", "", "tiny", "cpu"))
+
+
+@pytest.mark.quick
+def test_a_program_of_another_trainer_is_made_by_its_adapter(monkeypatch):
+    budget = Budget("a", "maxtext:llama2-7b", "", "h100:8", keys={"scan_layers": True, "steps": 3})
+    adapter = check_command._factory(budget)
+    assert adapter is find_adapter("maxtext:llama2-7b")
+    monkeypatch.setattr(type(adapter), "check", lambda self, overrides: None)  # it needs MaxText
+    assert check_command._overrides(budget, adapter) == {
+        "config": "maxtext:llama2-7b",
+        "scan_layers": "true",
+        "steps": "3",
+    }
 
 
 @pytest.mark.quick
