@@ -16,6 +16,8 @@ from bytescope.memory.units import human
 
 # Maximum number of buffers, names, variants or rows in a list of an answer.
 MAX_LISTED = 12
+# Smaller buffers are not listed: share of the peak, 0 to 1.
+MIN_SHARE = 0.01
 REPORT_KEYS = (
     "program",
     "verdict",
@@ -70,11 +72,12 @@ def report_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
     """
     result = envelope["result"]
     report = ReportRecord.from_json(result)
+    rows = largest_table(report, MAX_LISTED).rows
     estimated = []
     for where, words in ESTIMATED.items():
-        rows = [row for row in report.runtime_overheads if row.where == where and row.bytes]
-        if rows:
-            estimated.append(f"{words}: {', '.join(f'{row.name} {human(row.bytes)}' for row in rows)}.")
+        items = [row for row in report.runtime_overheads if row.where == where and row.bytes]
+        if items:
+            estimated.append(f"{words}: {', '.join(f'{row.name} {human(row.bytes)}' for row in items)}.")
     derived = [] if report.method == "heap_trace" else [f"Live ranges: {METHODS.get(report.method, report.method)}."]
     return {
         **_head(envelope),
@@ -82,7 +85,7 @@ def report_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
         "breakdown": _largest(report.breakdown),
         "residuals_by_name": dict([*_largest(report.residuals_by_name).items()][:MAX_LISTED]),
         "findings": [_filled(finding) for finding in result["findings"]],
-        "largest_buffers": [_pick(row, BUFFER_KEYS) for row in largest_table(report, MAX_LISTED).rows],
+        "largest_buffers": [_pick(row, BUFFER_KEYS) for row in rows if row["bytes"] >= MIN_SHARE * report.peak_bytes],
         "notes": pool_notes(report),
         "prediction": _pick(report.prediction, PREDICTION_KEYS),
         "caveats": [*envelope["caveats"], *estimated, *derived],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices.compiler import Compilation
@@ -13,6 +13,7 @@ from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
 from bytescope.memory.program.compilation import compiled_for, trace_step, with_arrays
+from bytescope.memory.records.report_record import Finding, ReportRecord
 
 if TYPE_CHECKING:
     from bytescope.memory.program.user_program import UserProgram
@@ -40,6 +41,8 @@ class PreparedProgram:
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         choices: settings that the program chose for its devices, with reasons, one setting per line.
+        notes: sentences about the program for its report, such as what an adapter replaced in it.
+        findings: returns the findings of the program's report, with remedies in the trainer's keys.
         measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
@@ -58,6 +61,8 @@ class PreparedProgram:
     batch: str = ""
     policy: str = ""
     choices: str = ""
+    notes: Sequence[str] = ()
+    findings: Callable[[ReportRecord], Sequence[Finding]] = lambda report: report.findings
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
 
 

@@ -57,6 +57,7 @@ class RemedyWords(TypedDict):
     words: str
     uses: list[str]
     bytes: int | None
+    flags: str
 
 
 class ExplanationKeys(TypedDict):

@@ -81,6 +81,12 @@ COMMANDS: Mapping[str, Subcommand] = {
             "--hlo=step.after_optimizations.hlo.pb --json=a.json",
         ),
     ),
+    "init-program": Subcommand(
+        "memory.commands.init_command",
+        "measure",
+        "write a program for report from a training script, without data",
+        reads="reads a script",
+    ),
     "explain": Subcommand(
         "train.commands.explain_config",
         "measure",

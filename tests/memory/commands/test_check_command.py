@@ -160,7 +160,13 @@ def test_a_baseline_is_small_and_keeps_the_entries_of_other_budgets(tmp_path):
         ("category", "residuals", 3 * MIB),
     ], "buffers are not in a baseline, so they are not new either"
     assert list(json.loads(budgets.baseline_text(file, [], ["mlp"]))["budgets"]) == ["mlp"], "removed budgets go"
-    for text, message in (("{", "is not JSON"), ("{}", "another layout"), ("[]", "another layout")):
+    report = json.dumps({"schema": 2, "command": "report", "result": {}})
+    for text, message in (
+        ("{", "is not JSON"),
+        ("{}", "another layout"),
+        ("[]", "another layout"),
+        (report, r"b.json: the JSON is the result of bytescope report: give a file that bytescope check"),
+    ):
         file.write_text(text)
         with pytest.raises(ReportError, match=message):
             budgets.read_reports(file)

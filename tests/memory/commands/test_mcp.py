@@ -47,6 +47,7 @@ CALLS = {
     "wrong target": ("report", {"program": "my.py:program", "target": "h101:8"}),
     "crash": ("report", {"program": "exits.py:program", "target": "cpu"}),
     "file as flag": ("explain", {"log": "--json=written.json"}),
+    "key as flag": ("report", {"config": "maxtext:x", "target": "cpu", "overrides": {"--json": "written.json"}}),
     "config": ("fit", {"config": "tiny", "target": "cpu", "max_compiles": 1}),
 }
 
@@ -147,6 +148,7 @@ def test_mistakes_are_one_line_with_the_remedy(served, folder):
     crash = error(served, "crash")
     assert "ended with exit code 7: the compiler crashed" in crash and "bytescope report --target=cpu" in crash
     assert "cannot read ./--json=written.json" in error(served, "file as flag")
+    assert "--json is not a key" in error(served, "key as flag")
     assert not (folder / "written.json").exists()
 
 
