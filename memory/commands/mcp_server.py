@@ -23,6 +23,7 @@ from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
+from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import mcp_answers
 from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import in_one_line
@@ -32,7 +33,7 @@ PROGRESS_SECONDS = 2.0
 INSTRUCTIONS = """\
 Reports what fills device memory in a compiled JAX program, without the device. Start with explain for an error message
 and with report for a program. Change one thing, call report again and compare the bytes. Sizes are bytes on one device
-(GiB = 2**30). Every answer has caveats: repeat those that matter. `bytescope mcp --skill` prints the whole procedure."""
+(GiB = 2**30). Every answer has caveats: repeat those that matter. bytescope mcp --skill prints the whole procedure."""
 
 Target = Annotated[
     str,
@@ -54,7 +55,8 @@ Hlo = Annotated[
     Field(description="an XLA dump: a file *after_optimizations.hlo.pb, or its folder (XLA_FLAGS=--xla_dump_to=DIR)"),
 ]
 Config = Annotated[
-    str | None, Field(description="a config of bytescope train, such as llama_8b; bytescope list configs")
+    str | None,
+    Field(description="a config of bytescope train, such as llama_8b (bytescope list configs), or maxtext:llama2-7b"),
 ]
 Scalar = str | int | float | bool
 Overrides = Annotated[
@@ -77,7 +79,7 @@ async def report(
     exceeds), predicted and limit bytes, breakdown of the peak, findings with remedies, largest buffers with source
     lines. Takes seconds to minutes."""
     flags = make_flags(target=target, program=program, hlo=hlo, config=config, try_remedies=try_remedies)
-    return mcp_answers.report_answer(await run_command(ctx, "report", [*flags, *config_flags(overrides)]))
+    return mcp_answers.report_answer(await run_command(ctx, "report", [*flags, *config_flags(config, overrides)]))
 
 
 async def explain(
@@ -99,7 +101,7 @@ async def explain(
         raise ToolError("give either text, the message itself, or log, the path of a file")
     flags = make_flags(target=target, program=program, hlo=hlo, config=config)
     name = "-" if log is None else os.path.join(".", log)  # a name that begins with - is no flag
-    result = await run_command(ctx, "explain", [name, *flags, *config_flags(overrides)], text or "")
+    result = await run_command(ctx, "explain", [name, *flags, *config_flags(config, overrides)], text or "")
     return mcp_answers.explain_answer(result)
 
 
@@ -125,7 +127,7 @@ async def compare(
     FLOPs (0 to 1), predicted seconds, whether each fits, and the best. Takes seconds per row."""
     flags = make_flags(target=target, program=program, config=config, remat=remat, what_if=what_if)
     flags += [f"--grid={key}={','.join(map(as_text, values))}" for key, values in (grid or {}).items()]
-    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*flags, *config_flags(overrides)]))
+    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*flags, *config_flags(config, overrides)]))
 
 
 async def fit(
@@ -158,7 +160,7 @@ async def fit(
         max_compiles=max_compiles,
         max_seconds=max_seconds,
     )
-    return mcp_answers.fit_answer(await run_command(ctx, "fit", [*flags, *config_flags(overrides)]))
+    return mcp_answers.fit_answer(await run_command(ctx, "fit", [*flags, *config_flags(config, overrides)]))
 
 
 def make_server() -> MCPServer:
@@ -184,14 +186,22 @@ def make_flags(**values: str | float | Sequence[str] | None) -> list[str]:
     return flags
 
 
-def config_flags(overrides: Mapping[str, Scalar] | None) -> list[str]:
-    """Returns the flags --config.KEY=VALUE that set config keys."""
-    return [f"--config.{key}={as_text(value)}" for key, value in (overrides or {}).items()]
+def config_flags(config: str | None, overrides: Mapping[str, Scalar] | None) -> list[str]:
+    """Returns the arguments that set keys of a config, --config.KEY=VALUE, or of another trainer's program, KEY=VALUE.
+
+    Raises ToolError if a key of another trainer's program would be a flag.
+    """
+    if flags := [key for key in overrides or {} if key.startswith("-")]:
+        raise ToolError(f"{flags[0]} is not a key: leave the dashes out")
+    prefix = "" if is_adapted(config) else "--config."
+    return [f"{prefix}{key}={as_text(value)}" for key, value in (overrides or {}).items()]
 
 
 async def run_command(ctx: Context, command: str, flags: Sequence[str], stdin: str = "") -> dict[str, Any]:
-    """Runs a command of bytescope with --json=- and returns its result. The client is notified of the progress: the
-    seconds since the start. The command ends with the call if the client cancels the call.
+    """Runs a command of bytescope with --json=- and returns its JSON, the result in its envelope.
+
+    The client is notified of the progress: the seconds since the start. If the client cancels the call, the command is
+    ended.
 
     stdin: the standard input of the command.
 
