@@ -40,6 +40,8 @@ class PreparedProgram:
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         choices: settings that the program chose for its devices, with reasons, one setting per line.
+        trace: traces the program and returns it, as `compiled_for` takes it without arguments. None if only the
+            compiled program exists.
         measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
@@ -58,6 +60,7 @@ class PreparedProgram:
     batch: str = ""
     policy: str = ""
     choices: str = ""
+    trace: Callable[[], Any] | None = None
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
 
 
@@ -82,12 +85,17 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
 
     traced: list[Any] = []  # the step, traced at the first compile
 
-    def compile_program(flags: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
-        with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):  # the first trace
+    def trace_program() -> Any:
+        with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):
             if not traced:
                 traced.append(trace_step(program.program, program.args, own["kwargs"], target=chosen, options=options))
+            return traced[0]
+
+    def compile_program(flags: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
+        step = trace_program()
+        with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):
             compiler_options = {**(own["compiler_options"] or {}), **(flags or {})}
-            return compiled_for(traced[0], target=chosen, compiler_options=compiler_options)
+            return compiled_for(step, target=chosen, compiler_options=compiler_options)
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
         from bytescope.memory.compare.measured_steps import measure_program
@@ -102,6 +110,7 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
         roles=own["roles"] or (),
         names=own["names"] or (),
         tokens_per_update=tokens,
+        trace=trace_program,
         measure=measure,
     )
 

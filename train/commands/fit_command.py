@@ -1,4 +1,7 @@
-"""bytescope fit: finds the fastest configuration that fits a memory budget, by compiling candidates."""
+"""bytescope fit: finds the fastest configuration that fits a memory budget, by compiling candidates.
+
+This module searches the keys of a config; `memory.commands.fit_program` searches the remat policy of other programs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.commands import fit_program
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
     INTERRUPTED,
@@ -41,6 +45,7 @@ MAX_MEASURED = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope fit` to the parser."""
     add_subject(parser, "set a config key in all programs; the search does not change this key")
+    fit_program.add_program(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
@@ -84,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code: 0 if a configuration fits, 3 if none fits, 130 after Ctrl-C. After Ctrl-C, the best
     configuration so far is printed and written.
     """
+    if args.program:
+        return fit_program.run(args)
     require_config(args)
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
