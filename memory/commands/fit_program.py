@@ -6,9 +6,9 @@ policy for `jax.checkpoint`, with the bytes, seconds and recomputed FLOPs of the
 Keys of the JSON result (sizes are bytes on ONE device):
 
 - `best`: the row of `walk` that was chosen; null if nothing fits. It also has `policy` (the code of the policy, "" if
-  the program needs no change), `policy_name` (the name in `jax.checkpoint_policies`, "" for other policies), `kept` (the
-  values that every layer keeps: `label`, `name` (the checkpoint name, "" for none), `type`, `count` and `bytes` in all
-  layers, `where`), `code` (lines of code for the source) and `breakdown` (row -> bytes).
+  the program needs no change), `policy_name` (the name in `jax.checkpoint_policies`, "" for other policies), `code`
+  (lines of code for the source), `breakdown` (row -> bytes) and `kept`, the values that every layer keeps: `label`,
+  `name` (the checkpoint name, "" for none), `type`, `count` and `bytes` in all layers, `where`.
 - `walk`: the programs that were compiled, in order: `stage`, `what`, `allocated_bytes`, `host_bytes`,
   `predicted_seconds` with `predicted_seconds_low` and `predicted_seconds_high`, `recomputed_flops`,
   `recompute_flops_fraction` (recomputed FLOPs divided by all other FLOPs), `fits`, `verdict`. Figures are null if the
@@ -256,7 +256,7 @@ def _value_to_json(value: Value) -> dict[str, Any]:
     return {key: getattr(value, key) for key in ("label", "name", "type", "count", "bytes", "where")}
 
 
-# ---- the answer as code -----------------------------------------------------------------------------------------------
+# ---- the answer as code ----------------------------------------------------------------------------------------------
 
 
 def describe_plan(plan: Any) -> str:
@@ -306,7 +306,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
     return policy, lines
 
 
-# ---- the terminal and the files ---------------------------------------------------------------------------------------
+# ---- the terminal and the files --------------------------------------------------------------------------------------
 
 
 def show_head(name: str, target: Target, budget: int, layers: Sequence[Layer]) -> None:
@@ -323,9 +323,7 @@ def show_head(name: str, target: Target, budget: int, layers: Sequence[Layer]) -
             Items([name, f"on {target.name}", f"within {human(budget)} per device"], gap=1, title="fit"),
             *limit_line(target.to_json(), budget),
             *(Prose(text, "dim") for text in describe_layers(layers)),
-            Prose(
-                "each line: time, allocated on one device, predicted seconds, recomputed FLOPs, verdict, policy", "dim"
-            ),
+            Prose("each line: time, allocated on one device, predicted seconds, recomputed, verdict, policy", "dim"),
         )
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices.compiler import Compilation
@@ -42,6 +42,7 @@ class PreparedProgram:
         choices: settings that the program chose for its devices, with reasons, one setting per line.
         trace: traces the program and returns it, as `compiled_for` takes it without arguments. None if only the
             compiled program exists.
+        notes: sentences about the program for its report, such as what an adapter replaced in it.
         measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
@@ -61,6 +62,7 @@ class PreparedProgram:
     policy: str = ""
     choices: str = ""
     trace: Callable[[], Any] | None = None
+    notes: Sequence[str] = ()
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
 
 
