@@ -9,8 +9,9 @@ Keys of the JSON result (sizes are bytes on ONE device):
   the program needs no change), `policy_name` (the name in `jax.checkpoint_policies`, "" for other policies), `code`
   (lines of code for the source), `breakdown` (row -> bytes) and `kept`, the values that every layer keeps: `label`,
   `name` (the checkpoint name, "" for none), `type`, `count` and `bytes` in all layers, `where`.
-- `walk`: the programs that were compiled, in order: `stage`, `what`, `allocated_bytes`, `host_bytes`,
-  `predicted_seconds` with `predicted_seconds_low` and `predicted_seconds_high`, `recomputed_flops`,
+- `walk`: the programs that were compiled, in order: `stage`, `what`, `keys` (the trainer's keys that the search set, {}
+  for --program), `allocated_bytes`, `host_bytes`, `predicted_seconds` with `predicted_seconds_low` and
+  `predicted_seconds_high`, `predicted_tokens_per_s` (null if the tokens are unknown), `recomputed_flops`,
   `recompute_flops_fraction` (recomputed FLOPs divided by all other FLOPs), `fits`, `verdict`. Figures are null if the
   program could not be compiled.
 - `certificate`: if nothing fits, the row of `walk` with the fewest bytes, with `missing_bytes` and `breakdown`; null if
@@ -41,12 +42,15 @@ if TYPE_CHECKING:
     from bytescope.memory.remat.recognition import Value
     from bytescope.memory.report.remat_planning import Built
     from bytescope.memory.report.step_planning import StepCompiler
+    from bytescope.memory.view.progress_bar import ProgressBar
 
 AS_WRITTEN = "as written"
 # Stage of the search -> what the search tries in it.
 STAGES = {
     "baseline": "the program without a change",
+    "micro": "batches with everything recomputed",
     "remat": "the least recomputation that fits",
+    "neighbour": "the best program with its layers unrolled",
 }
 # Flags of `bytescope fit` that search configs, and so cannot be used with a user's program.
 CONFIG_FLAGS = ("batch_tokens", "levers", "lora", "measure", "max_compiles", "max_seconds", "jobs", "no_cache")
@@ -116,6 +120,7 @@ class ProgramSearch:
         self._best: dict[str, Any] | None = None
         self._breakdowns: dict[str, Mapping[str, int]] = {}
         self._rates = ""
+        self._bar: ProgressBar | None = None
         self._began = time.monotonic()
 
     def run(self, make: Callable[[], PreparedProgram]) -> None:
@@ -134,13 +139,7 @@ class ProgramSearch:
             return program.trace() if program.trace else None
 
         with progress(None) as bar:
-
-            def add(what: str, built: Built | str, stage: str = "remat") -> None:
-                self._add(what, built, stage)
-                bar.show(len(self.walk), None)
-                with bar.aside():
-                    show_row(self.walk[-1], time.monotonic() - self._began)
-
+            self._bar = bar
             bar([AS_WRITTEN], 0)
             report, compilation = make_report(make())
             written = Built(None, Report.of(report), _count(compilation))
@@ -151,19 +150,19 @@ class ProgramSearch:
                 self.budget = compiler.budget(self._asked)
                 with bar.aside():
                     show_head(self._name, self._target, self.budget, compiler.layers)
-                add(AS_WRITTEN, written, "baseline")
-                self._search(compiler, add)
+                self.add(AS_WRITTEN, written, "baseline")
+                self._search(compiler)
             except KeyboardInterrupt:
                 self.stopped = "Ctrl-C"
 
-    def _search(self, compiler: StepCompiler, add: Callable[..., None]) -> None:
+    def _search(self, compiler: StepCompiler) -> None:
         from bytescope.memory.remat.remat_problem import CompiledPlan
         from bytescope.memory.report.remat_planning import policy_name
         from bytescope.memory.report.step_planning import plan_step
 
         def tell(tried: CompiledPlan) -> None:
             name = policy_name(tried.plan) or str(tried.plan)
-            add(describe_plan(tried.plan), compiler.built[name] if tried.ok else tried.compiled.status)
+            self.add(describe_plan(tried.plan), compiler.built[name] if tried.ok else tried.compiled.status)
 
         found = plan_step(compiler, self._asked, tell)
         if found.plan is None:
@@ -184,29 +183,43 @@ class ProgramSearch:
             "code": code,
         }
 
-    def _add(self, what: str, built: Built | str, stage: str) -> None:
+    def add(self, what: str, built: Built | str, stage: str = "remat", keys: Mapping[str, str] = {}) -> dict[str, Any]:
+        """Adds a program to the rows of the search and prints its row. Returns the row.
+
+        Args:
+            what: the policy of the program in a few words.
+            built: the compiled program, or the error message if it could not be compiled.
+            stage: the stage of the search, a key of `STAGES`.
+            keys: the trainer's keys that the search set in the program.
+        """
+        row = {"stage": stage, "what": what, "keys": dict(keys), **dict.fromkeys(_FIGURES), "fits": False}
+        if isinstance(built, str):
+            row["verdict"] = built
+        else:
+            self._fill(row, built)
+        self.walk.append(row)
+        if self._bar is not None:
+            self._bar.show(len(self.walk), None)
+            with self._bar.aside():
+                show_row(row, time.monotonic() - self._began)
+        return row
+
+    def _fill(self, row: dict[str, Any], built: Built) -> None:
         from bytescope.memory.seconds.step_prediction import StepPrediction
 
-        row: dict[str, Any] = {"stage": stage, "what": what, "host_bytes": None, "fits": False}
-        figures = ("allocated_bytes", "predicted_seconds", "predicted_seconds_low", "predicted_seconds_high")
-        row |= dict.fromkeys((*figures, "recomputed_flops", "recompute_flops_fraction"))
-        if isinstance(built, str):
-            self.walk.append({**row, "verdict": built})
-            return
         report, counted = built.report, built.counted
         prediction = StepPrediction.stated(report)
         over = report.allocated_bytes - self.budget
         if prediction is not None:
             row["predicted_seconds"] = prediction.seconds
             row["predicted_seconds_low"], row["predicted_seconds_high"] = prediction.low, prediction.high
-            self._rates = prediction.rates
+            row["predicted_tokens_per_s"], self._rates = prediction.tokens_per_s, prediction.rates
         row["allocated_bytes"], row["host_bytes"] = report.allocated_bytes, report.host_bytes
         row["recomputed_flops"] = counted.recomputed
         row["recompute_flops_fraction"] = counted.recomputed / max(counted.total - counted.recomputed, 1)
         row["fits"] = over <= 0
         row["verdict"] = "fits" if over <= 0 else f"exceeds by {human(over)}"
-        self._breakdowns[what] = dict(report.breakdown)
-        self.walk.append(row)
+        self._breakdowns[row["what"]] = dict(report.breakdown)
 
     def result(self) -> dict[str, Any]:
         """Returns the result of the search as JSON values. The module docstring lists the keys."""
@@ -243,7 +256,19 @@ class ProgramSearch:
         }
 
 
-_UNFINISHED = {"policy": "", "policy_name": "", "kept": [], "code": []}
+# The figures of a row; None if the program could not be compiled.
+_FIGURES = (
+    "allocated_bytes",
+    "host_bytes",
+    "predicted_seconds",
+    "predicted_seconds_low",
+    "predicted_seconds_high",
+    "predicted_tokens_per_s",
+    "recomputed_flops",
+    "recompute_flops_fraction",
+)
+# The fields of `best` if the search was interrupted.
+_UNFINISHED: Mapping[str, Any] = {"policy": "", "policy_name": "", "kept": [], "code": []}
 
 
 def _count(compilation: Any) -> Any:
@@ -323,29 +348,30 @@ def show_head(name: str, target: Target, budget: int, layers: Sequence[Layer]) -
             Items([name, f"on {target.name}", f"within {human(budget)} per device"], gap=1, title="fit"),
             *limit_line(target.to_json(), budget),
             *(Prose(text, "dim") for text in describe_layers(layers)),
-            Prose("each line: time, allocated on one device, predicted seconds, recomputed, verdict, policy", "dim"),
+            Prose("each line: time, allocated on one device, predicted seconds, recomputed, verdict; policy", "dim"),
         )
     )
 
 
 def show_row(row: Mapping[str, Any], at: float) -> None:
     """Prints a compiled program in one line. `at`: seconds from the start of the search."""
+    from rich.console import Group
     from rich.text import Text
 
     from bytescope.memory.view.console import put, safe
-    from bytescope.memory.view.figures import percent, seconds
+    from bytescope.memory.view.figures import count, percent, seconds
     from bytescope.memory.view.text_layout import Prose
 
     if row["allocated_bytes"] is None:
-        line = Text.assemble(f"{at:6.1f} s  ", (safe(f"{row['what']}: {row['verdict']}"), "yellow"))
+        line = Text.assemble(f"{at:6.1f} s  ", (safe(row["verdict"]), "yellow"))
     else:
         line = Text.assemble(
             f"{at:6.1f} s  {human(row['allocated_bytes']):>11}  {seconds(row['predicted_seconds']):>8}  "
             f"{percent(row['recompute_flops_fraction']):>6}  ",
-            (f"{row['verdict']:<22}", "green" if row["fits"] else "red"),
-            f"  {safe(row['what'])}",
+            f"{count(row['predicted_tokens_per_s'])} tokens/s  " if row["predicted_tokens_per_s"] else "",
+            (row["verdict"], "green" if row["fits"] else "red"),
         )
-    put(Prose(line))
+    put(Group(Prose(line), Prose(safe(row["what"]), indent=10)))
 
 
 def show_and_write(args: argparse.Namespace, out: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ page of `bytescope fit` for configs.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,12 +32,12 @@ from bytescope.memory.view.elements import (
     versions,
     where,
 )
-from bytescope.memory.view.figures import percent, rounded, seconds
+from bytescope.memory.view.figures import count, percent, rounded, seconds
 from bytescope.memory.view.frame import page
 from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
-from bytescope.memory.view.text_layout import Prose, unwrapped
+from bytescope.memory.view.text_layout import CopyCommand, Prose, unwrapped
 
 NOTES = (
     "Every row is the program's own step, compiled for the target with another remat policy.",
@@ -93,15 +94,28 @@ def render_text(out: Mapping[str, Any]) -> RenderableType:
         Prose(Text.assemble(("fits: ", "bold green"), safe(answer(out)))),
         Prose(f"{figures_of_best(out)}; {effort}"),
         *kept,
+        *_run_with(out),
         *([Text("put into the source:", style="bold")] if best["code"] else []),
         *(unwrapped(Text(f"  {safe(line)}", style="bold green")) for line in best["code"]),
     )
 
 
+def _run_with(out: Mapping[str, Any]) -> list[RenderableType]:
+    if not out["best"].get("flags"):
+        return []
+    check = f"bytescope report {shlex.join((out['program'], out['target']['name']))} {out['best']['flags']}"
+    return [
+        Text("the trainer's keys:", style="bold"),
+        CopyCommand(out["best"]["flags"]),
+        Text("report on this program:", style="bold"),
+        CopyCommand(check),
+    ]
+
+
 def answer(out: Mapping[str, Any]) -> str:
     """Returns the chosen policy in a few words."""
     best = out["best"]
-    return best["what"] if best["code"] else f"{best['what']}: no change of the policy is needed"
+    return best["what"] if best["code"] or best["keys"] else f"{best['what']}: no change of the policy is needed"
 
 
 def figures_of_best(out: Mapping[str, Any]) -> str:
@@ -115,6 +129,8 @@ def figures_of_best(out: Mapping[str, Any]) -> str:
     if best["predicted_seconds"] is not None:
         ends = within(best["predicted_seconds_low"], best["predicted_seconds_high"])
         parts_of_text.append(f"predicted {rounded(best['predicted_seconds'])} s ({ends}) per call of the step")
+    if best["predicted_tokens_per_s"]:
+        parts_of_text.append(f"{count(best['predicted_tokens_per_s'])} tokens/s")
     return ", ".join(parts_of_text)
 
 
@@ -221,7 +237,7 @@ def _answer_card(out: Mapping[str, Any]) -> dict[str, Any] | None:
     return {
         "title": "The policy" if out["best"] else "Does not fit: the smallest program",
         "what": answer(out) if out["best"] else row["what"],
-        "command": "\n".join(row.get("code", ())),
+        "command": row.get("flags") or "\n".join(row.get("code", ())),
         "parts": parts(row["breakdown"], total, scale),
         "over": over,
         "limit": 100 * budget / scale if over else None,

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import fit_program
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
     INTERRUPTED,
     add_compiling,
+    add_settings,
     check,
     keep_old_flag,
     write,
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope fit` to the parser."""
     add_subject(parser, "set a config key in all programs; the search does not change this key")
     fit_program.add_program(parser)
+    add_settings(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
@@ -89,6 +92,10 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code: 0 if a configuration fits, 3 if none fits, 130 after Ctrl-C. After Ctrl-C, the best
     configuration so far is printed and written.
     """
+    if is_adapted(args.config):
+        from bytescope.memory.commands import fit_adapter
+
+        return fit_adapter.run(args)
     if args.program:
         return fit_program.run(args)
     require_config(args)
