@@ -297,6 +297,10 @@ def _keeps(labels: Sequence[str]) -> str:
     return f"keeps {', '.join(sorted(labels))}"
 
 
+# Names of functions in flax and equinox that run a layer under jax.checkpoint.
+_LIBRARY_NAMES = ("core_fn", "fun_checkpoint")
+
+
 def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[str]]:
     """Returns (the policy as code, the lines of code for the source of the program).
 
@@ -323,7 +327,10 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
         listed = ", ".join(f'"{one}"' for one in sorted(names))
         policy = f"jax.checkpoint_policies.save_only_these_names({listed})"
     lines.append(f"policy = {policy}")
-    block = layer.name if layer.name.isidentifier() else "block"
+    in_library = layer.name in _LIBRARY_NAMES or "/site-packages/" in layer.where or not layer.name.isidentifier()
+    block = "block" if in_library else layer.name
+    if layer.how == "checkpoint":
+        lines.append("# the checkpoint of the program: jax.checkpoint, nn.remat, nnx.remat or eqx.filter_checkpoint")
     cse = ", prevent_cse=False" if layer.how == "scan" else ""
     if layer.where:
         lines.append(f"# {relative_place(layer.where)}")

@@ -8,6 +8,7 @@ policy.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -79,7 +80,8 @@ class StepCompiler(PolicyCompiler):
 
     def _build(self, policy: Any) -> Built:
         try:
-            with remat_policy(self.layers, policy):
+            with remat_policy(self.layers, policy), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # jax warns at each compile of the step
                 report, compilation = self._compile()
         except ReportError as error:
             if not self.built:

@@ -66,10 +66,10 @@ def compiled(path, monkeypatch):
 @pytest.mark.parametrize(
     "name, flags, what",
     [
-        ("fit_plain", ("--budget=1220KiB",), "keeps "),
+        ("fit_plain", ("--budget=2900KiB",), "keeps "),
         *exhaustive(
-            ("fit_plain", ("--budget=60MiB",), "everything_saveable"),
-            ("fit_linen", ("--only-names", "--budget=1900KiB"), "keeps "),
+            ("fit_plain", ("--budget=60MiB",), "dots_saveable"),
+            ("fit_linen", ("--only-names", "--budget=2900KiB"), "keeps "),
             ("fit_equinox", ("--only-names", "--budget=2300KiB"), "keeps "),
         ),
     ],

@@ -39,7 +39,7 @@ def loss(blocks, x):
 
 def program():
     blocks = eqx.filter_eval_shape(lambda: [Block(key) for key in jax.random.split(jax.random.key(0), LAYERS)])
-    optimizer = optax.sgd(0.1, momentum=0.9)
+    optimizer = optax.sgd(0.1)
 
     @eqx.filter_jit(donate="all")
     def step(blocks, moments, x):
@@ -47,5 +47,4 @@ def program():
         updates, moments = optimizer.update(grads, moments)
         return eqx.apply_updates(blocks, updates), moments, value
 
-    moments = eqx.filter_eval_shape(lambda: optimizer.init(eqx.filter(blocks, eqx.is_array_like)))
-    return step, (blocks, moments, jax.ShapeDtypeStruct((8, 64, WIDTH), jnp.float32))
+    return step, (blocks, optimizer.init(blocks), jax.ShapeDtypeStruct((8, 64, WIDTH), jnp.float32))

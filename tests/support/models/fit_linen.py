@@ -25,7 +25,7 @@ class Model(nn.Module):
     @nn.compact
     def __call__(self, x):
         layer = nn.remat(Block, prevent_cse=False)
-        layers = nn.scan(layer, {"params": 0}, {"params": True}, in_axes=nn.broadcast, length=LAYERS)
+        layers = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
         x, _ = layers()(x, None)
         return jnp.square(nn.Dense(16)(x)).mean()
 

@@ -8,6 +8,7 @@ WIDTH, HIDDEN, LAYERS = 32, 64, 3
 
 
 def block(x, w):
+    """One layer, for jax.lax.scan."""
     q = x @ w["q"]
     k = x @ w["k"]
     v = x @ w["v"]
@@ -17,12 +18,11 @@ def block(x, w):
     gate = x @ w["gate"]
     up = x @ w["up"]
     mid = jax.nn.silu(gate) * up
-    return x + mid @ w["down"]
+    return x + mid @ w["down"], None
 
 
 def loss(params, x):
-    for w in params:
-        x = jax.checkpoint(block)(x, w)
+    x, _ = jax.lax.scan(jax.checkpoint(block), x, params)
     return jnp.square(x).mean()
 
 
@@ -34,15 +34,7 @@ def step(state, x):
 
 
 def program():
-    spec = jax.ShapeDtypeStruct
-    square, wide = spec((WIDTH, WIDTH), jnp.float32), spec((WIDTH, HIDDEN), jnp.float32)
-    layer = {
-        "q": square,
-        "k": square,
-        "v": square,
-        "gate": wide,
-        "up": wide,
-        "down": spec((HIDDEN, WIDTH), jnp.float32),
-    }
-    params = [layer] * LAYERS
+    spec, square, wide = jax.ShapeDtypeStruct, (LAYERS, WIDTH, WIDTH), (LAYERS, WIDTH, HIDDEN)
+    shapes = {"q": square, "k": square, "v": square, "gate": wide, "up": wide, "down": (LAYERS, HIDDEN, WIDTH)}
+    params = {name: spec(shape, jnp.float32) for name, shape in shapes.items()}
     return step, ((params, params), spec((8, 64, WIDTH), jnp.float32)), {"donate_argnums": 0}
