@@ -1,6 +1,7 @@
 """`bytescope fit --program`: the printed policy, put into the source of the program, gives the promised bytes."""
 
 import importlib
+import itertools
 import json
 import re
 import sys
@@ -34,7 +35,7 @@ def fit(folder, name, *flags):
 def edited(source, name, code):
     """The source with the policy of its checkpoint, and with the names that the code asks for."""
     lines = source.splitlines()
-    for comment, naming in zip(code, code[1:]):
+    for comment, naming in itertools.pairwise(code):
         if naming.startswith("x = checkpoint_name("):
             number = int(comment.rpartition(":")[2]) - 1
             value, _, _ = lines[number].strip().partition(" = ")

@@ -115,7 +115,7 @@ def test_the_loss_of_accumulated_micro_batches_with_an_auxiliary_result():
     weights, x = plain.arguments()
     xs = jax.ShapeDtypeStruct((4, *x.shape), x.dtype)
     trace = lambda: jax.jit(step).trace(weights, xs)  # noqa: E731
-    loss_in_step, layers = found(trace)
+    _, layers = found(trace)
     assert [layer.times for layer in layers] == [plain.LAYERS]
     with remat_policy(layers, jax.checkpoint_policies.everything_saveable):
         assert flops.count(trace().jaxpr).recomputed == 0
