@@ -14,6 +14,7 @@ What differs from MaxText's own ahead-of-time compile (`train_compile`):
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import io
@@ -33,9 +34,9 @@ from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.what_if import Variant
 from bytescope.memory.devices.chips import CHIPS, base_name
 from bytescope.memory.devices.xla_flags import LEVELS, flags_text, is_flag, parse_value
-from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.errors import ReportError, did_you_mean, message_of, one_line, remedy_for
 from bytescope.memory.program.compilation import compiled_for
-from bytescope.memory.program.user_program import one_line_errors
+from bytescope.memory.records.report_record import Finding, ReportRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,6 +79,17 @@ _NOT_LOWERED: Mapping[str, Mapping[str, str]] = {
         "cudnn_flash_te": _FLASH_TE,
         "cudnn_flash_jax": "cuDNN runs on NVIDIA's GPUs",
     },
+}
+# Kind of a finding -> its remedy in MaxText's keys.
+REMEDIES: Mapping[str, str] = {
+    "checkpoint_saves": f"choose a {POLICY} that saves less: bytescope compare with --remat=all shows each policy",
+    "full_logits": "num_vocab_tiling=8 computes the loss in parts, but gathers the output head once for each part",
+    "kernel_runs_again": f"{POLICY}=minimal does not keep these bytes, and recomputes the same",
+    "spare_memory": f"choose a {POLICY} that saves more: bytescope compare with --remat=all shows each policy",
+    "state_too_large": "shard the state over more devices (ici_fsdp_parallelism, dcn_fsdp_parallelism)",
+    "unrolled_layers": "scan_layers=true loops over the layers",
+    "whole_state": "shard the state over the hosts too: dcn_fsdp_parallelism=HOSTS dcn_data_parallelism=1",
+    "weight_copies": "param_scan_axis=0 stacks the weights by layer, as the loop over the layers reads them",
 }
 _IN_ITS_PLACE = {"cuda": "cudnn_flash_jax", "cpu": "dot_product"}
 
@@ -159,14 +171,13 @@ class MaxTextFactory(TrainerFactory):
         """Raises ReportError if MaxText is not installed, or if it does not know the model, a key or the remat
         policy. Other values are checked when a program is made."""
         model = _model_of(overrides)
-        with _quiet(), one_line_errors("MaxText cannot be imported"):
+        with _quiet(), _one_line_errors("MaxText cannot be imported"):
             types = _import_maxtext("configs.types")
             known = types.MaxTextConfig.model_fields
             models = types.ModelName.__args__
         if not model.endswith(".yml") and model not in models:
-            near = did_you_mean(model, models)
             raise ReportError(
-                f"MaxText has no model {model}: {near or 'it has'} {', '.join(models)}; or give a file, maxtext:my.yml"
+                f"MaxText has no model {model}: {remedy_for(model, models)}; or give a file, maxtext:my.yml"
             )
         for key in overrides:
             if key not in known and key != CONFIG and not is_flag(key):
@@ -174,8 +185,7 @@ class MaxTextFactory(TrainerFactory):
                 raise ReportError(f"MaxText has no key {key}: {near or 'its file configs/base.yml lists the keys'}")
         policy = overrides.get(POLICY, POLICIES[0])
         if policy not in (*POLICIES, *_OTHER_POLICIES):
-            near = did_you_mean(policy, POLICIES)
-            raise ReportError(f"MaxText has no {POLICY} {policy}: {near or 'give one of'} {', '.join(POLICIES)}")
+            raise ReportError(f"MaxText has no {POLICY}={policy}: {remedy_for(policy, POLICIES)}")
 
     def sources(self) -> Sequence[Path]:
         """Returns this file and the files of MaxText: its code and its configs."""
@@ -200,12 +210,14 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
 
     devices = target.devices()  # a missing compiler is reported before anything is traced
     config, notes = _config_of(name, keys, target)
-    with _quiet(), one_line_errors(f"{name} cannot be traced"):
-        mesh = _mesh(config, devices, target)
-        traced = _trace(config, mesh)
+    with _quiet():
+        with _one_line_errors(f"MaxText cannot arrange {target.n_devices} devices by the keys ici_* and dcn_*"):
+            mesh = _mesh(config, devices)
+        with _one_line_errors(f"{name} cannot be traced"):
+            traced = _trace(config, mesh)
 
     def compile_step(options: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
-        with _quiet(), one_line_errors(f"{name} cannot be compiled"), jax.set_mesh(mesh):
+        with _quiet(), _one_line_errors(f"{name} cannot be compiled"), jax.set_mesh(mesh):
             return compiled_for(traced, target=target, compiler_options=options)
 
     batch, length = config.global_batch_size_to_train_on, config.max_target_length
@@ -220,7 +232,25 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
         policy=keys.get(POLICY, config.remat_policy or "none"),
         trace=lambda: traced,
         notes=notes,
+        findings=lambda report: _findings(report, keys),
     )
+
+
+def _findings(report: ReportRecord, keys: Mapping[str, str]) -> list[Finding]:
+    """Returns the findings of a report with remedies in MaxText's keys, and a finding if the policy `none` recomputes.
+
+    MaxText 0.2.5 reads "none" as no value, and its layers then ask whether the value is not "none"
+    (configs/pyconfig.py:274, layers/nnx_decoders.py:2248).
+    """
+    findings = [
+        dataclasses.replace(finding, remedy=REMEDIES.get(finding.kind, finding.remedy)) for finding in report.findings
+    ]
+    flops = {phase: sum(work.get("flops", {}).values()) for phase, work in report.work.items()}
+    if keys.get(POLICY) == "none" and flops.get("recompute"):
+        share = flops["recompute"] / sum(flops.values())
+        message = f"{POLICY}=none saves nothing: MaxText recomputes all layers as for full, {share:.0%} of all FLOPs"
+        findings.insert(0, Finding("policy_none", 0, message, f"{POLICY}=minimal recomputes least"))
+    return findings
 
 
 def _config_of(name: str, keys: Mapping[str, str], target: Target) -> tuple[Any, tuple[str, ...]]:
@@ -246,11 +276,8 @@ def _config_of(name: str, keys: Mapping[str, str], target: Target) -> tuple[Any,
             model = str(Path(pyconfig.__file__).parent / "base.yml")
 
         def read(values: Mapping[str, str]) -> Any:
-            try:
+            with _one_line_errors(f"MaxText refuses the keys of {name}"):
                 return pyconfig.initialize(["", model, *(f"{key}={value}" for key, value in values.items())])
-            except (Exception, SystemExit) as error:
-                cause = error.__context__ if isinstance(error, SystemExit) else error
-                raise ReportError(f"MaxText refuses the keys of {name}: {_reason(cause, keys)}") from error
 
         config = read({**own, **given})
         reason = _NOT_LOWERED.get(target.platform, {}).get(config.attention, "")
@@ -259,18 +286,6 @@ def _config_of(name: str, keys: Mapping[str, str], target: Target) -> tuple[Any,
         kernel = _IN_ITS_PLACE[target.platform]
         note = f"attention={config.attention} is replaced by attention={kernel}: {reason}"
         return read({**own, **given, ATTENTION: kernel}), (note,)
-
-
-def _reason(error: BaseException | None, keys: Mapping[str, str]) -> str:
-    """Describes an error of MaxText's config in one line, with the values that caused it."""
-    if error is not None and hasattr(error, "errors"):  # a ValidationError of pydantic
-        parts = []
-        for item in error.errors():
-            key = ".".join(map(str, item["loc"]))
-            message = item["msg"].removeprefix("Value error, ")
-            parts.append(f"{key}={keys.get(key, item['input'])}: {message}" if key else message)
-        return " ".join("; ".join(parts).split())
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _trace(config: Any, mesh: Any) -> Any:
@@ -298,7 +313,7 @@ def _trace(config: Any, mesh: Any) -> Any:
         return jitted.trace(*arguments, **named)
 
 
-def _mesh(config: Any, devices: Sequence[Any], target: Target) -> Any:
+def _mesh(config: Any, devices: Sequence[Any]) -> Any:
     import jax
 
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")  # as MaxText's `train.initialize` sets them
@@ -379,6 +394,30 @@ def _import_maxtext(module: str) -> Any:
         return importlib.import_module(f"maxtext.{module}")
     except ModuleNotFoundError as error:
         raise ReportError(f"MaxText cannot be imported without {error.name}: pip install {error.name}") from error
+
+
+@contextlib.contextmanager
+def _one_line_errors(what: str) -> Iterator[None]:
+    """Context manager that turns an error of MaxText into a ReportError, a one-line message that begins with `what`."""
+    try:
+        yield
+    except (ReportError, KeyboardInterrupt):
+        raise
+    except (Exception, SystemExit) as error:
+        # MaxText's config exits after it has logged the error.
+        cause = error.__context__ if isinstance(error, SystemExit) and error.__context__ else error
+        raise ReportError(f"{what}: {_reason(cause)}") from error
+
+
+def _reason(error: BaseException) -> str:
+    if hasattr(error, "errors"):  # a ValidationError of pydantic
+        reasons = {}
+        for item in error.errors():  # one for each type that a key may have
+            key = str(next(iter(item["loc"]), ""))
+            reasons.setdefault(key, f"{key}={item['input']}: {item['msg']}" if key else item["msg"])
+        return one_line("; ".join(reasons.values()), 300)
+    kind = "" if isinstance(error, ValueError | AssertionError) else f"{type(error).__name__}: "
+    return one_line(f"{kind}{message_of(error)}", 300)
 
 
 @contextlib.contextmanager

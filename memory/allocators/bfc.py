@@ -2,12 +2,13 @@
 
 Sources are in openxla/xla, xla/tsl/framework/bfc_allocator.cc and .h, unless another file is named. XLA sorts free
 chunks into bins by size and searches the bins from the smallest one that may fit. Inside a bin, chunks are sorted by
-size, then address. The chunk that this search finds is the smallest free chunk that is large enough, the lowest address
-first, so the model searches one sorted list and uses bins only for statistics.
+size, then address. This search finds the smallest free chunk that is large enough, and among equal sizes the one
+with the lowest address, so the model searches one sorted list and uses bins only for statistics.
 
-A partitioned pool (enable_spatial_partitioning) serves collective memory, such as buffers that NCCL registers, from its
-other end. The two ends grow towards each other. A request first takes a free chunk at its own end, then a part of the
-gap between the two ends. jaxlib 0.12 partitions a preallocated pool by default; 0.10 does not.
+A partitioned pool (enable_spatial_partitioning) has two ends: collective memory, such as buffers that NCCL registers,
+is taken from the upper end, all other memory from the lower end. The free memory between the two ends is the gap. A
+request takes a free chunk of its end, or else a part of the gap. jaxlib 0.12 partitions a preallocated pool by default;
+jaxlib 0.10 does not.
 
 Not modelled: alignments above 256 bytes, which only collective memory has, and chunks with a timestamp, which jax does
 not use.
@@ -20,19 +21,20 @@ import dataclasses
 
 from bytescope.memory.units import MIB
 
-# kMinAllocationSize: each request is rounded up to a multiple (RoundedBytes).
+# kMinAllocationSize: each request is rounded up to a multiple of 256 bytes (RoundedBytes).
 UNIT_BYTES = 256
-# kNumBins: bin n has chunks of at least 256 x 2**n bytes, and the last bin all larger chunks.
+# kNumBins: bin n has the chunks of 256 x 2**n to 256 x 2**(n+1) bytes. The last bin has no maximum.
 BINS = 21
-# The first region of a growing pool (constructor: allow_growth). TensorFlow took 1 MiB until 2021.
+# Size of the first region of a growing pool (constructor: allow_growth). TensorFlow used 1 MiB until 2021.
 FIRST_REGION_BYTES = 2 * MIB
-# max_internal_fragmentation_bytes_: a larger rest of a chunk is always split off.
+# max_internal_fragmentation_bytes_: if a request leaves at least these bytes of a chunk unused, the chunk is split.
 MAX_REST_BYTES = 128 * MIB
-# Address of the first region, and the distance between regions, which are separate allocations of CUDA.
-_BASE, _GAP = 1 << 40, 1 << 30
-# ChunkTag: the end of a partitioned pool to which a chunk belongs. A pool without partitions has only lower chunks.
+# Address of the first region, and the distance between regions. Each region is a separate allocation of CUDA.
+_BASE, _REGION_DISTANCE = 1 << 40, 1 << 30
+# ChunkTag: a chunk belongs to the lower or the upper end of a partitioned pool, or to the free memory (gap) between the
+# two ends. A pool that is not partitioned has only lower chunks.
 LOWER, UPPER, GAP = "lower", "upper", "gap"
-# kBackpedalFactor: if CUDA refuses a region, XLA asks for nine tenths, and again.
+# kBackpedalFactor: if CUDA refuses a region, XLA requests nine tenths of its size, and repeats this.
 _BACKPEDAL = 0.9
 
 
@@ -42,7 +44,7 @@ def rounded(size: int) -> int:
 
 
 def bin_of(size: int) -> int:
-    """Returns the number of the bin (0 to 20) that has the free chunks of `size` bytes (BinNumForSize)."""
+    """Returns the number of the bin (0 to 20) in which XLA lists free chunks of `size` bytes (BinNumForSize)."""
     return min(max(size // UNIT_BYTES, 1).bit_length() - 1, BINS - 1)
 
 
@@ -54,23 +56,26 @@ class Chunk:
         start: address of the first byte.
         size: size in bytes, a multiple of 256.
         requested: bytes that the client requested; 0 if the chunk is free.
-        owner: the end of the pool to which the chunk belongs: `LOWER`, `UPPER`, or `GAP` for the gap between them.
+        end: the end of a partitioned pool to which the chunk belongs (`LOWER` or `UPPER`), or `GAP` for the free memory
+            between the two ends.
     """
 
     start: int
     size: int
     requested: int = 0
-    owner: str = LOWER
+    end: str = LOWER
 
 
 @dataclasses.dataclass(frozen=True)
 class BinStatistics:
-    """The chunks of one bin (get_bin_debug_info).
+    """Number and bytes of the chunks in one bin (a range of chunk sizes) of the BFC allocator (get_bin_debug_info).
 
     Fields:
-        chunks, chunks_in_use: number of chunks, and of chunks in use.
-        bytes, bytes_in_use: size of these chunks in bytes.
-        requested_bytes: bytes that clients requested of the chunks in use.
+        chunks: number of all chunks.
+        chunks_in_use: number of chunks that hold an allocation.
+        bytes: size of all chunks.
+        bytes_in_use: size of the chunks that hold an allocation.
+        requested_bytes: bytes that clients requested for these allocations, without rounding.
     """
 
     chunks: int = 0
@@ -93,11 +98,15 @@ class BfcPool:
             (`garbage_collection`, False in jax).
         joins_regions: whether new memory extends the last region instead of being a region of its own
             (`SupportsCoalescing`, False in jax).
-        is_partitioned: whether the pool has two ends (`enable_spatial_partitioning`). Needs a pool that does not grow.
+        is_partitioned: whether `allocate` can take memory from two ends of the pool: from the lower end, or from the
+            upper end for collectives (`enable_spatial_partitioning`). Only for a pool that does not grow.
 
-    Attributes are the statistics of XLA's allocator, in bytes: `in_use` and `peak_in_use`, `reserved` and
-    `peak_reserved` (regions), `largest_request` (largest chunk that was handed out), `allocations` (count of
-    successful requests) and `next_region_bytes` (size of the next region).
+    Attributes are statistics as in XLA's allocator. Sizes are bytes:
+        in_use, peak_in_use: current and maximum size of the chunks that hold an allocation.
+        reserved, peak_reserved: current and maximum size of all regions.
+        largest_request: size of the largest chunk that `allocate` returned.
+        allocations: number of successful requests.
+        next_region_bytes: size of the next region.
     """
 
     def __init__(
@@ -113,13 +122,13 @@ class BfcPool:
     ) -> None:
         self.limit = limit
         self._device_bytes = device_bytes
-        self._frees_regions, self._gap = frees_regions, 0 if joins_regions else _GAP
+        self._frees_regions, self._distance = frees_regions, 0 if joins_regions else _REGION_DISTANCE
         self.next_region_bytes = rounded(min(limit, first_region_bytes) if grows else limit)
-        self.regions: list[tuple[int, int]] = []  # (start, size) by address
+        self.regions: list[tuple[int, int]] = []  # (start, size), sorted by address
         self._starts: dict[int, Chunk] = {}
         self._ends: dict[int, Chunk] = {}
-        self._new_owner = GAP if is_partitioned else LOWER
-        # Owner -> (size, start) of free chunks, sorted. There is at most one gap.
+        self._end_of_regions = GAP if is_partitioned else LOWER
+        # End -> (size, start) of its free chunks, sorted. There is at most one gap.
         self._free: dict[str, list[tuple[int, int]]] = {LOWER: [], UPPER: [], GAP: []}
         self.in_use = self.peak_in_use = self.reserved = self.peak_reserved = 0
         self.largest_request = self.allocations = 0
@@ -128,7 +137,7 @@ class BfcPool:
         """Allocates `size` bytes. Returns the address; None if no free chunk is large enough and the pool cannot grow,
         or if the size is 0 (AllocateRawInternal).
 
-        end: the end of a partitioned pool, `LOWER` or `UPPER`, from which the bytes are taken.
+        end: the end of a partitioned pool from which the bytes are taken, `LOWER` or `UPPER`.
         """
         if size <= 0:
             return None
@@ -142,13 +151,13 @@ class BfcPool:
             return None
         self._remove(chunk)
         taken, rest = Chunk(chunk.start, chunk.size, size, end), chunk.size - needed
-        # A gap is split exactly, so that the chunks of one end do not depend on the other end (ShouldSplitChunk).
-        if rest and (chunk.owner == GAP or chunk.size >= 2 * needed or rest >= MAX_REST_BYTES):
+        # The gap is always split at the requested size, so that one end never uses more of it (ShouldSplitChunk).
+        if rest and (chunk.end == GAP or chunk.size >= 2 * needed or rest >= MAX_REST_BYTES):
             taken.size = needed
             if end == UPPER:
                 taken.start += rest
             self._add(taken)
-            self._add_free(Chunk(chunk.start if end == UPPER else chunk.start + needed, rest, 0, chunk.owner))
+            self._add_free(Chunk(chunk.start if end == UPPER else chunk.start + needed, rest, 0, chunk.end))
         else:
             self._add(taken)
         self.allocations += 1
@@ -158,48 +167,48 @@ class BfcPool:
         return taken.start
 
     def free(self, address: int) -> None:
-        """Frees the allocation at an address, and merges its chunk with the free chunks before and after it
+        """Frees the allocation at an address, and merges its chunk with the free chunks directly before and after it
         (TryToCoalesce)."""
         chunk = self._starts[address]
         self.in_use -= chunk.size
         self._remove(chunk)
-        owner = chunk.owner
-        if self._new_owner == GAP:  # the outermost chunk of an end returns to the gap (ReturnBoundaryChunkToGap)
-            at = chunk.start + chunk.size if owner == LOWER else chunk.start
-            beyond = self._starts.get(at) if owner == LOWER else self._ends.get(at)
-            owner = owner if beyond and beyond.owner == owner else GAP
-        self._add_free(Chunk(chunk.start, chunk.size, 0, owner))
+        end = chunk.end
+        if self._end_of_regions == GAP:  # the chunk of an end that borders the gap joins it (ReturnBoundaryChunkToGap)
+            at = chunk.start + chunk.size if end == LOWER else chunk.start
+            beyond = self._starts.get(at) if end == LOWER else self._ends.get(at)
+            end = end if beyond and beyond.end == end else GAP
+        self._add_free(Chunk(chunk.start, chunk.size, 0, end))
 
     @property
     def chunks(self) -> list[Chunk]:
-        """All chunks, by address."""
+        """All chunks of the pool, sorted by address."""
         return [self._starts[start] for start in sorted(self._starts)]
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that the pool could still hand out if they were contiguous: free chunks, and memory that it may still
-        take from CUDA."""
+        """Bytes of free chunks plus the bytes that the pool may still take from CUDA. A single request of this size can
+        fail, because the bytes may not be contiguous."""
         return self._growth_bytes() + self.reserved - self.in_use
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest request from the lower end that would succeed. If `device_bytes` limits the growth, a
-        tenth less may be the largest, because XLA tries regions in steps of nine tenths."""
+        """Bytes of the largest request at the lower end that would succeed. If `device_bytes` limits the growth, the
+        largest possible request may be a tenth smaller, because XLA shrinks a refused region in steps of a tenth."""
         return max(self._largest_chunk(LOWER, GAP), self._growth_bytes())
 
     @property
     def fragmentation(self) -> float:
-        """The part (0 to 1) of the free bytes in regions that is outside of the largest free chunk (GetFragmentation).
-        0 if nothing is free."""
+        """Fraction (0 to 1) of the free bytes in regions that is not in the largest free chunk (GetFragmentation). 0 if
+        no bytes are free."""
         free = self.reserved - self.in_use
         return (free - self._largest_chunk(LOWER, UPPER, GAP)) / free if free else 0.0
 
     def bins(self) -> list[BinStatistics]:
-        """Returns the statistics of each bin, which XLA prints when a request fails (DumpMemoryLog). The gap is in
-        no bin."""
+        """Returns the statistics of each bin, as XLA prints them when a request fails (DumpMemoryLog). The free memory
+        between the two ends of a partitioned pool is in no bin."""
         out = [BinStatistics()] * BINS
         for chunk in self._starts.values():
-            if chunk.owner == GAP:
+            if chunk.end == GAP:
                 continue
             old, used = out[bin_of(chunk.size)], chunk.requested > 0
             out[bin_of(chunk.size)] = BinStatistics(
@@ -212,8 +221,8 @@ class BfcPool:
         return out
 
     def occupancy(self, width: int = 100) -> str:
-        """Draws the regions as a line of `width` characters, by address: "*" in use, "x" unused rest of a chunk in use,
-        "_" free. XLA prints this line when a request fails (RenderOccupancy)."""
+        """Draws the pool as a line of `width` characters, sorted by address: "*" for bytes in use, "x" for the unused
+        rest of a chunk in use, "_" for free bytes. XLA prints this line when a request fails (RenderOccupancy)."""
         drawn, offset = ["_"] * width, 0
         for start, size in self.regions:
             for chunk in self.chunks:
@@ -233,11 +242,12 @@ class BfcPool:
             room = min(room, self._device_bytes - self.reserved)
         return max(room // UNIT_BYTES * UNIT_BYTES, 0)
 
-    def _largest_chunk(self, *owners: str) -> int:
-        return max((self._free[owner][-1][0] for owner in owners if self._free[owner]), default=0)
+    def _largest_chunk(self, *ends: str) -> int:
+        return max((self._free[end][-1][0] for end in ends if self._free[end]), default=0)
 
     def _take_best_fit(self, needed: int, end: str) -> Chunk | None:
-        """Removes the best free chunk from the list of free chunks and returns it (FindChunkPtr)."""
+        """Returns the smallest free chunk of at least `needed` bytes at an end of the pool, or else the gap if it is
+        large enough, and removes it from the list of free chunks (FindChunkPtr)."""
         for free in (self._free[end], self._free[GAP]):
             at = bisect.bisect_left(free, (needed, 0))
             if at < len(free):
@@ -245,7 +255,8 @@ class BfcPool:
         return None
 
     def _extend(self, needed: int) -> bool:
-        """Takes a new region for a request of `needed` bytes. Returns whether CUDA had enough memory (Extend)."""
+        """Adds a region that is large enough for a request of `needed` bytes. Returns False if the limit of the pool or
+        the free memory of the device is too small (Extend)."""
         available = (self.limit - self.reserved) // UNIT_BYTES * UNIT_BYTES
         if needed > available:
             return False
@@ -260,18 +271,19 @@ class BfcPool:
                 return False
         if not grown:
             self.next_region_bytes *= 2
-        start = sum(self.regions[-1]) + self._gap if self.regions else _BASE
-        if self.regions and not self._gap:
+        start = sum(self.regions[-1]) + self._distance if self.regions else _BASE
+        if self.regions and not self._distance:
             self.regions[-1] = (self.regions[-1][0], self.regions[-1][1] + size)
         else:
             self.regions.append((start, size))
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-        self._add_free(Chunk(start, size, 0, self._new_owner))
+        self._add_free(Chunk(start, size, 0, self._end_of_regions))
         return True
 
     def _release_free_regions(self, needed: int) -> bool:
-        """Returns free regions to CUDA if that can help a request of `needed` bytes (DeallocateFreeRegions)."""
+        """Gives regions without allocations back to CUDA, if the pool can then grow by `needed` bytes. Returns whether
+        it did so (DeallocateFreeRegions)."""
         if not self._frees_regions:
             return False
         free = self._free[LOWER]
@@ -293,13 +305,13 @@ class BfcPool:
         del self._starts[chunk.start], self._ends[chunk.start + chunk.size]
 
     def _add_free(self, chunk: Chunk) -> None:
-        """Adds a free chunk, merged with its free neighbours. Chunks of different owners become the gap
-        (MergedChunkTag)."""
+        """Adds a free chunk, merged with the free chunks directly before and after it. If the merged chunks belong to
+        different ends of a partitioned pool, the result is the gap between the ends (MergedChunkTag)."""
         for neighbour in (self._starts.get(chunk.start + chunk.size), self._ends.get(chunk.start)):
             if neighbour is not None and not neighbour.requested:
                 self._remove(neighbour)
-                self._free[neighbour.owner].remove((neighbour.size, neighbour.start))
-                owner = chunk.owner if chunk.owner == neighbour.owner else GAP
-                chunk = Chunk(min(chunk.start, neighbour.start), chunk.size + neighbour.size, 0, owner)
+                self._free[neighbour.end].remove((neighbour.size, neighbour.start))
+                end = chunk.end if chunk.end == neighbour.end else GAP
+                chunk = Chunk(min(chunk.start, neighbour.start), chunk.size + neighbour.size, 0, end)
         self._add(chunk)
-        bisect.insort(self._free[chunk.owner], (chunk.size, chunk.start))
+        bisect.insort(self._free[chunk.end], (chunk.size, chunk.start))

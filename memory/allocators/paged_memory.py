@@ -1,4 +1,4 @@
-"""A model of the allocators `cuda_async` and `platform` of jax, which request each buffer from CUDA.
+"""A model of jax's allocators `cuda_async` and `platform`, which request each buffer from CUDA.
 
 CUDA maps pages of device memory to addresses, so a request needs enough free pages, not contiguous ones. If the pool of
 `cuda_async` is fragmented, the driver remaps its unused memory to contiguous addresses (NVIDIA, "Using the NVIDIA CUDA
@@ -7,7 +7,8 @@ Stream-Ordered Memory Allocator, Part 1"). `platform` calls cuMemAlloc and cuMem
 
 Approximations, because the driver is closed source: a page has 2 MiB (cuMemGetAllocationGranularity on current GPUs), a
 request of at least one page takes whole pages, and smaller requests are rounded up to 512 bytes and share pages without
-gaps. Requests that the stream has not freed yet are counted as free, as in XLA's own statistics.
+gaps. A buffer is counted as free from the call that frees it, even if the CUDA stream has not reached this call, as in
+XLA's own statistics.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ PAGE_BYTES, SMALL_UNIT_BYTES = 2 * MIB, 512
 
 
 class PagedMemory:
-    """Device memory that CUDA hands out in pages.
+    """GPU memory that CUDA maps to allocations in pages of 2 MiB.
 
     Args:
         limit: bytes that CUDA can give to the allocator.
         kept_bytes: bytes that the allocator takes at its start and never returns to CUDA, such as the pool of
             `cuda_async` (its release threshold); 0 for `platform`.
 
-    Attributes, in bytes: `in_use` and `peak_in_use` (requested), `reserved` and `peak_reserved` (pages),
-    `largest_request`; `allocations` is the count of successful requests.
+    Attributes, in bytes:
+        in_use, peak_in_use: current and maximum sum of the requested sizes of the allocations.
+        reserved, peak_reserved: current and maximum size of the pages that the allocator has taken from CUDA.
+        largest_request: size of the largest successful request.
+        allocations: number of successful requests.
     """
 
-    fragmentation = 0.0  # free pages serve any request
+    fragmentation = 0.0  # any free pages can serve a request
 
     def __init__(self, limit: int, kept_bytes: int = 0) -> None:
         self.limit, self._kept_bytes = limit, kept_bytes
@@ -40,17 +44,18 @@ class PagedMemory:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of the pages with an allocation."""
+        """Bytes of the CUDA memory pages that contain an allocation."""
         return self._paged_bytes + -(-self._small_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def reserved(self) -> int:
-        """Bytes of the pages that the allocator has taken from CUDA."""
+        """Bytes of the CUDA memory pages that the allocator has taken, in use or not."""
         return max(self.page_bytes, self._kept_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the pages that are free or can still be taken from CUDA."""
+        """Bytes of the CUDA memory pages that contain no allocation, including pages that can still be taken from
+        CUDA."""
         return self.limit - self.page_bytes
 
     largest_free = free_bytes
@@ -72,11 +77,11 @@ class PagedMemory:
         return self.allocations
 
     def free(self, number: int) -> None:
-        """Frees the allocation with this number."""
+        """Frees the allocation for which `allocate` returned `number`."""
         self._count(self._sizes.pop(number), -1)
 
     def occupancy(self, width: int = 100) -> str:
-        """Returns "": pages have no fixed addresses."""
+        """Returns "", because CUDA's memory pages have no fixed addresses that could be drawn."""
         return ""
 
     def _count(self, size: int, sign: int) -> None:

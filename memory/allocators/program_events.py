@@ -1,12 +1,13 @@
-"""Derives the allocator events of a run from its programs: which arrays are allocated and freed, in which order.
+"""Derives the allocator events of a run from the reports of its programs: which arrays are allocated and freed, in
+which order.
 
 A GPU program allocates one block for all its temporary values, and one for each result that does not reuse the memory
-of a donated argument. It allocates the temporary block last, because XLA numbers it last, and frees it when the program
-is enqueued: later programs of the stream may reuse it. Sources, in openxla/xla: gpu_executable.cc
+of a donated argument. It allocates the block last, because XLA numbers it last, and frees it when the program is
+enqueued, because later programs on the same CUDA stream may reuse the block. Sources, in openxla/xla: gpu_executable.cc
 (GenerateBufferAllocations, ExecuteAsyncOnStreamImpl), buffer_assignment.cc (CombineTempAllocations).
 
-Saving a checkpoint has no events: arrays are copied to host memory. Constants have none either, because the runtime
-keeps them outside of the allocator (gpu_executable.cc, ResolveConstantGlobals).
+Saving a checkpoint causes no events, because arrays are copied to host memory. Constants cause none, because the
+runtime keeps them outside of the allocator (gpu_executable.cc, ResolveConstantGlobals).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from bytescope.memory.records.report_record import CARD, ReportRecord
 
 
 class Event(NamedTuple):
-    """An allocation or a free on one device.
+    """An allocation on one device, or the free of an earlier allocation.
 
     Fields:
-        key: number of the allocation, which the event of the free repeats.
-        bytes: size in bytes; None if the event frees the allocation.
+        key: number of the allocation. The free of an allocation has the same number.
+        bytes: size of the allocation; None if the event frees it.
         program: name of the program that runs, such as "step".
         label: what is allocated, such as "temporary values".
     """
@@ -43,13 +44,13 @@ class ProgramCall:
         state: sizes of the arguments that stay on the device after the call, such as parameters.
         batch: sizes of the arguments that are allocated before each call and freed after it.
         results: sizes of the results that do not reuse the memory of an argument.
-        temp: size of the block of temporary values.
+        temp: size of the block for all temporary values.
         workspace: size of the workspace that cuBLAS takes while the program runs.
-        waiting: sizes of the arrays that are on the device during all calls, such as the next batches.
+        waiting: sizes of the batches that are already on the device for later calls.
         keeps_results: whether the results of a call stay on the device until the next call has ended.
-        makes_state: whether the results are the state of the following programs, as of an initializer.
-        replaces_state: whether a result replaces an argument of the same size after the call, because no argument is
-            donated.
+        makes_state: whether the results become the state of later programs, as the results of an initializer do.
+        replaces_state: whether no argument is donated, so that after the call each result replaces the argument of the
+            same size, which is then freed.
         outside: size of the memory that the program needs outside of the allocator, such as the CUDA context.
     """
 
@@ -67,10 +68,10 @@ class ProgramCall:
 
 
 def call_of(report: ReportRecord, name: str = "") -> ProgramCall:
-    """Returns the memory of one call of a report's program.
+    """Returns the memory of one call of the program that a report describes. Arguments in the row "batch" of the
+    report's breakdown are allocated for each call; all other arguments are the state.
 
-    name: the name of the program in events; "" for the report's own name. Arguments in the row "batch" of the breakdown
-    are allocated for each call; all others are the state.
+    name: the name of the program in events; "" for the report's title.
     """
     on_device = [buffer for buffer in report.buffers if buffer.memory == "device" and buffer.bytes]
     arguments = [buffer for buffer in on_device if buffer.phase == "argument"]
@@ -95,17 +96,17 @@ def call_of(report: ReportRecord, name: str = "") -> ProgramCall:
 
 
 def _waiting_arrays(batch: tuple[int, ...], total: int) -> tuple[int, ...]:
-    # The batches that wait are copies of the batch of a call.
+    # A batch that waits for a later call has the same arrays as the batch of this call.
     copies, rest = divmod(total, sum(batch)) if sum(batch) else (0, total)
     return (*batch * copies, *([rest] if rest else []))
 
 
 def events_of(calls: Iterable[tuple[ProgramCall, int]]) -> Iterator[Event]:
-    """Yields the events of a run in their order.
+    """Yields the allocations and frees of a run in the order in which they happen. A program's state consists of arrays
+    that earlier programs left on the device, if the sizes are equal; missing arrays of the state are allocated before
+    the program's first call.
 
-    calls: each program with the number of its calls, in the order in which the run calls them. A program's state is
-    taken from the arrays that earlier programs left on the device, if they have the same sizes; all other arrays of the
-    state are allocated before the first call of the program.
+    calls: each program with the number of its calls, in the order in which the run calls them.
     """
     recorder = _Recorder()
     for call, count in calls:
@@ -116,7 +117,7 @@ def events_of(calls: Iterable[tuple[ProgramCall, int]]) -> Iterator[Event]:
 
 
 class _Recorder:
-    """Numbers the arrays of a run and knows which of them are on the device."""
+    """Creates the events of a run. It numbers the arrays and records which of them are on the device."""
 
     def __init__(self) -> None:
         self.program = ""
@@ -126,7 +127,7 @@ class _Recorder:
         self._unread: list[int] = []
 
     def run(self, call: ProgramCall) -> Iterator[Event]:
-        """Yields the events of one call of a program."""
+        """Yields the allocations and frees of one call of a program."""
         claimed: dict[int, int] = {}
         for size in call.state:
             claimed[size] = claimed.get(size, 0) + 1
@@ -167,7 +168,8 @@ class _Recorder:
             yield Event(number, None, self.program)
 
     def end_program(self) -> Iterator[Event]:
-        """Yields the events after the last call of a program: the waiting arrays and unread results are freed."""
+        """Yields the frees after the last call of a program: of its unread results, and of the batches that were on the
+        device for later calls."""
         for number in self._unread + self._waiting:
             yield Event(number, None, self.program)
         self._unread, self._waiting = [], []

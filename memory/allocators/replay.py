@@ -1,9 +1,10 @@
-"""Replays the events of a run on each allocator of jax, and says which request fails and why.
+"""Replays the allocations and frees of a run on models of jax's allocators, to find the request that fails and the
+peak.
 
 `ALLOCATORS` is the table of allocators with the environment variables that choose them. The pool of BFC is a fraction
-of the GPU's memory. `cuda_async` takes this fraction at its start, but may take all memory that is left on the device,
+of the GPU's memory. `cuda_async` takes this fraction at its start and may later take all other memory of the device,
 because XLA passes the fraction as the release threshold of CUDA's pool (openxla/xla, gpu_cudamallocasync_allocator.cc).
-The memory that is left is the GPU's memory without CUDA context, NCCL buffers and machine code.
+No allocator gets the memory of the CUDA context, NCCL buffers and machine code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from bytescope.memory.allocators.program_events import Event, ProgramCall, event
 
 
 class Allocator(Protocol):
-    """A model of an allocator. `BfcPool` and `PagedMemory` describe the attributes."""
+    """Interface of the allocator models `BfcPool` and `PagedMemory`, which describe the attributes. Sizes are bytes."""
 
     in_use: int
     peak_in_use: int
@@ -45,9 +46,9 @@ class Failure(NamedTuple):
     """The request that an allocator could not serve.
 
     Fields:
-        event: the request.
+        event: the request that failed.
         free_bytes: bytes that were free in the allocator, contiguous or not.
-        occupancy: the memory of the allocator as a line of 64 characters ("*" in use, "_" free), "" if unknown.
+        occupancy: drawing of the allocator's memory in 64 characters ("*" in use, "_" free); "" if unknown.
     """
 
     event: Event
@@ -57,17 +58,17 @@ class Failure(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """The result of a replay on one allocator. Sizes are bytes on one device.
+    """The result of replaying a run on one allocator. Sizes are bytes on one device.
 
     Fields:
-        peak_in_use: the most bytes that were in use.
-        peak_program: name of the program that used them.
-        peak_reserved: the most bytes that the allocator took from the device.
-        largest_request: the largest block that the allocator handed out or that failed.
-        largest_free: the largest request that would have succeeded, at the failure or else at the peak.
-        fragmentation: the part (0 to 1) of the free bytes that was outside of the largest free block, at the failure or
-            else at the peak.
-        failure: the request that failed; None if all succeeded. The replay ends there.
+        peak_in_use: maximum of the bytes in use.
+        peak_program: name of the program that ran at this maximum, or whose request failed.
+        peak_reserved: maximum of the bytes that the allocator took from the device.
+        largest_request: size of the largest block, including the request that failed.
+        largest_free: size of the largest request that would have succeeded at the failure; at the peak if there was no
+            failure.
+        fragmentation: fraction (0 to 1) of the free bytes that was outside the largest free block, at the same moment.
+        failure: the request that failed, with which the replay ends; None if all requests succeeded.
     """
 
     peak_in_use: int
@@ -80,7 +81,7 @@ class Replay:
 
 
 def replay(events: Iterable[Event], allocator: Allocator) -> Replay:
-    """Sends the events to an allocator, until a request fails."""
+    """Replays the allocations and frees of a run on an allocator, until an allocation fails or the events end."""
     handles: dict[int, int] = {}
     peak, peak_program, largest_free, fragmentation, failure = 0, "", allocator.largest_free, 0.0, None
     for event in events:
@@ -110,13 +111,14 @@ def replay(events: Iterable[Event], allocator: Allocator) -> Replay:
 
 
 class Device(NamedTuple):
-    """The memory of a GPU as its allocators see it. Sizes are bytes.
+    """The memory of a GPU and of jax's memory pool on it. Sizes are bytes.
 
     Fields:
         memory: memory of the GPU, as CUDA reports it.
-        pool: memory in the pool of jax's allocator.
-        outside: memory that is needed outside of the allocator.
-        partitions_pool: whether a preallocated pool of BFC is partitioned, as in jaxlib from 0.11 on.
+        pool: maximum size of the pool of jax's default allocator.
+        outside: memory that is needed outside of the allocator, such as the CUDA context and NCCL buffers.
+        partitions_pool: whether collective memory has its own end of a preallocated BFC pool, as in jaxlib 0.11 and
+            newer.
         is_cuda: whether the GPU has CUDA, which `cuda_async` needs.
     """
 
@@ -127,20 +129,20 @@ class Device(NamedTuple):
     is_cuda: bool = True
 
     @property
-    def room(self) -> int:
-        """Bytes that are left for an allocator."""
+    def allocatable_bytes(self) -> int:
+        """Bytes of the GPU's memory that an allocator can take: all except the memory outside of the allocator."""
         return max(self.memory - self.outside, 0)
 
 
 class AllocatorKind(NamedTuple):
-    """A row of `ALLOCATORS`.
+    """One of jax's GPU allocators, a row of the table `ALLOCATORS`.
 
     Fields:
-        name: the name in tables.
-        setting: the environment variable that chooses the allocator, "" for jax's default.
-        make: function that returns a new allocator for a device.
-        limit: function that returns the bytes that the allocator may use on a device.
-        is_preallocated: whether the whole pool is taken from the device at the start.
+        name: name of the allocator in tables.
+        setting: environment variable with the value that chooses the allocator; "" for jax's default.
+        make: function that returns a new model of the allocator on a device.
+        limit: function that returns the maximum bytes of the allocator on a device.
+        is_preallocated: whether the allocator takes its whole pool from the device at the start.
     """
 
     name: str
@@ -161,31 +163,32 @@ ALLOCATORS = (
     AllocatorKind(
         "bfc, growing",
         "XLA_PYTHON_CLIENT_PREALLOCATE=false",
-        lambda device: BfcPool(device.pool, grows=True, device_bytes=device.room),
-        lambda device: min(device.pool, device.room),
+        lambda device: BfcPool(device.pool, grows=True, device_bytes=device.allocatable_bytes),
+        lambda device: min(device.pool, device.allocatable_bytes),
         False,
     ),
     AllocatorKind(
         "cuda_async",
         "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async",
-        lambda device: PagedMemory(device.room, kept_bytes=device.pool),
-        lambda device: device.room,
+        lambda device: PagedMemory(device.allocatable_bytes, kept_bytes=device.pool),
+        lambda device: device.allocatable_bytes,
         True,
     ),
     AllocatorKind(
         "platform",
         "XLA_PYTHON_CLIENT_ALLOCATOR=platform",
-        lambda device: PagedMemory(device.room),
-        lambda device: device.room,
+        lambda device: PagedMemory(device.allocatable_bytes),
+        lambda device: device.allocatable_bytes,
         False,
     ),
 )
 
 
 def replay_all(calls: Sequence[tuple[ProgramCall, int]], device: Device) -> list[tuple[AllocatorKind, Replay]]:
-    """Replays a run on each allocator of the table `ALLOCATORS` that the device has.
+    """Replays a run on each allocator of the table `ALLOCATORS` that exists for the device. Returns (allocator, result
+    of the replay) for each.
 
-    calls: each program with the number of its calls, in their order.
+    calls: each program with the number of its calls, in the order in which the run calls them.
     """
     events = list(events_of(calls))
     kinds = [kind for kind in ALLOCATORS if device.is_cuda or kind.name != "cuda_async"]

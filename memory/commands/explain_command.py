@@ -1,6 +1,7 @@
-"""bytescope explain: explains an out-of-memory message in a log, alone or compared with the report of a program.
+"""bytescope explain: explains an out-of-memory message in a log. With the report of the program that ran, the failure
+is compared with the prediction.
 
-Without --program and --hlo, jax is not started. `train.commands.explain_config` adds configs.
+jax is imported only for --program and --hlo. `train.commands.explain_config` adds --config.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.console import make_console, put
 
-# The name that stands for standard input and output.
+# The file name that means standard input or standard output.
 STANDARD = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `bytescope explain`: the log, the program that ran, and the output files."""
+    """Adds the command-line arguments of `bytescope explain`: the log, the program that ran, and the output files."""
     parser.add_argument(
         "log",
         metavar="FILE",
         nargs="?",
         default=STANDARD,
-        help="the log of the failed job; - for standard input (default). Or give a command after --: it is run, and "
-        "its output is explained on standard error",
+        help="the log of the failed job; - for standard input (default). Instead of a log, give a command after --: it "
+        "is run, and its output is explained on standard error",
     )
     parser.add_argument(
         "--report",
@@ -75,10 +76,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Namespace], ReportRecord | None]) -> int:
-    """Explains the log that the arguments name, or the output of the command after `--`, which is run first. Returns
-    the exit code: of the command; without a command 0 if a message was recognized, else 1.
+    """Explains the log that the arguments name. If the arguments contain a command (after `--`), runs the command and
+    explains its output instead. Returns the exit code of the command; without a command, 0 if a message about memory
+    was recognized, else 1.
 
-    make_report: a function from the arguments to the report of the program that ran, None if it is unknown.
+    make_report: function from the arguments to the report of the program that ran; None if they name no program.
     """
     if not vars(args).get("job"):
         return explain_log(args, read_log(args.log), make_report(args))
@@ -91,15 +93,16 @@ def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Nam
 
 
 def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report", "program", "hlo")) -> None:
-    """Raises ReportError if several flags name a program, or if a requested file cannot be written.
+    """Raises ReportError if more than one flag names a program, if the named program or target is not valid, or if an
+    output file cannot be written.
 
-    subjects: the flags that name a program.
+    subjects: names of the flags that name a program.
     """
     check_files(args, ("html",) if str(args.json) == STANDARD else ("json", "html"))
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
-    # Found before a log is read or a job is run for hours.
+    # These are checked before a log is read or a command runs for hours.
     if args.report is not None:
         report_record.load(args.report)
     if args.program is not None:
@@ -108,8 +111,8 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
         targets.parse(args.target)
         if given in ([], ["report"]):
             raise ReportError(
-                f"--target={args.target} is only valid with the program that ran: give "
-                f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave it out"
+                f"--target={args.target} needs the program that ran: give "
+                f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave --target out"
             )
 
 
@@ -133,9 +136,11 @@ def read_log(name: str) -> bytes:
 def explain_log(
     args: argparse.Namespace, log: bytes, report: ReportRecord | None, console: Console | None = None
 ) -> int:
-    """Explains a log, prints the explanation and writes the files of --json and --html. Returns the exit code.
+    """Explains a log, prints the explanation and writes the files of --json and --html. Returns the exit code: 0
+    if a message about memory was recognized, else 1.
 
-    report: report of the program that ran, None if it is unknown. console: where it is printed, by default stdout.
+    report: report of the program that ran; None if it is unknown.
+    console: console on which the explanation is printed; None for standard output.
     """
     explanation = explain(log, report)
     text = json.dumps(explanation.to_json(), indent=1) + "\n"

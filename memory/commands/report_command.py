@@ -162,7 +162,7 @@ def make_report(
         seconds=True,
         measure=True,
     )
-    return report, compilation
+    return dataclasses.replace(report, findings=tuple(program.findings(report))), compilation
 
 
 def describe_adapted(program: PreparedProgram, settings: Sequence[str], model_flops: int) -> Subject:

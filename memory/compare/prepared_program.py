@@ -12,7 +12,8 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
-from bytescope.memory.program.compilation import compiled_for, trace_step
+from bytescope.memory.program.compilation import compiled_for, trace_step, with_arrays
+from bytescope.memory.records.report_record import Finding, ReportRecord
 
 if TYPE_CHECKING:
     from bytescope.memory.program.user_program import UserProgram
@@ -43,6 +44,7 @@ class PreparedProgram:
         trace: traces the program and returns it, as `compiled_for` takes it without arguments. None if only the
             compiled program exists.
         notes: sentences about the program for its report, such as what an adapter replaced in it.
+        findings: returns the findings of the program's report, with remedies in the trainer's keys.
         measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
@@ -63,6 +65,7 @@ class PreparedProgram:
     choices: str = ""
     trace: Callable[[], Any] | None = None
     notes: Sequence[str] = ()
+    findings: Callable[[ReportRecord], Sequence[Finding]] = lambda report: report.findings
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
 
 
@@ -97,7 +100,8 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
         step = trace_program()
         with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):
             compiler_options = {**(own["compiler_options"] or {}), **(flags or {})}
-            return compiled_for(step, target=chosen, compiler_options=compiler_options)
+            compilation, judged = compiled_for(step, target=chosen, compiler_options=compiler_options)
+            return with_arrays(compilation, program.args, own["kwargs"] or {}), judged
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
         from bytescope.memory.compare.measured_steps import measure_program

@@ -1,7 +1,7 @@
-"""What-if: one program compiled with other options of XLA, to see what each option changes.
+"""What-if: one program compiled with different options of XLA, to see what each option changes.
 
-`VARIANTS` lists the options. Programs of a user's function take them as flags; the trainer's configs have keys for
-most of them (`train.plan.config_factory`). Pure.
+`VARIANTS` lists the options. For a user's function, they are passed as flags of XLA; configs of the trainer have keys
+for most of them (`train.plan.config_factory`). No function here compiles anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from bytescope.memory.units import human
 
 AS_GIVEN = "as given"
 SCHEDULER, REMAT = "scheduler off", "XLA's rematerialization off"
-# What a variant changes -> options of XLA:GPU. Longer compiles come first, so that no worker waits for one at the end.
+# What a variant changes -> options of XLA:GPU. The variants that compile longest come first, so that the workers finish
+# at about the same time.
 VARIANTS: Mapping[str, Options] = {
     "optimization level O1": {LEVELS[0]: 19},
     "optimization level O3": {LEVELS[0]: 39},
@@ -34,20 +35,20 @@ VARIANTS: Mapping[str, Options] = {
     "copy fusion off": {DISABLED_PASSES: "copy_fusion"},
     "multi-output fusion off": {DISABLED_PASSES: "multi_output_fusion"},
 }
-# Figures of a compiled program that decide whether an option has changed it.
+# Two compiled programs with equal values of these keys are the same program.
 _FIGURES = ("peak_bytes", "allocated_bytes", "temp_bytes", "host_bytes", "breakdown", "schedule", "work")
-# Programs whose bytes and predicted seconds differ by less than this share are alike.
+# Programs whose bytes and predicted seconds differ by less than this fraction are alike.
 SMALLEST_CHANGE = 0.002
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A variant of a program for a what-if.
+    """One way to compile a program. A what-if compiles the same program in several ways and compares them.
 
     Fields:
-        change: what the variant changes, in words.
-        keys: the keys to set, key of the program's factory -> text; {} for the program as given.
-        refused: the reason why the variant is left out; "" if it is compiled.
+        change: what differs from the program as given, such as "memory slop 50 %".
+        keys: name -> value of the config keys or XLA flags that are set for this variant; {} for the program as given.
+        refused: why the variant cannot be compiled, such as a missing version of jaxlib; "" if it is compiled.
     """
 
     change: str
@@ -56,32 +57,41 @@ class Variant:
 
 
 def refusal(options: Options, platform: str) -> str:
-    """Returns the reason why options of XLA:GPU cannot be tried on a platform; "" if they can."""
+    """Returns why options of XLA:GPU cannot be used on a platform such as "cpu" or with the installed jaxlib; "" if
+    they can be used."""
     if platform in ("cpu", "tpu"):
-        return f"it is an option of XLA for GPUs, and the target is a {platform.upper()}"
+        return f"XLA has this option only for GPUs, and the target is a {platform.upper()}"
     version = tuple(int(part) for part in jaxlib.__version__.split(".")[:2])
     if FENCE in options and version < FENCE_SINCE:
-        return f"it needs jaxlib {'.'.join(map(str, FENCE_SINCE))}, and this is jaxlib {jaxlib.__version__} (xla#45929)"
+        return (
+            f"this option needs jaxlib {'.'.join(map(str, FENCE_SINCE))}, and jaxlib {jaxlib.__version__} is installed"
+        )
     return ""
 
 
 def flag_variants(platform: str) -> list[Variant]:
-    """Returns the variants of a user's program: the program as given, and each row of `VARIANTS` as flags of XLA."""
+    """Returns the variants of a user's program: the program as given, and one variant for each row of `VARIANTS`."""
     variants = [Variant(AS_GIVEN)]
     for change, options in VARIANTS.items():
         variants.append(Variant(change, options, refusal(options, platform)))
-    without_scan = "the function decides on scan: compare two of its parameters with --grid"
+    without_scan = (
+        "your function decides whether it uses scan: give it a parameter for scan, and compare its values with --grid"
+    )
     return [*variants, Variant("with or without scan", refused=without_scan)]
 
 
 def is_same_program(answer: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Returns whether two answers of workers describe the same program: the same bytes and the same schedule."""
+    """Returns whether two answers of compile workers describe the same compiled program: the same bytes and the same
+    schedule."""
     return all(answer.get(name) == other.get(name) for name in _FIGURES)
 
 
 def is_alike(row: Row, base: Row) -> bool:
-    """Returns whether a row takes the bytes and the predicted seconds of the program as given, up to
-    `SMALLEST_CHANGE`. False if the seconds of either are unknown."""
+    """Returns whether a variant and the program as given differ by less than `SMALLEST_CHANGE` in bytes and predicted
+    seconds. False if the seconds of one of them are unknown.
+
+    row: the compiled variant. base: the program as given.
+    """
     if not row.ok or not base.ok or not row.predicted_seconds or not base.predicted_seconds:
         return False
     pairs = [
@@ -97,7 +107,8 @@ def is_alike(row: Row, base: Row) -> bool:
 def effect(row: Row, base: Row) -> str:
     """Returns how a variant differs from the program as given, such as "workspace -1.20 GiB, 2.1 % slower".
 
-    The row of the breakdown that changed most is named; without one, the allocated bytes are.
+    row: the compiled variant. base: the program as given. The result names the row of the breakdown whose bytes changed
+    most; if no row changed, it names the allocated bytes. "" if one of them was not compiled.
     """
     if not row.ok or not base.ok or row is base:
         return ""
@@ -117,8 +128,8 @@ def effect(row: Row, base: Row) -> str:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Returns the rows of a what-if, best first: the best row, then rows that fit, then less predicted time, then a
-    lower peak. Rows that failed are last."""
+    """Returns the variants of a what-if, sorted: first the best one, then variants that fit before variants that do
+    not. Among these, shorter predicted times come first, then lower peaks. Variants that failed are last."""
     winner = best(rows)
 
     def order(row: Row) -> tuple[bool, bool, bool, float, float]:
@@ -129,9 +140,9 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def sentences(unchanged: Sequence[str], left_out: Mapping[str, str]) -> list[str]:
-    """Returns lines about the variants without a row.
+    """Returns lines of text about the variants that are not shown in the table of a what-if.
 
-    unchanged: variants that are the program as given, or nearly. left_out: variant -> the reason why it is left out.
+    unchanged: variants that change less than `SMALLEST_CHANGE`. left_out: variant -> why it was not compiled.
     """
     lines = [f"no change of {SMALLEST_CHANGE:.1%} or more: {', '.join(unchanged)}"] if unchanged else []
     reasons: dict[str, list[str]] = {}

@@ -1,6 +1,7 @@
-"""Options of XLA's compiler, as `--xla=FLAG=VALUE` gives them: parsed, and refused if XLA does not know them.
+"""Parses options of XLA's compiler (`--xla=FLAG=VALUE`), and explains which options XLA does not accept.
 
-XLA accepts every field of its DebugOptions (xla.proto) as a compile option. jax adds two levels of effort (`LEVELS`).
+XLA accepts every field of its DebugOptions (xla.proto) as a compile option. jax adds two options with a
+level from O0 to O3 (`LEVELS`).
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from bytescope.memory.hlo import wire
 
 Options = dict[str, bool | int | str]
 
-# Levels of effort, as numbers: 9 is O0, 19 is O1, 29 is O2, 39 is O3 (xla.proto, ExecutionOptions.EffortLevel).
+# Options whose value is a level. jax takes it as a number: 9 is O0, 19 is O1, 29 is O2, 39 is O3 (xla.proto,
+# ExecutionOptions.EffortLevel).
 LEVELS = ("optimization_level", "memory_fitting_level")
 LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
-# Bytes from which buffers are freed before the next collective, as in the schedule that minimizes memory (xla#45929,
-# scheduler_memory_fencing.h). XLA has the pass since jaxlib 0.12.
+# The value of this option is a size in bytes. Larger buffers are freed before the next collective, as in the schedule
+# that minimizes memory (xla#45929, scheduler_memory_fencing.h). jaxlib 0.12 and newer have the option.
 FENCE, FENCE_SINCE = "xla_gpu_experimental_scheduler_memory_fencing_threshold_bytes", (0, 12)
 
-# Set for every compile, because the buffers are read from the dump.
+# These options are set for every compile, because the report reads the buffers from XLA's dump.
 _RESERVED = ("xla_dump_to", "xla_dump_hlo_as_proto")
 _BOOLEANS = {"true": True, "false": False}
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
@@ -39,11 +41,13 @@ def is_flag(key: str) -> bool:
 def parse_flags(texts: Iterable[str], given: str = "--xla=") -> Options:
     """Returns flag -> value for texts of the form FLAG=VALUE, as compile options of jax.
 
-    The values true and false become booleans, whole numbers become integers, and O0 to O3 become levels of effort.
+    The values true and false become booleans, and whole numbers become integers. For the options `LEVELS`, the values
+    O0 to O3 become jax's numbers of these levels.
 
-    given: the command-line flag that gave the texts, for messages.
+    given: the beginning of the command-line argument, such as "--xla=", which error messages repeat.
 
-    Raises ReportError if a text has another form. Whether XLA has the flag is known when the program is compiled.
+    Raises ReportError if a text is not FLAG=VALUE with the name of an XLA option. XLA checks the name and the value
+    only when the program is compiled.
     """
     options: Options = {}
     for text in texts:
@@ -52,24 +56,25 @@ def parse_flags(texts: Iterable[str], given: str = "--xla=") -> Options:
         if not equals or not is_flag(name):
             near = did_you_mean(name, [*known_flags(), *LEVELS]) if equals else ""
             example = "write --xla=FLAG=VALUE, such as --xla=xla_gpu_memory_limit_slop_factor=80"
-            raise ReportError(f"{given}{text} is not a flag of XLA with a value: {near or example}")
+            raise ReportError(f"{given}{text} does not set a flag of XLA: {near or example}")
         if name in _RESERVED:
-            raise ReportError(f"{given}{text} cannot be set, because the report is read from this dump: leave it out")
+            raise ReportError(f"{given}{text} cannot be set, because bytescope sets this flag itself: leave it out")
         options[name] = parse_value(name, value)
     return options
 
 
 def parse_value(name: str, text: str) -> bool | int | str:
-    """Returns the value of a flag as a compile option of jax.
+    """Returns the value of a flag as jax takes it: true and false as booleans, whole numbers as integers, other text
+    unchanged. Flags in `LEVELS` take O0, O1, O2, O3 or a number.
 
-    Raises ReportError if a level of effort is neither O0 to O3 nor a number.
+    Raises ReportError if the value of a flag in `LEVELS` is something else.
     """
     if name in LEVELS and re.fullmatch("[oO][0-3]", text):
         return 10 * int(text[1]) + 9
     if re.fullmatch(r"-?\d+", text):
         return int(text)
     if name in LEVELS:
-        raise ReportError(f"{name}={text} is not a level of effort: give O0, O1, O2 or O3")
+        raise ReportError(f"{name}={text} is not an optimization level: give O0, O1, O2 or O3")
     return _BOOLEANS.get(text.lower(), text)
 
 
@@ -81,7 +86,11 @@ def flags_text(options: Mapping[str, object]) -> str:
 
 
 def refusal(error: BaseException) -> ReportError | None:
-    """Returns the one-line error for XLA's refusal of a compile option; None if XLA failed for another reason."""
+    """Returns a one-line error for the user if XLA failed because of an unknown compile option or an invalid value;
+    None if XLA failed for another reason.
+
+    error: the exception of the compile.
+    """
     import jaxlib
 
     if unknown := _UNKNOWN.search(str(error)):
@@ -97,8 +106,9 @@ def refusal(error: BaseException) -> ReportError | None:
 
 @functools.cache
 def known_flags() -> tuple[str, ...]:
-    """Returns the names of the fields of XLA's DebugOptions, read from the descriptor of xla.proto inside jaxlib's
-    library. Returns () if the library has no such descriptor. Used for suggestions only.
+    """Returns the names of all compiler options (DebugOptions) of the installed XLA, read from the descriptor of
+    xla.proto in jaxlib's library; () if the library contains no descriptor. They are only used to suggest similar
+    names.
     """
     import jaxlib
 
@@ -106,7 +116,7 @@ def known_flags() -> tuple[str, ...]:
         with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             start = data.find(b"\n\rxla/xla.proto\x12\x03xla")
             if start >= 0:
-                # The descriptor is far shorter than 1 MiB. The bytes after it are not part of the message.
+                # The descriptor is shorter than 1 MiB. The bytes after its end are ignored.
                 return _debug_options(data[start : start + 2**20])
     return ()
 
@@ -130,6 +140,6 @@ def _debug_options(data: bytes) -> tuple[str, ...]:
                 if key == 2 and not isinstance(field, int):
                     names.append(text(next(value for part, value in wire.fields(data, field) if part == 1)))
             return tuple(names)
-    except (wire.WireError, UnicodeDecodeError):  # the bytes after the descriptor
+    except (wire.WireError, UnicodeDecodeError):  # the end of the descriptor is reached
         pass
     return ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bytescope.memory.findings.checkpoint_findings import checkpoint_saves
+from bytescope.memory.findings.checkpoint_findings import checkpoint_saves, kernel_runs_again
 from bytescope.memory.findings.compiler_findings import (
     arguments_above_limit,
     fused_copies,
@@ -22,6 +22,7 @@ from bytescope.memory.findings.compiler_findings import (
 )
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, at_peak, describe_buffer
 from bytescope.memory.findings.expert_findings import empty_expert_rows
+from bytescope.memory.findings.placement_findings import donated_twice, on_one_device, state_resharded
 from bytescope.memory.findings.sharding_findings import (
     large_collective,
     lasting_gathers,
@@ -31,7 +32,7 @@ from bytescope.memory.findings.sharding_findings import (
     unsharded_gradients,
 )
 from bytescope.memory.findings.spare_memory import spare_memory
-from bytescope.memory.findings.state_findings import not_donated, state_too_large, whole_state
+from bytescope.memory.findings.state_findings import not_donated, state_too_large, weight_copies, whole_state
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, Finding, JudgedProgram
 from bytescope.memory.units import human
@@ -140,6 +141,11 @@ RULES: Mapping[Rule, str] = {
     "the batch; trace a model with logical axes, such as Flax's, inside its axis rules "
     "(flax.linen.logical_axis_rules)",
     not_donated: "pass donate_argnums for the state to jax.jit",
+    donated_twice: "give one of the two a copy of its own: jax.tree.map(jnp.copy, tree)",
+    on_one_device: "create the arrays in their sharding: jax.jit(init, out_shardings=...), or jax.device_put(array, "
+    "sharding) for a batch; jnp.zeros and optimizer.init outside of jax.jit put new arrays on the first device",
+    state_resharded: "give jax.jit out_shardings for the state that equal its in_shardings, or constrain the new state "
+    "with jax.lax.with_sharding_constraint",
     wide_activations: "cast the residual to bfloat16 where it is computed, before it is saved for the backward pass",
     fragmentation: "change the batch or the remat policy: the packing depends on the lifetimes of buffers",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",
@@ -158,6 +164,10 @@ RULES: Mapping[Rule, str] = {
     whole_state: "shard the state over the mesh",
     unsharded_gradients: "constrain the gradient to the sharding of its parameter",
     spare_memory: "save more residuals for the backward pass",
+    weight_copies: "store the weights in the layout in which they are used: weights of a loop over layers with the "
+    "axis of the layers first",
+    kernel_runs_again: "leave the result out of the saved names, which frees its bytes at the same recomputation, or "
+    "end the jax.checkpoint before the kernel",
     checkpoint_saves: "wrap the function in jax.checkpoint",
     empty_expert_rows: "give each device more tokens per step: the last tile of each expert is padded",
     uneven_stash: "place the layers as a V, so that all stages have the same residuals",

@@ -75,6 +75,26 @@ def read_layouts(compiled: CompiledStage) -> tuple[Axes, tuple[ArgumentLayout, .
     return axes, tuple(layouts)
 
 
+def read_result_layouts(
+    compiled: CompiledStage, results: Iterable[tuple[tuple[int, ...], str]]
+) -> tuple[ArgumentLayout, ...]:
+    """Returns the layouts of the program's results, in order; () if they are unknown.
+
+    results: (global shape, dtype) of each result, in order.
+    """
+    import jax
+
+    layouts = []
+    try:
+        shardings = jax.tree.leaves(compiled.output_shardings)
+        for position, (sharding, (dims, dtype)) in enumerate(zip(shardings, results, strict=True)):
+            spec = _partition_spec(sharding, len(dims))
+            layouts.append(ArgumentLayout(dims, tuple(sharding.shard_shape(dims)), dtype, spec, position))
+    except Exception:  # executables loaded from disk, and shardings without shard shapes, lack some of these
+        return ()
+    return tuple(layouts)
+
+
 def _partition_spec(sharding: Any, rank: int) -> tuple[tuple[str, ...], ...]:
     sizes = sharding.mesh.shape if hasattr(sharding, "mesh") else {}
     spec: list[tuple[str, ...]] = []

@@ -19,7 +19,7 @@ _KEY = re.compile(
     |(?P<end>={{10,}})""",
     re.VERBOSE,
 )
-# A long value is broken over several lines only for these keys.
+# Keys whose values may continue on the next lines.
 _LONG = ("operator", "label", "shape")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"?')
 _SOURCE = re.compile(r'source_file="([^"]*)"(?:\s+source_line=(\d+))?')
@@ -28,8 +28,8 @@ _MAX_PREFIX, _MAX_VALUE, _MAX_BUFFERS = 300, 4000, 500
 
 
 def read_buffers(text: str) -> tuple[ListedBuffer, ...]:
-    """Returns the buffers listed in a text, in its order. Incomplete entries at its ends are included if they contain a
-    size or a shape."""
+    """Returns the buffers that a text lists, in the order of the text. An entry that is cut off at the beginning or end
+    of the text is returned if it contains a size or a shape."""
     buffers: list[ListedBuffer] = []
     entry: dict[str, str] = {}
     last = ""
@@ -68,7 +68,7 @@ def read_buffers(text: str) -> tuple[ListedBuffer, ...]:
 def _buffer(entry: dict[str, str]) -> ListedBuffer:
     operator, label = entry.get("operator", ""), entry.get("label", "")
     shapes = array_types(entry.get("shape") or entry.get("parameter") or "")
-    if not shapes and " = " in label[:200]:  # the instruction begins with its result
+    if not shapes and " = " in label[:200]:  # the label is a whole instruction: "%name = shape opcode(...)"
         shapes = array_types(label.split("=", 1)[1][:200])[:1]
     array = max(shapes, key=lambda shape: shape.bytes or 0, default=None)
     unpadded, padding = size_of(entry.get("unpadded")), size_of(entry.get("padding"))

@@ -1,7 +1,7 @@
 """Decides the cause of a failed allocation from the messages of a log: one of `CAUSES`, with the evidence.
 
-The rules are ordered from messages that name their cause to guesses from the largest buffers. A message that does not
-contain a cause has the cause "unknown"; nothing is guessed from a size alone.
+Some messages state their cause. For others, the cause is derived from the sizes and the largest buffers in the message.
+If these do not show the cause, it is "unknown".
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.message_record import Message
 from bytescope.memory.units import GIB, MIB, human
 
-# Cause -> its sentence on the screen.
+# Cause -> the sentence that the user reads.
 CAUSES: Mapping[str, str] = {
     "saved_activations": "Activations take most of the memory: the forward pass keeps them for the backward pass.",
     "attention_scores": "Attention scores take most of the memory. They grow with the square of the sequence length.",
     "logits": "Logits over the vocabulary take most of the memory.",
-    "large_tensor": "Tensors of the computation are too large for this device; they grow with an input.",
+    "large_tensor": "Intermediate tensors are too large for this device. They grow with the inputs of the program.",
     "padding": "Padding takes most of the memory: a TPU pads the last two dimensions to tiles of 8 x 128.",
     "outputs": "The results of the program take most of the memory.",
     "weights_and_state": "Parameters, optimizer state or other arguments take most of the memory.",
-    "replicated_tensor": "A tensor is unsharded on one or on each device, although it is or will be sharded.",
+    "replicated_tensor": "A tensor that should be sharded is whole on one device or on every device.",
     "captured_constant": "The function closes over arrays instead of taking them as arguments.",
-    "unusable_donation": "The donated arrays stay allocated while the results are allocated, too.",
+    "unusable_donation": "The donated arrays could not be reused: they take memory in addition to the results.",
     "device_full": "The device is already full: other arrays and programs hold its memory.",
-    "fragmentation": "Enough memory is free, but no free piece is large enough.",
-    "other_process": "The pool itself is small: another process probably holds the rest of the device.",
+    "fragmentation": "Enough memory is free in total, but no contiguous free block is large enough.",
+    "other_process": "XLA's memory pool is small: another process probably uses the rest of the device.",
     "outside_pool": "Too little memory is left outside of XLA's pool. The pool takes 75 % of a GPU by default; "
     "libraries and the driver use the rest.",
     "host_memory": "The computer has too little host memory. The memory of the GPU or TPU is not full.",
@@ -36,23 +36,24 @@ CAUSES: Mapping[str, str] = {
     "no_memory_problem": "The message does not indicate a lack of memory.",
     "unknown": "The log does not contain the cause.",
 }
-# (cause, form) -> its sentence for a form of messages that shows less than the cause's sentence says.
+# (cause, form of the message) -> the sentence that replaces the cause's sentence in `CAUSES` for this form.
 _SENTENCES: Mapping[tuple[str, str], str] = {
-    ("saved_activations", "remat"): "Temporary memory and results, usually activations, are larger than the budget.",
-    ("large_tensor", "bfc"): "One program is too large for this device. The log does not say which of its tensors.",
-    ("large_tensor", "cuda_async"): "Free memory does not help.",
+    ("saved_activations", "remat"): "Temporary values and results (mostly activations) exceed the compiler's budget.",
+    ("large_tensor", "bfc"): "One program is too large for this device. The log does not show which tensor is large.",
+    ("large_tensor", "cuda_async"): "The request exceeds the GPU's memory, so freeing memory does not help.",
     ("replicated_tensor", "gpu_buffers"): "Each device creates the whole array, although it keeps only a shard.",
-    ("device_full", "gpu_platform"): "The device was full before this request.",
 }
 # Requests, donated bytes and tensors below these sizes do not matter.
 _TINY_REQUEST, _TINY_DONATION, _TINY_TENSOR = 256, MIB, 16 * MIB
 # Requests from this size on are usually the temporary memory of a whole program.
 _LARGE_REQUEST = GIB
-# A request below this share of the temporary memory is a result; a program below this size does not fill a device.
+# A failed request below this fraction of the program's temporary memory is for one of its results. A program below this
+# size does not fill a device.
 _PART, _SMALL_PROGRAM = 0.5, GIB
-# Minimum share of the listed bytes for a cause; minimum padding factor; share of a pool that is free if it is
-# fragmented.
+# Minimum fraction of the listed bytes to which a cause must apply. Minimum ratio of padded to unpadded bytes for the
+# cause "padding". Minimum free fraction of a pool for the cause "fragmentation" if the size of the request is unknown.
 _SHARE, _PADDING, _FREE = 0.5, 1.5, 0.3
+# Kind of tensor (key of `culprits.IDENTITIES`) -> the cause if most of the listed bytes are such tensors.
 _BY_IDENTITY = {
     "scores": "attention_scores",
     "logits": "logits",
@@ -73,10 +74,12 @@ _BY_IDENTITY = {
 def decide(
     messages: Sequence[Message], primary: Message, figures: Mapping[str, int | None], culprits: Sequence[Culprit]
 ) -> tuple[str, str]:
-    """Returns (key of `CAUSES`, the evidence in one sentence, "" if there is none).
+    """Decides the cause of a failed allocation. Returns (a key of `CAUSES`, such as "fragmentation"; the evidence in
+    the log as one sentence, "" if there is none).
 
-    messages: all messages of the log. primary: the one that is explained. figures: "requested", "limit" and "total" of
-    the log. culprits: the buffers that `primary` lists.
+    messages: all messages of the log. primary: the message that is explained. figures: bytes in the log
+    by name: "requested" (the failed request), "limit" (the capacity) and "total". culprits: the buffers that `primary`
+    lists.
     """
     form, own = primary.form, primary.figures
     requested = figures.get("requested")
@@ -87,7 +90,7 @@ def decide(
     if form in ("cpu_request", "pinned_host", "xla_host"):
         tiny = requested is not None and requested <= _TINY_REQUEST
         return (
-            ("no_memory_problem", f"A request of {requested} bytes fails for another reason.")
+            ("no_memory_problem", f"A request of only {requested} bytes does not fail for a lack of memory.")
             if tiny
             else ("host_memory", "")
         )
@@ -97,7 +100,7 @@ def decide(
         return "no_memory_problem", ""
     if form == "tpu_sparse_core":
         if own["sparse_core"] > own["tensor_core"]:
-            return "weights_and_state", f"Embedding tables on the SparseCores take {human(own['sparse_core'])} of it."
+            return "weights_and_state", f"Embedding tables on the SparseCores take {human(own['sparse_core'])}."
         return "unknown", ""
     if form == "tpu_single":
         return "large_tensor", ""
@@ -116,26 +119,25 @@ def decide(
         return "weights_and_state", ""
     if form == "remat":
         if own.get("limit", 0) < 0:
-            return "weights_and_state", "The budget is negative: arguments and results alone exceed it."
+            return "weights_and_state", "Arguments and results alone exceed the memory that the compiler plans with."
         total, before = own.get("total"), own.get("before")
         if total is None:
             return "saved_activations", ""
-        reduced = f" Recomputing saved {human(before - total)} already." if before is not None else ""
+        reduced = f" XLA's rematerialization already saved {human(before - total)}." if before is not None else ""
         return "saved_activations", (
-            f"On the device, the program needs {human(total)} plus its arguments, without those that are "
-            f"donated.{reduced}"
+            f"On the device, the program needs {human(total)} plus its arguments that are not donated.{reduced}"
         )
     if form == "spmd":
         whole = own.get("whole", own.get("shard"))
         if whole is not None and whole < _TINY_TENSOR:
-            return "no_memory_problem", f"The tensor has only {human(whole)}."
+            return "no_memory_problem", f"The tensor has only {human(whole)}, which does not matter."
         return "replicated_tensor", ""
     if form in ("donation", "constants"):
         total = own.get("total")
         if form == "constants":
             return "captured_constant", ""
         if total is not None and total < _TINY_DONATION:
-            return "unusable_donation", f"They have only {human(total)}, which does not matter."
+            return "unusable_donation", f"The donated arrays have only {human(total)}, which does not matter."
         return "unusable_donation", ""
     if requested is not None and requested <= _TINY_REQUEST:
         return "no_memory_problem", (
@@ -171,7 +173,7 @@ def _from_pool(messages: Sequence[Message], primary: Message, requested: int | N
     used = bar.count("*") / len(bar)
     warning = next((message for message in messages if message.form == "remat" and "total" in message.figures), None)
     if used <= 0.02:
-        return "other_process", "The bar of the pool shows that it is empty, and still too small."
+        return "other_process", "XLA's drawing of the pool shows that the pool is empty, and still too small."
     if warning:
         return "large_tensor", (
             f"The compiler had warned: the program's memory could not be brought below "
@@ -181,7 +183,7 @@ def _from_pool(messages: Sequence[Message], primary: Message, requested: int | N
     if used >= 0.9:
         return "device_full", f"{used:.0%} of the pool is in use."
     if len(holes) >= 8 and max(holes) < len(bar) / 4:
-        return "fragmentation", f"{1 - used:.0%} of the pool is free, in at least {len(holes)} holes."
+        return "fragmentation", f"{1 - used:.0%} of the pool is free, in at least {len(holes)} separate pieces."
     return "unknown", f"{used:.0%} of the pool was in use."
 
 
@@ -196,16 +198,16 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
         factor = own["padded"] / own["unpadded"]
         return (
             "padding",
-            f"{human(own['padded'])} with padding are {human(own['unpadded'])} without: {factor:.1f} times.",
+            f"Padding enlarges {human(own['unpadded'])} to {human(own['padded'])}, {factor:.1f} times as much.",
         )
     if listed and padded > _SHARE * listed:
-        return "padding", f"{human(padded)} of the {human(listed)} of listed buffers are padding."
+        return "padding", f"{human(padded)} of the {human(listed)} in the list of buffers are padding."
     outputs, temp, parameters = (
         own.get("outputs", 0),
         own.get("temp", 0),
         own.get("parameters", own.get("arguments", 0)),
     )
-    complete = {"outputs", "temp"} <= own.keys()  # else the table is cut off
+    complete = {"outputs", "temp"} <= own.keys()  # False if the table in the message is cut off
     if complete and outputs > max(temp, parameters):
         return "outputs", f"Results take {human(outputs)}, temporary memory {human(temp)}."
     if complete and parameters > max(temp, outputs):
@@ -214,7 +216,8 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
     if complete and requested is not None and requested < _PART * temp:
         # XLA allocates results before temporary memory.
         return "device_full", (
-            f"Not even a result of {human(requested)} could be allocated, before {human(temp)} of temporary memory."
+            f"XLA could not even allocate a result of {human(requested)}, and the program also needs "
+            f"{human(temp)} of temporary memory."
         )
     if complete and total is not None and total < _SMALL_PROGRAM:
         return "device_full", f"This program needs only {human(total)} in total."
@@ -228,9 +231,9 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
     if not listed:
         return "unknown", ""
     if sizes["random"] > _SHARE * listed:
-        evidence = "The largest buffers are random bits of an initialization"
+        evidence = "The largest buffers are the random bits of an initialization"
         if temp > 2 * outputs > 0:
-            return "replicated_tensor", f"{evidence}; its result on this device has only {human(outputs)}."
+            return "replicated_tensor", f"{evidence}; the initialized arrays on this device have only {human(outputs)}."
         return "weights_and_state", f"{evidence}."
     causes: Counter[str] = Counter()
     for identity, size in sizes.items():
@@ -239,16 +242,22 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
     scores_saved = sum(
         c.bytes or 0 for c in culprits if c.identity == "scores" and c.phase == "forward" and c.count > 1
     )
-    # Scores of several layers beside other saved activations: nothing is recomputed.
+    # Saved scores of several layers and other saved activations show that no activation is recomputed.
     if saved and scores_saved and saved + scores_saved > _SHARE * listed:
-        return "saved_activations", f"{human(saved + scores_saved)} of the {human(listed)} of listed buffers are saved."
+        evidence = f"{human(saved + scores_saved)} of the {human(listed)} in the list of buffers are saved activations."
+        return "saved_activations", evidence
     cause, size = causes.most_common(1)[0]
-    evidence = f"{human(size)} of the {human(listed)} of listed buffers."
+    evidence = f"Such buffers are {human(size)} of the {human(listed)} in the list of buffers."
     return (cause, evidence) if size > _SHARE * listed else ("large_tensor", "")
 
 
 def sentence(cause: str, form: str) -> str:
-    """Returns the sentence of a cause. `form`: the form of the explained message."""
+    """Returns the sentence that explains a cause to the user.
+
+    cause: a key of `CAUSES`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`);
+        some
+    forms have a sentence of their own.
+    """
     return _SENTENCES.get((cause, form), CAUSES[cause])
 
 

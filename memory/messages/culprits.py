@@ -1,4 +1,4 @@
-"""Describes the buffers that a message lists: phase, component, layer, and what such a tensor usually is."""
+"""Describes the buffers that a message lists: phase, model component, layer and probable kind of tensor."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from bytescope.memory.hlo import scopes
 from bytescope.memory.messages.message_record import ListedBuffer
 
-# What a tensor is -> its description.
+# Kind of tensor -> its description.
 IDENTITIES: Mapping[str, str] = {
     "scores": "attention scores, queries x keys",
     "logits": "logits over the vocabulary",
@@ -28,7 +28,7 @@ IDENTITIES: Mapping[str, str] = {
     "donated": "a donated argument",
     "constant": "an array captured by the function",
     "resharded": "the whole tensor, on every device",
-    "chunk": "a piece of the pool; its owner is not in the message",
+    "chunk": "a block of the memory pool; the message does not say which array is in it",
     "tensor": "an intermediate result",
     "": "not in the message",
 }
@@ -43,7 +43,7 @@ _ACCUMULATOR = re.compile(r"acc(?:umulat\w*)?_?grads?|grads?_acc\w*|MultiSteps",
 _LAYER = re.compile(r"^(?:\w*(?:layers?|blocks?)|h|stage)?[_.]?(\d{1,4})$", re.I)
 _GATHER = re.compile(r"all[-_]gather")
 _COPY = re.compile(r"^(?:copy|transpose|convert|bitcast_convert|reshape|pad)(?:[._-]|$)")
-# Minimum columns of a vocabulary, minimum length of a sequence whose scores are large, maximum layers of a model.
+# Minimum size of a vocabulary, minimum sequence length of attention scores, maximum number of layers of a model.
 _VOCABULARY, _SEQUENCE, _LAYERS = 8192, 128, 400
 # Sizes of vocabularies by which logits without a name are recognized.
 _USUAL_VOCABULARIES = (30_000, 300_000)
@@ -51,19 +51,22 @@ _USUAL_VOCABULARIES = (30_000, 300_000)
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """Buffers of a message that are alike: the same shape, operation and phase, possibly in several layers.
+    """Buffers in the list of a message that have the same shape, operation and phase. They may be in several layers.
 
     Fields:
         count: number of buffers.
-        bytes: bytes of all of them, with padding; None if the message does not contain their size.
+        bytes: bytes of all these buffers, with padding; None if the message does not contain their size.
         shape: dtype and dimensions, such as "float32[8,1024]"; "" if unknown.
         phase: "forward", "backward", "recompute" or "optimizer"; "" if unknown.
-        component: part of the model, such as "attention"; "" if unknown.
+        component: component of the model, such as "attention"; "" if unknown.
         layers: numbers of the layers, () if unknown.
-        operation: the operation that creates it, such as "dot_general"; otherwise XLA's label.
-        op_name: jax's whole name of the operation. source: its file and line. Both "" if unknown.
-        identity: key of `IDENTITIES`. what: its description.
-        padding: bytes with padding divided by bytes without; 1 if there is none or it is unknown.
+        operation: the operation that creates the buffers, such as "dot_general"; XLA's label if the message contains no
+            operation.
+        op_name: jax's full name of the operation; "" if unknown.
+        source: file and line of the operation, such as "model.py:12"; "" if unknown.
+        identity: probable kind of tensor, a key of `IDENTITIES`.
+        what: description of this kind.
+        padding: bytes with padding divided by bytes without padding; 1 if there is no padding or it is unknown.
     """
 
     count: int
@@ -81,8 +84,10 @@ class Culprit:
 
 
 def describe(buffers: Iterable[ListedBuffer], form: str) -> tuple[Culprit, ...]:
-    """Returns the culprits among the buffers of a message, the ones with the most bytes first. Buffers that are alike
-    are one culprit. `form`: the form of the message."""
+    """Groups the buffers that a message lists by shape, operation and phase. Returns the groups, most bytes first.
+
+    form: the form of the message, such as "gpu_request" (`message_forms.FORMS`).
+    """
     groups: dict[tuple[object, ...], list[tuple[ListedBuffer, int | None]]] = {}
     for buffer in buffers:
         scope = _scope(buffer.op_name)
@@ -119,7 +124,7 @@ def describe(buffers: Iterable[ListedBuffer], form: str) -> tuple[Culprit, ...]:
 
 
 def _scope(op_name: str) -> scopes.Scope:
-    # Before 2023, jax wrote the parameters of the operation behind it: dot_general[precision=None].
+    # Before 2023, jax wrote the parameters of an operation after its name: dot_general[precision=None].
     head, bracket, _ = op_name.partition("[")
     return scopes.parse(
         scopes.first_of_merged(op_name if bracket and op_name[len(head) + 1 : len(head) + 2] == "'" else head)
@@ -127,8 +132,11 @@ def _scope(op_name: str) -> scopes.Scope:
 
 
 def identify(buffer: ListedBuffer, form: str) -> str:
-    """Returns what a buffer usually is, as a key of `IDENTITIES`, from its name, shape and dtype; "" if its name and
-    shape are unknown. `form`: the form of the message that lists it."""
+    """Guesses the kind of tensor in a listed buffer from its name, shape and dtype. Returns a key of `IDENTITIES`, such
+    as "logits"; "" if the message contains neither name nor shape.
+
+    form: the form of the message that lists the buffer, such as "gpu_request" (`message_forms.FORMS`).
+    """
     by_form = {
         "donation": "donated",
         "constants": "constant",

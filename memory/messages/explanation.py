@@ -19,7 +19,7 @@ from bytescope.memory.view.console import plain_text, prompt_width
 
 # Maximum bytes by which an allocator rounds a request up.
 _ROUNDING = 512
-# Figures of these kinds do not count if another kind of message is in the log.
+# Sizes in messages of these kinds are ignored if the log contains a message of another kind.
 _WARNINGS = ("spmd", "donation")
 
 
@@ -38,9 +38,9 @@ def explain(text: str | bytes, report: ReportRecord | None = None) -> Explanatio
     """Explains the first failed allocation in a log of any size. No text raises an error.
 
     text: the whole log, as text or as the bytes of its file. Prefixes of loggers and launchers, colours, quotation
-    marks, wrapped lines and cut ends are accepted.
-    report: memory report of the program that ran, with which the failure is compared. Source lines that the message
-    lacks are taken from it.
+    marks and wrapped lines are accepted, and the beginning or end of a message may be missing.
+    report: memory report of the program that ran. The failure is compared with this report, and source lines that are
+    missing in the message are taken from it.
     """
     messages = find_messages(log_text.as_bytes(text))
     if not messages:
@@ -83,11 +83,11 @@ def explain(text: str | bytes, report: ReportRecord | None = None) -> Explanatio
 
 
 def find_messages(log: bytes) -> list[Message]:
-    """Returns the messages about memory of a log, in its order."""
+    """Returns the messages about memory in a log, in the order of the log."""
     messages: list[Message] = []
     for passage in log_text.find_passages(log):
         readings = [read_passage(text) for text in passage.texts()]
-        best = max(readings, key=_content)
+        best = max(readings, key=_rate_content)
         text = passage.texts()[0] if best is readings[0] else ""
         for message in best:
             line = passage.line_at(text, message.position) if text else passage.lines[0].number
@@ -95,19 +95,20 @@ def find_messages(log: bytes) -> list[Message]:
     return sorted(messages, key=lambda message: message.line)
 
 
-def _content(messages: Sequence[Message]) -> tuple[int, int]:
-    richest = min((KINDS.index(FORMS[message.form].kind) for message in messages), default=len(KINDS))
+def _rate_content(messages: Sequence[Message]) -> tuple[int, int]:
+    best_kind = min((KINDS.index(FORMS[message.form].kind) for message in messages), default=len(KINDS))
     known = sum(
         len(message.figures)
         + sum((buffer.bytes is not None) + (buffer.array is not None) for buffer in message.buffers)
         for message in messages
     )
-    return -richest, known
+    return -best_kind, known
 
 
 def _explained_message(messages: Sequence[Message]) -> Message:
-    """Returns the first message of the richest kind among the failures; among the warnings if nothing failed. A message
-    without figures is passed over if a later one of its form has some."""
+    """Returns the message that is explained: the first error of the most informative kind (`KINDS`), or the first
+    warning of this kind if the log contains no error. A message without sizes and buffers is skipped if a later message
+    of the same kind contains some."""
     failures = [message for message in messages if causes.is_failure(message)] or list(messages)
     kind = min((FORMS[message.form].kind for message in failures), key=KINDS.index)
     of_kind = [message for message in failures if FORMS[message.form].kind == kind]
@@ -115,8 +116,12 @@ def _explained_message(messages: Sequence[Message]) -> Message:
 
 
 def _headline_figures(messages: Sequence[Message], kind: str) -> dict[str, int | None]:
-    """Returns "requested", "limit" and "total" of a log: the first of each in its messages. Exact bytes are preferred
-    to the rounded bytes of an allocator."""
+    """Returns the bytes "requested", "limit" and "total" of a log: for each name, the first size in the messages, None
+    if no message contains one. A request that an allocator rounded up is replaced by the exact request if another
+    message contains it.
+
+    kind: the most informative kind (`KINDS`) among the messages.
+    """
     counted = [
         message for message in messages if FORMS[message.form].kind not in _WARNINGS or FORMS[message.form].kind == kind
     ]

@@ -22,14 +22,14 @@ from bytescope.memory.view.table_views import page_table
 
 NOTES = (
     "Sizes with two decimals are rounded by XLA or libtpu. Units are binary: 1 GiB is 2**30 bytes.",
-    "What a tensor usually is follows from the name of its operation, its shape and its dtype. The message does "
-    "not say it.",
+    "The kind of tensor is a guess from the name of the operation, the shape and the dtype. The message does not "
+    "contain it.",
     "XLA lists at most 15 buffers on a GPU and 20 on a TPU, the largest first. Newer versions list none on a GPU.",
 )
 
 
 def render(explanation: ExplanationRecord) -> str:
-    """Returns the page of an explanation."""
+    """Returns the explanation as an HTML page that opens offline."""
     rows = memory_rows(explanation) if explanation.recognized else []
     culprits = explanation.culprits
     most = max((culprit.bytes or 0 for culprit in culprits), default=0) or 1
@@ -97,18 +97,18 @@ BUFFER_COLUMNS = (
     ColumnView("component", "component", "words"),
     ColumnView("layers", "layers", "words", read=_layers),
     ColumnView("operation", "operation", "words"),
-    ColumnView("what", "what it usually is", "words"),
+    ColumnView("what", "probable kind of tensor", "words"),
     ColumnView("source", "source", "words", read=lambda culprit: culprit.source or "not in the message", css="where"),
 )
 
 
 def remedy_columns(explanation: ExplanationRecord) -> tuple[ColumnView, ...]:
-    """Returns the columns of the table of remedies: the instruction, and the bytes that it can free."""
+    """Returns the columns of the table of remedies: what the user can do, and the maximum bytes that this frees."""
 
     def saving(remedy: Remedy) -> int | None:
         return explanation.savings.get(remedy.saves)
 
     return (
         ColumnView("words", "what to do"),
-        ColumnView("saves", "up to", "bytes", read=saving, page=lambda remedy: human(saving(remedy))),
+        ColumnView("saves", "frees up to", "bytes", read=saving, page=lambda remedy: human(saving(remedy))),
     )

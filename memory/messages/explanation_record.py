@@ -13,33 +13,35 @@ from bytescope.memory.messages.remedies import Remedy
 from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.units import human
 
-# Kind of an explanation without any message.
+# Kind of an explanation of a log without a message about memory.
 UNKNOWN = "unknown"
 
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationRecord:
-    """The content of a log about memory, and the cause of the failure. All sizes are bytes on one device; None if the
-    log does not contain them.
+    """The sizes and buffers in the messages about memory of a log, the cause of the failure, and the remedies. All
+    sizes are bytes on one device; None if the log does not contain them.
 
     Fields:
         recognized: whether the log contains a message about memory.
-        kind: the kind of the richest message, one of `message_forms.KINDS`; "unknown" if there is none.
-        form: the form of the explained message, a key of `message_forms.FORMS`; "" if there is none.
+        kind: the kind of the most informative message, one of `message_forms.KINDS`; "unknown" if there is none.
+        form: the form of the explained message, a key of `message_forms.FORMS` such as "gpu_request"; "" if there is
+            none.
         failure: whether the explained message is an error; False for a warning.
-        line: number of the message's line in the log, starting at 1.
-        quote: beginning of the message.
-        requested_bytes: what the failed allocation asked for.
-        limit_bytes: the printed capacity of the memory, or the budget of the compiler's pass; may be negative.
-        total_bytes: bytes of all that is or would be in the memory.
-        figures: all other sizes in the message, such as "temp", "outputs", "free" and "in_use".
-        words: names in the message, such as "allocator" and "space".
-        cause_kind: the cause, a key of `causes.CAUSES`. cause: the same in a sentence. evidence: what in the message
-            shows it, "" if nothing more does.
-        culprits: the listed buffers, the ones with the most bytes first.
-        savings: name of a saving -> the bytes that the listed buffers show for it.
-        remedies: what to do, the cheapest first.
-        messages: number of messages of each form in the log, the explained form included.
+        line: line of the log in which the explained message begins, starting at 1.
+        quote: beginning of the explained message.
+        requested_bytes: size of the failed request.
+        limit_bytes: capacity of the memory, or for a warning the compiler's memory budget, which may be negative.
+        total_bytes: bytes of all arrays and programs that are in the memory or should be placed in it.
+        figures: name -> bytes of each size in the explained message, such as "temp", "outputs", "free" and "in_use".
+        words: name -> text of other values in the explained message, such as "allocator" and "space".
+        cause_kind: the cause of the failure, a key of `causes.CAUSES`.
+        cause: the cause as a sentence.
+        evidence: a sentence with the sizes in the log that show the cause; "" if there are none.
+        culprits: the buffers that the explained message lists, grouped by shape and operation, most bytes first.
+        savings: name -> bytes that a remedy can free, such as "padding" or "logits", computed from the listed buffers.
+        remedies: what the user can do, the cheapest remedy first.
+        messages: form -> number of messages of this form in the log, including the explained message.
         match: the failure compared with the memory report of a program; None without a report.
     """
 
@@ -65,9 +67,9 @@ class ExplanationRecord:
 
     @property
     def happened(self) -> str:
-        """What happened, in one or two sentences."""
+        """What happened, in one or two sentences, such as "XLA could not allocate 4.00 GiB on the device."."""
         if not self.form:
-            return "The log contains no message about memory that is known here."
+            return "The log contains no known message about memory."
         form = FORMS[self.form]
         sizes: dict[str, int | None] = {
             **self.figures,
@@ -82,7 +84,7 @@ class ExplanationRecord:
             return form.short
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the explanation as JSON values."""
+        """Returns the explanation as a dictionary that can be written as JSON."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **own,

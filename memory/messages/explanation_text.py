@@ -17,29 +17,29 @@ from bytescope.memory.view.console import one_line, shorten
 from bytescope.memory.view.text_layout import CopyCommand, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, words
 
-# Maximum culprits, remedies, other messages, and rows of a drawing.
+# Maximum number of buffers, remedies, other messages, and rows of a drawn sharding.
 MAX_CULPRITS, MAX_REMEDIES, MAX_OTHERS, MAX_DRAWN_ROWS = 4, 4, 4, 8
-# Maximum characters of a culprit's name, of a path, of a culprit's origin, and of a row of a drawing.
+# Maximum characters of a buffer's name, of a path, of a buffer's origin, and of a row of a drawn sharding.
 _MAX_NAME, _MAX_PATH, _MAX_ORIGIN, _MAX_DRAWING = 34, 40, 150, 76
 NOT_SAID = "not in the message"
 # Phase -> its name on the screen.
 PHASES = {"forward": "forward", "backward": "backward", "recompute": "recomputed", "optimizer": "optimizer", "": ""}
-# Figure -> its name on the screen, in the order of the rows: the memory, this program, other arrays.
+# Name in `Message.figures` -> title of the row in the table of sizes, in the order of the rows.
 ROWS = {
     "card": "memory of the GPU",
     "limit": "limit",
     "in_use": "in use before the request",
     "free": "free",
-    "largest": "largest free piece",
+    "largest": "largest free block",
     "parameters": "this program: arguments",
     "arguments": "this program: arguments",
     "outputs": "this program: results",
     "temp": "this program: temporary",
     "constants": "this program: constants",
-    "temp_fragmentation": "of it lost between buffers",
+    "temp_fragmentation": "unused gaps in temporary memory",
     "heap": "arrays on the device",
     "reserved": "reserved by the runtime",
-    "process": "held by this process",
+    "process": "used by this process",
     "unused": "reserved by PyTorch, not in use",
     "shard": "one shard of the tensor",
     "whole": "the whole tensor",
@@ -68,8 +68,9 @@ def render(explanation: ExplanationRecord) -> RenderableType:
         return blocks(
             Prose("No message about memory was recognized.", "bold"),
             Prose(
-                "Known are the out-of-memory messages of JAX, XLA (GPU, TPU, CPU), its allocators and compiler "
-                "warnings, and PyTorch's. If the log contains one, its beginning may be cut off: give the whole log."
+                "bytescope recognizes out-of-memory errors of JAX, XLA (GPU, TPU, CPU) and PyTorch, and memory "
+                "warnings of JAX and of XLA's compiler. If the log contains one, its beginning may be missing: give "
+                "the whole log."
             ),
         )
     return blocks(
@@ -108,14 +109,15 @@ def _others(explanation: ExplanationRecord) -> Iterable[RenderableType]:
 
 
 def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
-    """Returns (name, bytes) of each figure of the message, then of the figures that are missing, with None."""
+    """Returns the rows (name, bytes) of the table of sizes: first the sizes in the log, then with None the sizes that
+    the log does not contain."""
     form, own = FORMS[explanation.form], explanation.figures
     rows: dict[str, int | None] = {}
     if explanation.requested_bytes is not None:
         rows["requested"] = explanation.requested_bytes
     for name, title in ROWS.items():
         size = own.get(name)
-        if name == "limit":  # a limit that is not in the message itself is of a warning of the compiler
+        if name == "limit":  # a limit that is not in this message is from a compiler warning
             size, kind = explanation.limit_bytes, form.kind if name in own else "remat_warning"
             title = _LIMIT_NAMES.get(kind, title)
         is_uncounted = size == 0 and (form.kind == "tpu_hbm" or name == "largest")
@@ -151,7 +153,8 @@ def _where(explanation: ExplanationRecord) -> RenderableType | None:
 
 
 def culprit_name(culprit: Culprit) -> str:
-    """Returns number, shape and place of a culprit, such as "3 x float32[8,1024], layers 1 to 3"."""
+    """Returns the number, shape and layers of buffers that are alike, such as "3 x float32[8,1024], layers 1 to 3". If
+    the buffers are blocks of a memory pool, returns their number and size."""
     times = f"{culprit.count} x " if culprit.count > 1 else ""
     if culprit.identity == "chunk":
         return f"{times}{human((culprit.bytes or 0) / culprit.count)}"
@@ -164,7 +167,8 @@ def culprit_name(culprit: Culprit) -> str:
 
 
 def culprit_origin(culprit: Culprit) -> str:
-    """Returns what a culprit usually is, its component and operation, and its source line."""
+    """Returns where buffers that are alike come from, such as "logits over the vocabulary; loss dot_general; net.py:7":
+    the probable kind of tensor, the model component with the operation, and the source line."""
     if culprit.identity == "chunk":
         return culprit.what
     where = " ".join(filter(None, (culprit.component, culprit.operation)))
@@ -184,17 +188,18 @@ def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
     return None
 
 
-def culprit_table(culprits: Sequence[Culprit], most: int = MAX_CULPRITS) -> FigureTable | None:
-    """Returns a table of the first `most` culprits, and a row for the rest; None if there are none."""
+def culprit_table(culprits: Sequence[Culprit], max_rows: int = MAX_CULPRITS) -> FigureTable | None:
+    """Returns a table of the first `max_rows` groups of alike buffers, with one more row for the others; None if there
+    are no buffers."""
     if not culprits:
         return None
     table = FigureTable(fixed("largest buffers"), figure("bytes"), fixed("phase"), words())
-    for culprit in culprits[:most]:
+    for culprit in culprits[:max_rows]:
         size = human(culprit.bytes) if culprit.bytes is not None else "?"
         phase = PHASES[culprit.phase] or "unknown"
         name = shorten(one_line(culprit_name(culprit)), _MAX_NAME)
         table.add(name, size, phase, shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN))
-    rest = culprits[most:]
+    rest = culprits[max_rows:]
     if rest:
         total = human(sum(culprit.bytes or 0 for culprit in rest))
         table.add(f"{sum(culprit.count for culprit in rest)} more", total, style="dim")
@@ -202,7 +207,8 @@ def culprit_table(culprits: Sequence[Culprit], most: int = MAX_CULPRITS) -> Figu
 
 
 def draw_shardings(explanation: ExplanationRecord) -> list[str]:
-    """Returns lines of text with both shardings of a warning about full rematerialization; [] for other messages."""
+    """Returns lines of text that draw the old and the new sharding of a tensor, if the explained message is XLA's
+    warning that resharding needs the whole tensor ("full rematerialization"); [] for other messages."""
     source, target = (parse_sharding(explanation.words.get(name, "")) for name in ("source", "target"))
     if explanation.form != "spmd" or source is None or target is None:
         return []
@@ -214,7 +220,8 @@ def draw_shardings(explanation: ExplanationRecord) -> list[str]:
 
 
 def compared_rows(match: ReportMatch) -> list[tuple[str, int, int | None]]:
-    """Returns (name, bytes in the report, bytes in the log) of the whole program and of the figures that both have."""
+    """Returns rows (name, bytes in the report, bytes in the log): the predicted total, with None for the log, and each
+    size that both the report and the log contain."""
     return [("predicted in total", match.predicted_bytes, None), *match.rows]
 
 
@@ -228,7 +235,9 @@ def _compared(explanation: ExplanationRecord) -> RenderableType | None:
     lines: list[RenderableType] = [table, Prose(f"{one_line(match.title)}: {one_line(match.sentence)}")]
     for buffer in match.buffers[:MAX_CULPRITS]:
         where = buffer.source or buffer.module or "source line unknown"
-        lines.append(Prose(f"{buffer.count} x {buffer.shape} at its peak: {buffer.category}, {one_line(where)}", "dim"))
+        lines.append(
+            Prose(f"{buffer.count} x {buffer.shape} at the program's peak: {buffer.category}, {one_line(where)}", "dim")
+        )
     return Group(*lines)
 
 
@@ -245,13 +254,14 @@ def _remedies(explanation: ExplanationRecord) -> RenderableType | None:
     table = FigureTable(fixed(), words(style="", under=False), gap=1)
     for number, remedy in enumerate(explanation.remedies[:MAX_REMEDIES], 1):
         saved = explanation.savings.get(remedy.saves)
-        size = Text.assemble((f" Up to {human(saved)} of what is listed.", "bold")) if saved else Text()
+        size = Text.assemble((f" Frees up to {human(saved)} of the listed buffers.", "bold")) if saved else Text()
         table.add(f"{number}.", Text.assemble(remedy.words, size))
     return Group(Text("what to do, the cheapest first", style="bold"), table)
 
 
 def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:
-    """Returns (sentence, commands) that say how to know exactly; ("", ()) if there is nothing more to know."""
+    """Returns (sentence, shell commands) that tell the user how to get the report of the program, which names every
+    buffer. Returns ("", ()) if a report was given already or cannot help."""
     if (
         explanation.cause_kind in ("no_memory_problem", "host_memory", "on_chip_memory")
         or explanation.form == "torch_cuda"

@@ -1,7 +1,7 @@
-"""Finds the passages of a log that are about memory, and cleans their lines.
+"""Finds the parts of a log that may contain a message about memory (passages), and cleans their lines.
 
 In: a log of any size, as bytes. Out: passages, each with a few lines of plain text. Only passages are decoded and
-cleaned, so the time for a large log is the time of one scan for `ANCHORS`.
+cleaned, so the time for a large log is the time of one search for `KEY_PHRASES`.
 
     for passage in find_passages(log):
         for text in passage.texts(): ...
@@ -15,10 +15,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-# Texts of which at least one is in each message about memory, also if a line ends inside another one. The first
-# letter is
-# left out where its case varies.
-ANCHORS = (
+# Each message about memory contains at least one of these texts, even if a line break cuts another one. The first
+# letter is left out where it may be upper or lower case.
+KEY_PHRASES = (
     b"of memory",
     b"ailed to alloc",
     b"CUDA_ERROR_OUT_OF_MEMORY",
@@ -75,11 +74,12 @@ ANCHORS = (
     b"operation gpu",
     b"operation cuda",
 )
-# Maximum number of places of each anchor, lines around a place, characters of a line, and characters of all passages.
-# The first failure has the cause, so that places after the first ones are only counted.
+# Maximum number of places of each key phrase, number of lines before and after a place that belong to the passage,
+# maximum characters of a line, and maximum characters of all passages. Later places are ignored, because the first
+# failure of a job shows the cause.
 MAX_PLACES, LINES_BEFORE, LINES_AFTER, MAX_LINE, MAX_TEXT = 100, 3, 16, 20_000, 2_000_000
 _CHUNK = 1 << 21
-# Minimum length of lines that a terminal may have wrapped.
+# Shorter lines are never taken for lines that a terminal wrapped.
 _MIN_WRAPPED = 40
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -111,10 +111,11 @@ class LogLine:
     """One line of a log.
 
     Fields:
-        number: its number in the log, starting at 1.
-        source: the process that wrote it, as the prefix names it, such as "(worker pid=12)"; "" if unknown.
+        number: number of the line in the log, starting at 1.
+        source: the process that wrote the line, as the line's prefix names it, such as "(worker pid=12)"; "" if
+            unknown.
         text: the line without colours, quotation marks, times and other prefixes.
-        length: number of characters before the prefixes were removed.
+        length: number of characters of the line before the prefixes were removed.
     """
 
     number: int
@@ -125,13 +126,13 @@ class LogLine:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """Consecutive lines of one process that are about memory."""
+    """Neighbouring lines of a log, all written by one process, that may contain a message about memory."""
 
     lines: tuple[LogLine, ...]
 
     def texts(self) -> list[str]:
-        """Returns the passage as text with one line per line of the log. If a terminal may have wrapped long lines,
-        also returns the text with the wrapped lines joined."""
+        """Returns the passage as one text with the lines of the log. If a terminal may have wrapped long lines, also
+        returns a second text in which these lines are joined."""
         plain = "\n".join(line.text for line in self.lines)
         width = max((line.length for line in self.lines), default=0)
         if width < _MIN_WRAPPED or sum(line.length == width for line in self.lines[:-1]) == 0:
@@ -140,12 +141,14 @@ class Passage:
         return [plain, joined]
 
     def line_at(self, text: str, position: int) -> int:
-        """Returns the number in the log of the line at a position of the first of `texts`."""
+        """Returns the line of the log, starting at 1, to which a character position in `text` belongs. `text` is the
+        first text that `texts` returns."""
         return self.lines[min(text.count("\n", 0, position), len(self.lines) - 1)].number
 
 
 def as_bytes(log: str | bytes) -> bytes:
-    """Returns a log as UTF-8 bytes. Windows shells write UTF-16 with a byte-order mark."""
+    """Returns a log as UTF-8 bytes. A log in UTF-16 with a byte-order mark, as Windows shells write it, is
+    converted."""
     if isinstance(log, str):
         return log.encode("utf-8", "replace")
     if log[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -154,11 +157,11 @@ def as_bytes(log: str | bytes) -> bytes:
 
 
 def find_passages(log: bytes) -> list[Passage]:
-    """Returns the passages of a log that contain an anchor, in the order of the log. Lines of several processes that
-    are mixed in one passage are separated."""
+    """Returns the parts of a log around the `KEY_PHRASES` of memory messages, in the order of the log. If several
+    processes wrote lines of a part, each process gets its own passage."""
     passages: list[Passage] = []
     end = number = size = 0
-    for start, stop in _windows(log):
+    for start, stop in _passage_ranges(log):
         number += log.count(b"\n", end, start)
         end = start
         raw = log[start:stop].decode("utf-8", "replace")
@@ -176,8 +179,8 @@ def find_passages(log: bytes) -> list[Passage]:
 
 
 def _clean(raw: str, number: int) -> Iterable[LogLine]:
-    """Removes colours and prefixes from a line. Yields several lines if "\\n" is written in it as two characters, as in
-    the representation of a Python string, or if it was overwritten with a carriage return."""
+    """Yields a line of a log without colours and prefixes. The line is split at carriage returns, and at the two
+    characters "\\n" (as in the repr of a Python string) before a known line of a memory message."""
     text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip("\r")
     if "\\n" in text:
@@ -193,13 +196,14 @@ def _clean(raw: str, number: int) -> Iterable[LogLine]:
         yield LogLine(number, source, part[at:], len(part.rstrip("\n")))
 
 
-def _windows(log: bytes) -> list[tuple[int, int]]:
-    """Returns (start, end) of the groups of lines around the anchors of a log, in order, without overlaps."""
-    windows: list[tuple[int, int]] = []
-    for place in find_places(log, ANCHORS, MAX_PLACES):
-        if windows and place < windows[-1][1] - 1 and log.find(b"\n", place, windows[-1][1] - 1) < 0:
-            pass  # the place is in the last line of the previous window
-        elif windows and place < windows[-1][1] and log.count(b"\n", place, windows[-1][1]) >= LINES_AFTER:
+def _passage_ranges(log: bytes) -> list[tuple[int, int]]:
+    """Returns (start, end), as positions in bytes, of the lines around each of the `KEY_PHRASES` in a log. Ranges are
+    sorted, and overlapping ranges are merged."""
+    ranges: list[tuple[int, int]] = []
+    for place in find_phrases(log, KEY_PHRASES, MAX_PLACES):
+        if ranges and place < ranges[-1][1] - 1 and log.find(b"\n", place, ranges[-1][1] - 1) < 0:
+            pass  # the place is in the last line of the previous range
+        elif ranges and place < ranges[-1][1] and log.count(b"\n", place, ranges[-1][1]) >= LINES_AFTER:
             continue
         start = stop = place
         for _ in range(LINES_BEFORE + 1):
@@ -213,49 +217,50 @@ def _windows(log: bytes) -> list[tuple[int, int]]:
             if found < 0:
                 break
         start += 1
-        if windows and start <= windows[-1][1]:
-            windows[-1] = (windows[-1][0], max(stop, windows[-1][1]))
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
         else:
-            windows.append((start, stop))
-    return windows
+            ranges.append((start, stop))
+    return ranges
 
 
-def find_places(log: bytes, anchors: Sequence[bytes], most: int) -> list[int]:
-    """Returns the positions in `log` of the texts `anchors`, sorted, at most the first `most` of each.
+def find_phrases(log: bytes, phrases: Sequence[bytes], max_places: int) -> list[int]:
+    """Returns the positions in `log` at which one of the `phrases` begins, sorted. Only the first `max_places`
+    positions of each phrase are returned.
 
-    A loop over `bytes.find` reads a log once for each anchor. Here a table of the rarest two bytes of each anchor
-    selects a few candidates in one pass, and only these are compared with the anchors.
+    `bytes.find` would read the log once for each phrase. This function reads it once: it looks for the two neighbouring
+    bytes of each phrase that are rarest in the log, and compares only the places found with the phrases.
     """
-    found: dict[bytes, list[int]] = {anchor: [] for anchor in anchors}
+    found: dict[bytes, list[int]] = {phrase: [] for phrase in phrases}
     data = np.frombuffer(log, np.uint8)
     if len(data) < 2:
         return []
-    step = max(len(data) >> 21, 1) | 1  # odd, so that a period of the log is not mistaken for the whole
+    step = max(len(data) >> 21, 1) | 1  # odd, so that lines of equal length are sampled at all columns
     sample = data[:-1:step].astype(np.int32) | data[1::step].astype(np.int32)[: len(data[:-1:step])] << 8
     frequency = np.bincount(sample, minlength=1 << 16)
     table, offsets = np.zeros(1 << 16, np.bool_), {}
-    for anchor in anchors:
-        pairs = [_pair(anchor, at) for at in range(len(anchor) - 1)]
-        offsets[anchor] = int(frequency[pairs].argmin())
-        table[pairs[offsets[anchor]]] = True
+    for phrase in phrases:
+        pairs = [_pair(phrase, at) for at in range(len(phrase) - 1)]
+        offsets[phrase] = int(frequency[pairs].argmin())
+        table[pairs[offsets[phrase]]] = True
     for start in range(0, len(data) - 1, _CHUNK):
         candidates = []
         for shift in (0, 1):
             part = data[start + shift : start + shift + _CHUNK]
             candidates.append(np.flatnonzero(table[part[: len(part) // 2 * 2].view("<u2")]) * 2 + start + shift)
         places = np.sort(np.concatenate(candidates))
-        for anchor in [anchor for anchor in anchors if len(found[anchor]) < most]:
-            first = places - offsets[anchor]
-            first = first[(first >= 0) & (first <= len(data) - len(anchor))]
-            for index in (offsets[anchor], offsets[anchor] + 1, *range(len(anchor))):
+        for phrase in [phrase for phrase in phrases if len(found[phrase]) < max_places]:
+            first = places - offsets[phrase]
+            first = first[(first >= 0) & (first <= len(data) - len(phrase))]
+            for index in (offsets[phrase], offsets[phrase] + 1, *range(len(phrase))):
                 if not len(first):
                     break
-                first = first[data[first + index] == anchor[index]]
-            found[anchor] += first[: most - len(found[anchor])].tolist()
-            if len(found[anchor]) == most:
+                first = first[data[first + index] == phrase[index]]
+            found[phrase] += first[: max_places - len(found[phrase])].tolist()
+            if len(found[phrase]) == max_places:
                 table[:] = False
-                for other in anchors:
-                    table[_pair(other, offsets[other])] |= len(found[other]) < most
+                for other in phrases:
+                    table[_pair(other, offsets[other])] |= len(found[other]) < max_places
     return sorted({place for at in found.values() for place in at})
 
 

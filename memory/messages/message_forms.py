@@ -1,6 +1,7 @@
 """The forms of messages about memory that JAX, XLA, TensorFlow and PyTorch print: kind, severity, and what happened.
 
-The grammar of each form, with the versions that print it, is in the reader of the form (message_readers.py).
+All messages that one line of a library's code can print have the same form. The text by which a form is recognized is
+in message_readers.py.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Kinds of messages, the ones that contain the most first. A log has the kind of its richest message.
+# Kinds of messages, the most informative kind first. A log has the kind of its most informative message.
 KINDS = (
     "gpu_buffers",
     "tpu_hbm",
@@ -23,15 +24,16 @@ KINDS = (
 
 
 class Form(NamedTuple):
-    """A form of messages.
+    """Messages about memory that differ only in their sizes and names, such as "Out of memory while trying to allocate
+    N bytes." for any N.
 
     Fields:
-        name: its name in a list.
-        kind: one of `KINDS`.
-        failure: whether the message is an error; False for warnings and for lines that are not a failure.
-        sentence: what happened, with names of figures in braces ("{requested}") and words ("{space}"). A sentence is
-            used only if the message contains all of its names.
-        short: what happened, for a message that lacks a figure of `sentence`.
+        name: short name of the messages, for lists.
+        kind: the kind of the messages, one of `KINDS`.
+        failure: whether the messages are errors; False for warnings and for requests that may fail.
+        sentence: what happened, with placeholders for sizes and names in the message, such as "{requested}". The
+            sentence is used only if the message contains all of them.
+        short: what happened, without placeholders, for a message that does not contain all of them.
     """
 
     name: str
@@ -54,29 +56,29 @@ FORMS: Mapping[str, Form] = {
         "plain",
         True,
         "XLA could not allocate {requested} on the device.",
-        "XLA could not allocate memory on the device; the size of the request is cut off.",
+        "XLA could not allocate memory on the device. The size of the request is missing in the log.",
     ),
     "bare_code": Form(
-        "RESOURCE_EXHAUSTED",
+        "error code",
         "plain",
         True,
-        "RESOURCE_EXHAUSTED was raised. The log contains no size and no name.",
-        "RESOURCE_EXHAUSTED was raised. The log contains no size and no name.",
+        "The log contains only the code of an out-of-memory error, without a size.",
+        "The log contains only the code of an out-of-memory error, without a size.",
     ),
     "gpu_platform": Form(
-        "failed request of the driver",
+        "failed request without a pool",
         "plain",
         True,
-        "The driver of device {device} refused {requested}. This request went to the driver itself, not to a pool.",
-        "The driver refused a request. It went to the driver itself, not to a pool.",
+        "The GPU driver could not allocate {requested} on device {device}. XLA requested it without a memory pool.",
+        "The GPU driver could not allocate memory, which XLA requested without a memory pool.",
     ),
     "picker": Form(
-        "failed measurement of algorithms",
+        "failed autotuning",
         "plain",
         True,
-        "XLA measured algorithms for a convolution or matmul, and their workspace of {requested} could not be "
-        "allocated.",
-        "XLA measured algorithms for a convolution or matmul, and their workspace could not be allocated.",
+        "XLA measured algorithms for a convolution or matmul (autotuning), and could not allocate their workspace "
+        "of {requested}.",
+        "XLA measured algorithms for a convolution or matmul (autotuning), and could not allocate their workspace.",
     ),
     "cpu_request": Form(
         "failed request on the CPU",
@@ -96,15 +98,15 @@ FORMS: Mapping[str, Form] = {
         "program too large for the TPU",
         "tpu_hbm",
         True,
-        "The compiler refused a program: it needs {requested} of the {limit} {space} memory of a TPU core.",
+        "The compiler refused a program: it needs {requested} of {space} memory, and a TPU core has {limit}.",
         "The compiler refused a program: it needs more memory than a TPU core has.",
     ),
     "tpu_scoped": Form(
         "kernel too large for the TPU",
         "tpu_hbm",
         True,
-        "A kernel asked for {requested} of on-chip memory; its limit is {limit}.",
-        "A kernel asked for more on-chip memory than its limit.",
+        "A kernel requested {requested} of on-chip memory; its limit is {limit}.",
+        "A kernel requested more on-chip memory than its limit allows.",
     ),
     "tpu_sparse_core": Form(
         "program too large for the TPU",
@@ -117,15 +119,15 @@ FORMS: Mapping[str, Form] = {
         "buffer too large for the TPU",
         "tpu_hbm",
         True,
-        "One buffer of {requested} is larger than the whole memory of {limit}.",
-        "One buffer is larger than the whole memory.",
+        "One buffer of {requested} is larger than the TPU's whole memory of {limit}.",
+        "One buffer is larger than the TPU's whole memory.",
     ),
     "tpu_allocate": Form(
         "failed request of the TPU runtime",
         "plain",
         True,
-        "The TPU runtime could not place an array of {requested}; {free} were free.",
-        "The TPU runtime could not place an array.",
+        "The TPU runtime could not allocate an array of {requested}; {free} were free.",
+        "The TPU runtime could not allocate an array.",
     ),
     "tpu_reserve": Form(
         "failed request of the TPU runtime",
@@ -138,18 +140,18 @@ FORMS: Mapping[str, Form] = {
         "failed request of the TPU runtime",
         "plain",
         True,
-        "The TPU runtime could not allocate {requested}; the largest piece that it can allocate is {largest}.",
+        "The TPU runtime could not allocate {requested}; the largest free block has {largest}.",
         "The TPU runtime could not allocate memory.",
     ),
     "bfc": Form(
-        "line of the pool",
+        "failed request of a memory pool",
         "bfc",
         True,
         "The memory pool {allocator} could not provide {requested}.",
         "A memory pool of XLA (BFC allocator) ran out of memory.",
     ),
     "bfc_no_failure": Form(
-        "line of the pool that is not a failure",
+        "failed optional request of a memory pool",
         "bfc",
         False,
         "The memory pool {allocator} could not provide {asked}. The caller then used less memory: this is not a "
@@ -164,25 +166,25 @@ FORMS: Mapping[str, Form] = {
         "The memory pool ran out of memory, and its chunks were listed.",
     ),
     "cuda_async": Form(
-        "line of CUDA's allocator",
+        "failed request of cuda_async",
         "allocator_other",
         True,
         "CUDA's asynchronous allocator could not provide {requested}; the GPU has {card}, of which {free} were free.",
         "CUDA's asynchronous allocator could not provide memory.",
     ),
     "pinned_host": Form(
-        "refused pinned host memory",
+        "failed request of pinned host memory",
         "allocator_other",
         True,
-        "The driver refused {requested} of pinned host memory. This is memory of the computer, not of the GPU.",
-        "The driver refused pinned host memory. This is memory of the computer, not of the GPU.",
+        "The driver could not allocate {requested} of pinned host memory (memory of the computer, not of the GPU).",
+        "The driver could not allocate pinned host memory (memory of the computer, not of the GPU).",
     ),
     "driver": Form(
-        "refusal of the driver",
+        "failed request of the CUDA driver",
         "allocator_other",
         True,
-        "The CUDA driver refused {requested} of device memory outside XLA's pool.",
-        "The CUDA driver refused device memory outside XLA's pool.",
+        "The CUDA driver could not allocate {requested} of GPU memory outside XLA's pool.",
+        "The CUDA driver could not allocate GPU memory outside XLA's pool.",
     ),
     "nccl_memory": Form(
         "error of NCCL",
@@ -199,15 +201,13 @@ FORMS: Mapping[str, Form] = {
         "A CUDA library (cuDNN, cuBLAS, cuSOLVER) could not allocate its memory outside XLA's pool.",
     ),
     "library_start": Form(
-        "start of a CUDA library that failed",
+        "failed start of a CUDA library",
         "allocator_other",
         True,
         "A CUDA library (cuDNN, cuBLAS, cuSOLVER) could not start or found no algorithm that runs. The log does "
-        "not say "
-        "why; usually no memory is left outside XLA's pool.",
+        "not show why; usually too little memory is left outside XLA's pool.",
         "A CUDA library (cuDNN, cuBLAS, cuSOLVER) could not start or found no algorithm that runs. The log does "
-        "not say "
-        "why; usually no memory is left outside XLA's pool.",
+        "not show why; usually too little memory is left outside XLA's pool.",
     ),
     "library_other": Form(
         "error of a CUDA library",
@@ -235,8 +235,7 @@ FORMS: Mapping[str, Form] = {
         "remat_warning",
         False,
         "A warning of the compiler: the program's temporary memory and results take {total}, and recomputing "
-        "cannot bring "
-        "them below the budget of {limit}. The run may still succeed.",
+        "cannot bring them below the budget of {limit}. The run may still succeed.",
         "A warning of the compiler: recomputing cannot bring the program's memory below its budget.",
     ),
     "remat_budget": Form(
@@ -251,10 +250,8 @@ FORMS: Mapping[str, Form] = {
         "spmd",
         False,
         "A warning of the compiler: a tensor has to change its sharding in a way that needs the whole tensor of "
-        "{whole} on "
-        "every device.",
-        "A warning of the compiler: a tensor has to change its sharding, and for this it is made whole on every "
-        "device.",
+        "{whole} on every device.",
+        "A warning of the compiler: to change the sharding of a tensor, it makes the whole tensor on every device.",
     ),
     "donation": Form(
         "warning of unusable donation",
@@ -272,10 +269,10 @@ FORMS: Mapping[str, Form] = {
         "A warning of JAX: arrays are captured in a jitted function as constants.",
     ),
     "not_memory": Form(
-        "limit of something else than memory",
+        "RESOURCE_EXHAUSTED that is not about memory",
         "plain",
         True,
-        "RESOURCE_EXHAUSTED here is a limit of {quota}, not of memory.",
-        "RESOURCE_EXHAUSTED here is a limit of something else than memory.",
+        'RESOURCE_EXHAUSTED refers to "{quota}" here, not to memory.',
+        "RESOURCE_EXHAUSTED refers to another limit than memory here.",
     ),
 }

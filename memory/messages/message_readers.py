@@ -1,4 +1,4 @@
-"""Readers of messages about memory, one per form. Each takes a passage of a log and returns the messages in it.
+"""Readers of messages about memory. Each reader finds the messages of a few forms in a passage of a log.
 
 Sources: xla/service/buffer_assignment.cc, xla/tsl/framework/bfc_allocator.cc,
 xla/stream_executor/integrations/tf_allocator_adapter.cc, xla/hlo/transforms/simplifiers/hlo_rematerialization.cc,
@@ -21,14 +21,16 @@ Reader = Callable[[str], Iterator[Message]]
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """Compiles a pattern in which a space matches any white space, <name> a size and <#name> a number of bytes."""
+    """Compiles a regular expression in which a space matches any white space, <name> is a group for a size such as
+    "4.44GiB", and <#name> is a group for a number of bytes."""
     text = re.sub(r"<#(\w+)>", r"(?P<\1>-?[0-9]+)", text)
     text = re.sub(r"(?<!\?P)<(\w+)>", lambda match: f"(?P<{match[1]}>{SIZE.replace(' ', '')})", text)
     return re.compile(text.replace(" ", r"\s+"))
 
 
-def _figures(match: re.Match[str], **decimal: bool) -> dict[str, int]:
-    """Returns the sizes of a match. A group `requested_exact` is preferred to the group `requested`."""
+def _figures(match: re.Match[str]) -> dict[str, int]:
+    """Returns group name -> bytes for the groups of a match that are sizes. The group `requested_exact`, if it matched,
+    replaces the rounded size of the group `requested`. Groups with the prefix "w_" are words."""
     out: dict[str, int] = {}
     for name, text in match.groupdict().items():
         size = size_of(text)
@@ -71,7 +73,7 @@ _DUMP = re.compile(
     r"BufferAssignment OOM Debugging|BufferAssignment stats:|Peak buffers:|\bBuffer \d+:\s*\n|\bXLA "
     r"Label:|maybe_live_out allocation:"
 )
-# Row of the statistics of a buffer assignment -> figure.
+# Name in `Message.figures` -> row of XLA's statistics of a buffer assignment.
 _STATISTICS = {
     "parameters": "parameter allocation",
     "constants": "constant allocation",
@@ -85,21 +87,22 @@ _ROWS = {name: _pattern(rf"{row}: <{name}>") for name, row in _STATISTICS.items(
 
 
 def read_requests(text: str) -> Iterator[Message]:
-    """Yields failed requests of a GPU or CPU, with the buffer assignment that older versions print after them.
+    """Yields messages about failed allocations on a GPU or CPU, including the list of the program's buffers that older
+    versions print after the message.
 
     "Out of memory while trying to allocate N bytes." is printed since 2019; jaxlib 0.8.1 and newer print a rounded size
-    instead, and versions after 0.11 add the allocator. "Out of memory allocating N bytes." is the CPU backend.
+    instead, and versions after 0.11 add the allocator. The CPU backend prints "Out of memory allocating N bytes.".
     """
     heads = list(_REQUEST.finditer(text))
     dumps = [match.start() for match in _DUMP.finditer(text)]
     ends = [head.start() for head in heads[1:]] + [len(text)]
-    if dumps and (not heads or dumps[0] < heads[0].start()):  # the head of the first list is cut off
+    if dumps and (not heads or dumps[0] < heads[0].start()):  # the message before the first list is cut off
         yield _with_dump(Message("gpu_buffers", 0, dumps[0]), text[: heads[0].start() if heads else len(text)])
     for head, end in zip(heads, ends):
         form = "gpu_request"
         if "allocating" in head[0]:
             form = "cpu_request"
-        elif _in_picker(text, head.start()):
+        elif _is_autotuning(text, head.start()):
             form = "picker"
         message = _message(form, head)
         if any(head.end() <= dump < end for dump in dumps):
@@ -109,7 +112,7 @@ def read_requests(text: str) -> Iterator[Message]:
             )
         yield message
     for match in _PLATFORM.finditer(text):
-        yield _message("picker" if _in_picker(text, match.start()) else "gpu_platform", match)
+        yield _message("picker" if _is_autotuning(text, match.start()) else "gpu_platform", match)
     for match in _XLA_HOST.finditer(text):
         yield _message("xla_host", match)
 
@@ -117,8 +120,9 @@ def read_requests(text: str) -> Iterator[Message]:
 _PICKER = re.compile(r"Original\s+error:")
 
 
-def _in_picker(text: str, position: int) -> bool:
-    """Returns whether a request failed while XLA measured algorithms of a convolution or matmul."""
+def _is_autotuning(text: str, position: int) -> bool:
+    """Returns whether the failed request at a position of the text was made while XLA measured algorithms for a
+    convolution or matmul."""
     before = text[max(position - 1000, 0) : position]
     return _PICKER.search(before.rpartition("\n\n")[2]) is not None
 
@@ -192,7 +196,8 @@ _BALANCE = {
 
 
 def read_tpu(text: str) -> Iterator[Message]:
-    """Yields messages of TPUs: the compiler's table of a program that does not fit, and failures of the runtime."""
+    """Yields messages about the memory of TPUs: the compiler's table of a program that does not fit, and failed
+    allocations of the runtime."""
     heads = list(_TPU_HEAD.finditer(text))
     runtime = [(form, match) for form, pattern in _TPU_OTHER.items() for match in pattern.finditer(text)]
     tables = [match.start() for match in _TPU_TABLE.finditer(text)]
@@ -258,15 +263,15 @@ def _with_table(message: Message, text: str) -> Message:
             words = {**_words(match), **words}
     if "space" not in words:
         match = _TPU_SPACE.search(text)
-        words["space"] = match["w_space"] if match else _space_of(text)
+        words["space"] = match["w_space"] if match else _guess_memory_space(text)
     if words.get("space", "hbm") != "hbm" and "program" in figures:
         figures.setdefault("total", figures["program"])
     return Message(message.form, 0, message.position, figures, words, read_buffers(text), message.quote)
 
 
-def _space_of(text: str) -> str:
-    """Returns the memory of a list of buffers without its head: "vmem" if all allocations are scoped or have the layout
-    S(1), otherwise "hbm"."""
+def _guess_memory_space(text: str) -> str:
+    """Guesses the TPU memory of a list of buffers whose first lines are missing in the log: "vmem" if all allocations
+    have the type "scoped" or all layouts contain S(1), otherwise "hbm"."""
     kinds = re.findall(r"Allocation type:\s*(\w+)", text)
     shapes = re.findall(r"\bShape:\s*([^\n]*)", text)
     is_scoped = bool(kinds) and all(kind == "scoped" for kind in kinds)
@@ -317,10 +322,10 @@ _LIBRARY = re.compile(
     r"|(?P<w_cudnn>cuDNN (?:launch failure|failed to initialize)|[Aa]ll algorithms tried|best cudnn \w+ algorithm)"
     r"|operation (?P<w_call>(?:gpu|cu)\w+)\([^\n]{0,80}\) failed"
 )
-# Characters of one error of a library, which may name itself several times.
+# Maximum distance in characters between two matches in the same error. An error may name its library several times.
 _SAME_ERROR = 300
 _LIBRARY_MEMORY = re.compile(r"out of memory|OUT_OF_MEMORY|ALLOC_FAILED|[Ff]ailed to allocate")
-# A library allocates when its handle is created. Without memory, many report only that it was not created.
+# Libraries allocate memory when a handle is created. If memory is missing, many report only that they got no handle.
 _LIBRARY_START = re.compile(
     r"NOT_INITIALIZED|[Ff]ailed to (?:create|initialize)|[Cc]ould not create|initialization (?:failed|error)"
     r"|[Aa]ll algorithms tried|best cudnn|launch failure"
@@ -329,7 +334,8 @@ _LIBRARY_START = re.compile(
 
 
 def read_allocators(text: str) -> Iterator[Message]:
-    """Yields messages of allocators: BFC pools, cuda_async, the driver, pinned host memory, and CUDA libraries."""
+    """Yields messages of allocators (BFC pools, cuda_async, the CUDA driver, pinned host memory) and errors of NCCL and
+    other CUDA libraries."""
     bars = list(_BAR.finditer(text))
     heads = list(_BFC.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
@@ -347,7 +353,7 @@ def read_allocators(text: str) -> Iterator[Message]:
         words = {**message.words, **({"bar": bar} if bar else {})}
         buffers = _chunks(text) if dump else ()
         figures = {**dump_figures, **message.figures}
-        # A size without exact bytes is rounded to two digits, and "(rounded to B)" is a multiple of 256.
+        # Only "(rounded to N)" is exact. It is the request rounded up to a multiple of 256 bytes.
         yield Message("bfc", 0, message.position, figures, words, buffers, message.quote)
     if dump and not any("not a failure" not in text[head.start() : head.start() + 800] for head in heads):
         words = {"bar": bars[0][0]} if bars else {}
@@ -452,7 +458,8 @@ _CONSTANT = re.compile(r"Constant\s+<[^\n>]*>,\s*([^\n]*?\]),[^\n]*captured at:(
 
 
 def read_warnings(text: str) -> Iterator[Message]:
-    """Yields warnings of the compiler (rematerialization, resharding) and of JAX (donation, captured constants)."""
+    """Yields memory warnings of the compiler (rematerialization, resharding) and of JAX (unusable donation, captured
+    constants)."""
     for match in _REMAT.finditer(text) if _REMAT.search(text) else _REMAT_TAIL.finditer(text):
         yield _message("remat", match)
     for match in _REMAT_BUDGET.finditer(text):
@@ -479,8 +486,7 @@ def read_warnings(text: str) -> Iterator[Message]:
 
 
 def _rounds_to(exact: int, printed: str) -> bool:
-    """Returns whether a number of bytes is printed as `printed`, a size with decimals in decimal units such as "
-    "8.39MB."""
+    """Returns whether `printed`, a size in decimal units such as "8.39MB", is the rounded value of `exact` bytes."""
     digits = re.search(r"([\d.]+)\s?([KMGT])B", printed)
     if digits is None:
         return False
@@ -531,7 +537,8 @@ _BARE = re.compile(r"RESOURCE_EXHAUSTED|[Rr]esource exhausted|CUDA_ERROR_OUT_OF_
 
 
 def read_others(text: str) -> Iterator[Message]:
-    """Yields PyTorch's out-of-memory errors, and errors with the same code as JAX's that are not about memory."""
+    """Yields PyTorch's out-of-memory errors, and RESOURCE_EXHAUSTED errors that are about a quota or another limit
+    instead of memory."""
     for match in _TORCH.finditer(text):
         figures = _figures(match)
         rest = text[match.start() : match.start() + 1200]
@@ -546,7 +553,7 @@ def read_others(text: str) -> Iterator[Message]:
         )
 
 
-# Reader -> words of which at least one is in each passage that it can read.
+# Reader -> words. Only passages that contain at least one of these words are given to the reader.
 READERS: Mapping[Reader, tuple[str, ...]] = {
     read_requests: ("allocat", "ssignment", "Buffer", "buffers", "XLA Label", "host memory"),
     read_tpu: ("memory space", "bm usage", "mem requirement", "bm requirement", "llocat", "ttempting", "padding"),
@@ -569,8 +576,8 @@ READERS: Mapping[Reader, tuple[str, ...]] = {
 
 
 def read_passage(text: str) -> list[Message]:
-    """Returns all messages of a passage in its order. If only the code RESOURCE_EXHAUSTED is found, returns one message
-    of the form "bare_code"."""
+    """Returns all messages about memory in a passage of a log, in the order of the passage. If the passage contains
+    only an error code such as RESOURCE_EXHAUSTED, returns one message of the form "bare_code"."""
     readers = [reader for reader, words in READERS.items() if any(word in text for word in words)]
     messages = sorted((message for reader in readers for message in reader(text)), key=lambda message: message.position)
     if code := _CODE.search(text):

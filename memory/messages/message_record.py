@@ -1,4 +1,4 @@
-"""The parts of a message about memory: its form, its figures, and the buffers that it lists."""
+"""Records of a message about memory: its form, the sizes in it, and the buffers that it lists."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _SHAPE = re.compile(r"([a-z][a-z0-9_]*)\[([\d,<= ]*)\]")
 
 
 def size_of(text: str | None, decimal: bool = False) -> int | None:
-    """Returns a printed size in bytes, None for None. Units are binary (K and KiB are 2**10) unless `decimal`."""
+    """Returns the bytes of a printed size such as "4.44GiB"; None if the text is None or not a size. K and KiB are
+    2**10 bytes; if `decimal` is True, K is 1000 bytes."""
     match = _SIZE.match(text.strip()) if text else None
     if match is None or len(match[1]) > 40:
         return None
@@ -54,7 +55,7 @@ class ArrayType(NamedTuple):
 
     @property
     def bytes(self) -> int | None:
-        """Bytes without padding; None for an unknown dtype."""
+        """Size of the array without padding, in bytes; None if the dtype is unknown."""
         if self.dtype not in BITS:
             return None
         count = BITS[self.dtype]
@@ -66,8 +67,9 @@ class ArrayType(NamedTuple):
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
-def array_types(text: str, most: int = 10_000) -> list[ArrayType]:
-    """Returns the types of all arrays named in a text, written as by XLA (f32[8,128]) or by jax (float32[8,128])."""
+def array_types(text: str, max_types: int = 10_000) -> list[ArrayType]:
+    """Returns the array types in a text, as XLA writes them (f32[8,128]) or as jax writes them (float32[8,128]). Only
+    the first `max_types` are returned."""
     found = []
     for match in _SHAPE.finditer(text):
         short = match[1]
@@ -77,24 +79,25 @@ def array_types(text: str, most: int = 10_000) -> list[ArrayType]:
         dims = [dim.lstrip("<= ") for dim in match[2].split(",") if dim.strip()]
         if dtype in BITS and len(dims) < 32 and all(dim.isdigit() and len(dim) < 19 for dim in dims):
             found.append(ArrayType(dtype, tuple(map(int, dims))))
-        if len(found) == most:
+        if len(found) == max_types:
             break
     return found
 
 
 @dataclasses.dataclass(frozen=True)
 class ListedBuffer:
-    """A buffer in the list of a message.
+    """One of the buffers that a message lists.
 
     Fields:
-        bytes: its size, with padding; None if the message does not contain it.
-        array: dtype and dimensions; None if the message does not contain them. For a tuple, the largest element.
-        op_name: jax's name of the operation, "" if unknown.
-        source: file and line of the operation, such as "model.py:12", "" if unknown.
-        label: XLA's opcode or name of the instruction, such as "fusion".
+        bytes: size with padding; None if the message does not contain it.
+        array: dtype and dimensions of the array in the buffer, or of the largest array of a tuple; None if the message
+            does not contain them.
+        op_name: jax's name of the operation that creates the array; "" if unknown.
+        source: file and line of this operation, such as "model.py:12"; "" if unknown.
+        label: opcode or name of the XLA instruction that creates the array, such as "fusion".
         unpadded_bytes: size without padding; None if the message does not contain it.
-        is_argument: whether it is an argument of the program.
-        allocation: XLA's kind of the allocation on a TPU, such as "HLO temp".
+        is_argument: whether the buffer is an argument of the program.
+        allocation: on a TPU, the allocation type that the message names, such as "HLO temp".
     """
 
     bytes: int | None = None
@@ -112,13 +115,13 @@ class Message:
     """A message about memory in a log.
 
     Fields:
-        form: its form, a key of `message_forms.FORMS`, such as "gpu_request".
-        line: number of its line in the log, starting at 1. position: position in its passage.
-        figures: name -> bytes, such as "requested", "limit", "total", "free", "in_use". A figure that the message does
-            not contain is left out.
-        words: name -> text, such as "space", "allocator" or "operation".
+        form: the form of the message, a key of `message_forms.FORMS` such as "gpu_request".
+        line: line of the log in which the message begins, starting at 1.
+        position: position in characters at which the message begins in its passage (`log_text.Passage`).
+        figures: name -> bytes of each size in the message, such as "requested", "limit", "total", "free", "in_use".
+        words: name -> text of other values in the message, such as "space", "allocator" or "operation".
         buffers: the buffers that the message lists.
-        quote: its first line.
+        quote: beginning of the message.
     """
 
     form: str

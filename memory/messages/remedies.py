@@ -1,4 +1,4 @@
-"""The remedies for each cause of a failed allocation, the cheapest first, and what to run to know more.
+"""The remedies for each cause of a failed allocation, the cheapest first.
 
 A remedy names only functions, variables and flags that exist in the jax and jaxlib that the project supports
 (`Remedy.uses`); a test looks each of them up.
@@ -16,10 +16,10 @@ class Remedy(NamedTuple):
     """A remedy for a failed allocation.
 
     Fields:
-        words: the instruction.
-        uses: the functions, environment variables and flags of JAX and XLA in `words`.
-        saves: name of the bytes that it can free, a key of `Explanation.savings`; "" if they do not follow from a
-            message.
+        words: advice to the user in one to three sentences.
+        uses: names of the functions, environment variables and flags of JAX and XLA that occur in `words`.
+        saves: key of `Explanation.savings` for the bytes that the remedy can free, such as "logits"; "" if a message
+            does not show how many bytes it frees.
     """
 
     words: str
@@ -51,8 +51,8 @@ REMEDIES: Mapping[str, Remedy] = {
         "scores",
     ),
     "chunk_loss": Remedy(
-        "Compute the loss over parts of the tokens: jax.lax.map(..., batch_size=N) around jax.checkpoint of the head "
-        "and the loss. Keep the logits in bfloat16.",
+        "Compute the loss over parts of the tokens: jax.lax.map(..., batch_size=N) around jax.checkpoint of the output "
+        "layer and the loss. Keep the logits in bfloat16.",
         ("jax.lax.map", "jax.checkpoint"),
         "logits",
     ),
@@ -61,14 +61,15 @@ REMEDIES: Mapping[str, Remedy] = {
         ("jax.lax.map", "jax.lax.scan"),
     ),
     "batch": Remedy(
-        "Make the batch per device smaller, and accumulate gradients over several batches to keep the size of an "
-        "update.",
+        "Make the batch per device smaller, and accumulate gradients over several batches to keep the number of "
+        "examples per update.",
     ),
     "smaller_input": Remedy(
-        "Make the input smaller: shorten or crop the sequence or image. Scores and pair tensors grow with its square.",
+        "Make the input smaller: shorten the sequence or crop the image. Attention scores grow with the square of the "
+        "length.",
     ),
     "bfloat16": Remedy(
-        "Compute in jax.numpy.bfloat16 instead of float32: half the bytes of an activation.", ("jax.numpy.bfloat16",)
+        "Compute in jax.numpy.bfloat16 instead of float32: activations take half the bytes.", ("jax.numpy.bfloat16",)
     ),
     "shard_activation": Remedy(
         "Shard the largest tensors over more devices: jax.lax.with_sharding_constraint.",
@@ -85,7 +86,9 @@ REMEDIES: Mapping[str, Remedy] = {
         ("jax.jit",),
         "outputs",
     ),
-    "fewer_outputs": Remedy("Return less: keep sums or the last value instead of every intermediate result."),
+    "fewer_outputs": Remedy(
+        "Return less from the program: sums or the last value instead of every intermediate result."
+    ),
     "shard_state": Remedy(
         "Shard parameters and optimizer state over the devices: jax.sharding.NamedSharding in out_shardings of the "
         "jax.jit that creates them.",
@@ -97,7 +100,8 @@ REMEDIES: Mapping[str, Remedy] = {
         ("jax.eval_shape", "jax.jit"),
     ),
     "partitionable": Remedy(
-        'Set jax.config.update("jax_threefry_partitionable", True), so that a device creates only its own bits.',
+        'Set jax.config.update("jax_threefry_partitionable", True), so that each device creates only the random bits '
+        "of its own shard.",
         ("jax.config.update", "jax_threefry_partitionable"),
     ),
     "small_state": Remedy(
@@ -110,13 +114,13 @@ REMEDIES: Mapping[str, Remedy] = {
     ),
     "constraint": Remedy(
         "Give the tensor the same sharding where it is made and where it is used: jax.lax.with_sharding_constraint "
-        "between both, or equal out_shardings and in_shardings.",
+        "between the two places, or equal out_shardings and in_shardings of the two programs.",
         ("jax.lax.with_sharding_constraint",),
         "whole",
     ),
     "as_argument": Remedy(
-        "Pass the arrays as arguments of the jitted function. Then they are neither compiled nor copied, and can be "
-        "donated and sharded.",
+        "Pass the arrays as arguments of the jitted function. Then the program contains no copy of them, and they can "
+        "be donated and sharded.",
         (),
         "constants",
     ),
@@ -130,10 +134,10 @@ REMEDIES: Mapping[str, Remedy] = {
         "jax.live_arrays() lists them, array.delete() frees one.",
         ("jax.live_arrays",),
     ),
-    "one_program": Remedy("Free the first model or step before the second is loaded; restart the notebook's kernel."),
+    "one_program": Remedy("Free the first model or step before you load the second, or restart the notebook's kernel."),
     "other_process": Remedy(
-        "Look for other processes on the GPU with nvidia-smi, and end those you do not need. One process per GPU: "
-        "CUDA_VISIBLE_DEVICES, or local_device_ids of jax.distributed.initialize.",
+        "Look for other processes on the GPU with nvidia-smi, and end those you do not need. Give each of your "
+        "processes its own GPU with CUDA_VISIBLE_DEVICES, or with local_device_ids of jax.distributed.initialize.",
         ("jax.distributed.initialize",),
     ),
     "preallocate": Remedy(
@@ -141,7 +145,8 @@ REMEDIES: Mapping[str, Remedy] = {
         ("XLA_PYTHON_CLIENT_PREALLOCATE",),
     ),
     "cuda_async": Remedy(
-        "Use CUDA's allocator, which can join free pieces: XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async.",
+        "Use CUDA's own allocator, which can serve a request from separate free blocks: set "
+        "XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async.",
         ("XLA_PYTHON_CLIENT_ALLOCATOR", "cuda_async"),
     ),
     "same_shapes": Remedy(
@@ -149,8 +154,8 @@ REMEDIES: Mapping[str, Remedy] = {
         "were made.",
     ),
     "autotune": Remedy(
-        "If only a measurement of algorithms failed, the run may go on. XLA_FLAGS=--xla_gpu_autotune_level=0 turns the "
-        "measurement off; kernels may be slower.",
+        "If only autotuning failed (the measurement of algorithms), the run may continue. "
+        "XLA_FLAGS=--xla_gpu_autotune_level=0 turns autotuning off; kernels may then be slower.",
         ("XLA_FLAGS", "--xla_gpu_autotune_level"),
     ),
     "host_limit": Remedy(
@@ -167,22 +172,21 @@ REMEDIES: Mapping[str, Remedy] = {
         "of the memory; memory= in .wslconfig raises it.",
     ),
     "vmem": Remedy(
-        "Make the kernel's blocks smaller. For a Pallas kernel of your own, vmem_limit_bytes of "
-        "jax.experimental.pallas.tpu.CompilerParams raises the limit.",
+        "Make the kernel's blocks smaller. In your own Pallas kernel, raise the limit with "
+        "vmem_limit_bytes of jax.experimental.pallas.tpu.CompilerParams.",
         ("jax.experimental.pallas.tpu.CompilerParams", "vmem_limit_bytes"),
     ),
     "scalar_inputs": Remedy(
-        "Make the kernel's scalar inputs smaller, such as the table of pages: fewer pages, or a shorter maximum "
-        "length.",
+        "Make the kernel's scalar inputs smaller. The page table of an attention kernel shrinks with the number of "
+        "pages and with the maximum sequence length.",
     ),
     "wait": Remedy("Do nothing unless the run fails: it may still succeed."),
-    "nothing": Remedy("Do nothing about memory."),
+    "nothing": Remedy("No change of memory settings is needed."),
     "nccl_debug": Remedy("Set NCCL_DEBUG=INFO to see why the library failed."),
-    "look_before": Remedy("Read the lines before this error: the first exception has the cause."),
+    "look_before": Remedy("Read the lines before this error: the first exception usually shows the cause."),
     "torch": Remedy(
-        "Treat both frameworks as two processes on one GPU. If JAX is only a helper, set "
-        "XLA_PYTHON_CLIENT_PREALLOCATE=false "
-        "or JAX_PLATFORMS=cpu, because its pool takes 75 % of the GPU; PyTorch's own settings are in the message.",
+        "JAX and PyTorch share this GPU, and JAX's pool takes 75 % of it by default. If the model runs in PyTorch, set "
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false or JAX_PLATFORMS=cpu. The message names PyTorch's own settings.",
         ("XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_PLATFORMS"),
     ),
 }
@@ -208,7 +212,7 @@ BY_CAUSE: Mapping[str, tuple[str, ...]] = {
     "no_memory_problem": ("nothing",),
     "unknown": ("larger_pool", "checkpoint", "batch"),
 }
-# (cause, form) -> remedies, where the form of the message rules some of the cause's remedies out.
+# (cause, form of the message or memory space) -> remedies, which replace the remedies in `BY_CAUSE`.
 BY_FORM: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("replicated_tensor", "gpu_buffers"): ("abstract_init", "partitionable", "shard_activation"),
     ("fragmentation", "tpu_allocate"): ("delete", "same_shapes", "batch"),
@@ -233,7 +237,7 @@ BY_FORM: Mapping[tuple[str, str], tuple[str, ...]] = {
 }
 
 
-# Remedies for one kind of tensor, and the causes with which they help if such a tensor is among the listed buffers.
+# Remedies for one kind of tensor. They come first for these causes if the message lists such a tensor.
 _BY_TENSOR = ("flash", "chunk_loss")
 _TENSOR_CAUSES = frozenset(("saved_activations", "attention_scores", "logits", "large_tensor"))
 
@@ -241,8 +245,10 @@ _TENSOR_CAUSES = frozenset(("saved_activations", "attention_scores", "logits", "
 def remedies_for(cause: str, form: str, space: str = "", listed: Container[str] = ()) -> tuple[Remedy, ...]:
     """Returns the remedies for a cause, the cheapest first.
 
-    cause: a key of `BY_CAUSE`. form: the form of the message. space: the memory space of a TPU, "" if unknown. listed:
-    kinds of tensors among the listed buffers, as in `Remedy.saves`.
+    cause: a key of `BY_CAUSE`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`).
+        space: the
+    memory space of a TPU, such as "vmem"; "" if unknown. listed: keys of `Explanation.savings`, such as
+    "logits" if the message lists logits.
     """
     names = BY_FORM.get((cause, space)) or BY_FORM.get((cause, form)) or BY_CAUSE[cause]
     added = _BY_TENSOR if cause in _TENSOR_CAUSES else ()

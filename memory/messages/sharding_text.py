@@ -17,12 +17,12 @@ MAX_DRAWN, _MAX_DEVICES = 64, 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class ParsedSharding:
-    """A sharding of an array.
+    """The sharding of an array, read from XLA's text.
 
     Fields:
-        tiles: number of pieces along each dimension of the array; () if the array is whole on its devices.
-        copies: number of devices that hold the same piece; 0 if all devices hold all.
-        devices: numbers of the devices in the order of the pieces, () if unknown.
+        tiles: number of pieces along each dimension of the array; () if the array is not cut into pieces.
+        copies: number of devices that hold the same piece; 0 if the array is not cut into pieces.
+        devices: numbers of the devices in the order of the pieces; () if unknown.
     """
 
     tiles: tuple[int, ...] = ()
@@ -38,8 +38,9 @@ class ParsedSharding:
         return f"{', '.join(parts)} pieces{copies}"
 
     def drawing(self) -> list[str]:
-        """Returns lines of text with a cell for each piece, which contains the numbers of its devices. Rows are the
-        pieces of the first sharded dimension. Returns [] if the sharding is whole or too large to draw."""
+        """Draws the pieces of the array as rows of cells, such as ["|0,1|2,3|"]. A cell contains the numbers of the
+        devices that hold the piece, and the rows are the pieces along the first sharded dimension. Returns [] if the
+        array is not cut into pieces or has too many devices to draw."""
         sharded = [count for count in self.tiles if count > 1]
         if not sharded or not 0 < len(self.devices) <= MAX_DRAWN:
             return []
@@ -56,8 +57,8 @@ class ParsedSharding:
 
 
 def parse_sharding(text: str) -> ParsedSharding | None:
-    """Returns the sharding in a text of XLA, in the old form (a list of devices) or the new one; None if there "
-    "is none."""
+    """Returns the sharding that XLA wrote as text, such as "{devices=[2,1]0,1}" or, in newer versions,
+    "{devices=[2,1]<=[2]}"; None if the text contains no sharding."""
     if re.search(r"\b(?:replicated|maximal)\b", text) and "devices=" not in text:
         return ParsedSharding()
     match = _DEVICES.search(text)

@@ -64,6 +64,7 @@ class PlacedProgram:
         jaxpr: the ClosedJaxpr of the whole program, None for a program that was not traced.
         arguments: pytree paths and roles (such as "optimizer") of the parameters of the compiled program.
         facts: the trainer's description of the step, None if there is no trainer.
+        results: layouts of the program's results on the mesh, in order; () if unknown.
     """
 
     program: HloProgram
@@ -74,6 +75,7 @@ class PlacedProgram:
     jaxpr: Any = None
     arguments: Arguments = dataclasses.field(default_factory=Arguments)
     facts: ModelFacts | None = None
+    results: tuple[ArgumentLayout, ...] = ()
 
     @property
     def module(self) -> Module:
@@ -113,7 +115,11 @@ def place(
             if known[number] == "batch"
         }
         activations = find_activations(compilation.jaxpr, batch)
-    return PlacedProgram(program, axes, matched, replicated, activations, compilation.jaxpr, arguments, facts)
+    results: tuple[ArgumentLayout, ...] = ()
+    if compilation.compiled is not None and compilation.signature is not None and module.devices > 1:
+        shapes = [(leaf.shape, leaf.dtype) for leaf in compilation.signature.results]
+        results = hlo_mesh.read_result_layouts(compilation.compiled, shapes)
+    return PlacedProgram(program, axes, matched, replicated, activations, compilation.jaxpr, arguments, facts, results)
 
 
 # ---- the batch dimensions of activations -------------------------------------------------------------------------

@@ -1,14 +1,18 @@
 """Finds the buffers that the compiler's schedule keeps alive longer than memory requires.
 
 XLA:GPU's latency-hiding scheduler orders instructions so that communication overlaps compute. It may run an instruction
-long after its operands exist, and the operands stay alive until then. An example are the weight-gradient products of
-unrolled layers, which it defers to the end of the backward pass (openxla/xla#45753).
+long after its operands exist, and the operands stay alive until then. For example, it defers the weight-gradient
+matmuls of unrolled layers to the end of the backward pass (openxla/xla#45753).
 
-`find` starts from the compiler's order and moves instructions that lower the live bytes: first every instruction to
-just before its first reader, then every instruction to just after its last operand, each only if this shortens more
-bytes than it prolongs. Both orders are replayed in the same model of live ranges, so the difference of their peaks does
-not depend on the packing of buffers. The result is an estimate. It respects data and control dependencies and in-place
-updates, but no order is known to be the smallest.
+`find` starts from the compiler's order and looks for an order with a lower peak. First each instruction is moved to
+just before its first reader, then each instruction to just after its last operand. A move is made only if the live
+ranges that it shortens have more bytes than the live ranges that it lengthens. The peaks of both orders are computed in
+the same model of live ranges, so their difference does not depend on the packing of buffers. The new order respects
+data dependencies, control dependencies and in-place updates. The result is an estimate: an even lower peak may be
+possible.
+
+In this module, a *buffer* is a range of temporary memory that one or several values use (values that alias, or that are
+updated in place), and the *best order* is the order with the lowest peak that was found.
 """
 
 from __future__ import annotations
@@ -20,23 +24,25 @@ from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.peak.live_schedule import OVERWRITING, AliasGroups
 
-# Instructions that take no time and no memory: they run as soon as their operands exist.
+# Instructions that take no time and no memory. They are not part of an order.
 _TRANSPARENT = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"))
-# Moves that lower the live bytes by less than this fraction of the peak are not made.
+# A move is made only if it lowers the live bytes by at least this fraction of the peak.
 _MIN_GAIN = 0.001
-# Maximum number of instructions that are moved together, and maximum number of instructions of a computation.
+# Maximum number of instructions that are moved together. Computations with more instructions than the second number are
+# not reordered.
 _MAX_CLUSTER, _MAX_INSTRUCTIONS = 8, 50_000
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldValue:
-    """A range of memory that is alive at the peak in the compiler's order, and not in the order of least memory.
+    """A value that is alive at the peak in the compiler's order, but not at the same point of the order with the lowest
+    peak that was found.
 
     Fields:
-        instruction: the instruction that defines the value.
-        bytes: size of the memory.
-        reader: the instruction that the compiler runs late, and that reads the value. None if the value is computed
-            earlier than needed.
+        instruction: the instruction that computes the value.
+        bytes: size of the value's memory.
+        reader: the instruction that reads the value and that the compiler runs later than necessary. None if the
+            compiler instead computes the value earlier than necessary.
     """
 
     instruction: Instruction
@@ -46,12 +52,13 @@ class HeldValue:
 
 @dataclasses.dataclass(frozen=True)
 class OrderEstimate:
-    """The peak of temporary memory in two orders of the same instructions.
+    """The peak of temporary memory in the compiler's order of instructions, and in a better order of the same
+    instructions. Both are estimates from live ranges.
 
     Fields:
-        compiled_bytes: the peak in the compiler's order, in this module's model of live ranges.
-        least_bytes: the peak in the order of least memory.
-        held: the values that are alive at the peak only in the compiler's order, the largest first.
+        compiled_bytes: the peak in the compiler's order.
+        least_bytes: the peak in the order with the lowest peak that was found.
+        held: the values that are alive at the peak only in the compiler's order, largest first.
     """
 
     compiled_bytes: int = 0
@@ -60,15 +67,15 @@ class OrderEstimate:
 
     @property
     def excess_bytes(self) -> int:
-        """Bytes by which the compiler's order exceeds the order of least memory."""
+        """Bytes by which the peak in the compiler's order exceeds the lowest peak that was found in another order."""
         return self.compiled_bytes - self.least_bytes
 
 
 def find(module: Module) -> OrderEstimate:
-    """Compares the compiler's order of a scheduled module with an order that needs less memory.
+    """Compares the peak of temporary memory in the compiler's schedule with the peak in a better order of instructions.
 
-    The entry computation and the bodies of loops are reordered. Returns an empty estimate for a module without a
-    schedule.
+    The instructions of the entry computation and of loop bodies are reordered. Returns an empty estimate for a module
+    without a schedule.
     """
     entry = module.computations.get(module.entry)
     if entry is None or not entry.schedule:
@@ -82,18 +89,20 @@ class _Estimate:
         self.aliases = AliasGroups(module)
         self.known: dict[int, OrderEstimate] = {}
 
-    def computation(self, computation: Computation, around: set[int]) -> OrderEstimate:
-        """Returns the peaks of one run of a computation. `around`: ids of the computations that call it, which end the
-        recursion if a damaged module calls itself.
+    def computation(self, computation: Computation, callers: set[int]) -> OrderEstimate:
+        """Returns the peaks of one run of a computation, including the computations that it calls.
+
+        callers: ids of the computations that call this one, directly or indirectly. They end the recursion if a
+        computation of a damaged module calls itself.
         """
-        if computation.id in self.known or computation.id in around or not computation.schedule:
+        if computation.id in self.known or computation.id in callers or not computation.schedule:
             return self.known.get(computation.id, OrderEstimate())
         inner: dict[int, OrderEstimate] = {}
         for id in computation.schedule:
-            if id not in self.module.instructions:  # a damaged module
+            if id not in self.module.instructions:  # only in a damaged module
                 continue
             called = self.called(self.module.instructions[id])
-            estimates = [self.computation(body, around | {computation.id}) for body in called]
+            estimates = [self.computation(body, callers | {computation.id}) for body in called]
             if estimates:
                 inner[id] = max(estimates, key=lambda each: each.compiled_bytes)
         estimate = self.compare(computation, inner)
@@ -119,7 +128,7 @@ class _Estimate:
         candidates = (compiled, late, graph.improved(late, gain))
         best = min(candidates, key=lambda order: graph.peak(order.ids, after)[0])
         least = graph.peak(best.ids, after)[0]
-        held = list(graph.held(best, place)) if least < peak else []
+        held = list(graph.held_values(best, place)) if least < peak else []
         at_peak = inner.get(graph.order[place]) if graph.order else None
         held += at_peak.held if at_peak else ()
         return OrderEstimate(peak, least, tuple(sorted(held, key=lambda value: -value.bytes)))
@@ -127,21 +136,30 @@ class _Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class _Order:
-    """An order of the instructions of a computation: their ids, and the ids of the instructions that were moved."""
+    """An order of the instructions of a computation.
+
+    Fields:
+        ids: ids of the instructions in this order.
+        moved: ids of the instructions that were moved away from their place in the compiler's order.
+    """
 
     ids: tuple[int, ...]
     moved: frozenset[int] = frozenset()
 
 
 class _Graph:
-    """The instructions of one computation, their dependencies, and the ranges of memory that they touch.
+    """The instructions of one computation, their dependencies, and the buffers that they use.
+
+    A buffer is a range of temporary memory that one or several values use. It is identified by a number.
 
     Attributes:
-        order: ids of the instructions in the compiler's order, without those that take no time.
-        before, after: id -> ids that must run before or after it.
-        touched: id -> ranges of temporary memory that it reads or writes.
-        touching: range -> ids that read or write it.
-        sizes: range -> bytes.
+        order: ids of the instructions in the compiler's order, without instructions that take no time.
+        position: instruction id -> position in `order`.
+        before, after: instruction id -> ids of the instructions that must run before or after this instruction.
+        buffers_of: instruction id -> buffers that the instruction reads or writes.
+        users: buffer -> ids of the instructions that read or write the buffer, in the compiler's order.
+        sizes: buffer -> bytes.
+        written: buffer -> id of the first instruction that writes the buffer.
     """
 
     def __init__(self, module: Module, aliases: AliasGroups, computation: Computation):
@@ -149,10 +167,10 @@ class _Graph:
         scheduled = [id for id in dict.fromkeys(computation.schedule or ()) if id in module.instructions]
         self.order = [id for id in scheduled if module.instructions[id].opcode not in _TRANSPARENT]
         self.before: dict[int, set[int]] = {id: set() for id in self.order}
-        self.touched: dict[int, list[int]] = {id: [] for id in self.order}
-        self.touching: dict[int, list[int]] = {}
+        self.buffers_of: dict[int, list[int]] = {id: [] for id in self.order}
+        self.users: dict[int, list[int]] = {}
         self.sizes: dict[int, int] = {}
-        self.written: dict[int, int] = {}  # range -> the first instruction that writes it
+        self.written: dict[int, int] = {}
         self._makers: dict[int, tuple[int, ...]] = {}
         permanent = aliases.permanent(computation)
         last_writer: dict[int, int] = {}
@@ -161,8 +179,8 @@ class _Graph:
             instruction = module.instructions[id]
             for operand in (*instruction.operands, *instruction.predecessors):
                 self.before[id].update(self.makers(operand))
-            read = self.ranges(instruction.operands, aliases, permanent)
-            written = self.ranges((id,), aliases, permanent)
+            read = self.buffer_sizes(instruction.operands, aliases, permanent)
+            written = self.buffer_sizes((id,), aliases, permanent)
             for each in read.keys() - written.keys():
                 if each in last_writer:
                     self.before[id].add(last_writer[each])
@@ -175,8 +193,8 @@ class _Graph:
                 self.written.setdefault(each, id)
             for each, size in (read | written).items():
                 self.sizes[each] = size
-                self.touched[id].append(each)
-                self.touching.setdefault(each, []).append(id)
+                self.buffers_of[id].append(each)
+                self.users.setdefault(each, []).append(id)
             self.before[id].discard(id)
         self.after: dict[int, set[int]] = {id: set() for id in self.order}
         for id, earlier in self.before.items():
@@ -185,7 +203,8 @@ class _Graph:
         self.position = {id: at for at, id in enumerate(self.order)}
 
     def makers(self, id: int) -> tuple[int, ...]:
-        """Returns the instructions of the order that compute a value, looked up through tuples and bitcasts."""
+        """Returns the ids of the instructions that compute the value of instruction `id`. If the instruction is a tuple
+        or a bitcast, they are the instructions that compute its operands."""
         if id not in self._makers:
             self._makers[id] = ()
             instruction = self.module.instructions.get(id)
@@ -198,7 +217,9 @@ class _Graph:
                 self._makers[id] = tuple(found)
         return self._makers[id]
 
-    def ranges(self, ids: Iterable[int], aliases: AliasGroups, permanent: set[int]) -> dict[int, int]:
+    def buffer_sizes(self, ids: Iterable[int], aliases: AliasGroups, permanent: set[int]) -> dict[int, int]:
+        """Returns buffer -> bytes for the temporary memory of the values of instructions. `permanent`: buffers that are
+        alive during the whole computation, which are left out."""
         found: dict[int, int] = {}
         for id in ids:
             instruction = self.module.instructions.get(id)
@@ -210,17 +231,19 @@ class _Graph:
                     found[number] = size
         return found
 
-    def peak(self, order: Sequence[int], inside: dict[int, int]) -> tuple[int, int]:
-        """Returns (the maximum of live bytes, the position of the instruction at which it occurs) of an order.
-        `inside`: id of an instruction that calls a computation -> the temporary bytes of one run of the computation.
+    def peak(self, order: Sequence[int], called_bytes: dict[int, int]) -> tuple[int, int]:
+        """Returns (the maximum of live bytes, the position in `order` of the instruction at which it occurs).
+
+        order: ids of the instructions in the order in which they run. called_bytes: id of an instruction that calls
+        another computation, such as a loop -> temporary bytes of one run of that computation.
         """
-        left = {each: len(ids) for each, ids in self.touching.items()}
+        left = {each: len(ids) for each, ids in self.users.items()}
         begun: set[int] = set()
         live = peak = place = 0
         for at, id in enumerate(order):
             made = ended = 0
-            results, last_read = set[int](), set[int]()  # sizes
-            for each in self.touched[id]:
+            results, last_read = set[int](), set[int]()  # sizes of buffers
+            for each in self.buffers_of[id]:
                 size, is_new = self.sizes[each], each not in begun
                 left[each] -= 1
                 if is_new:
@@ -231,18 +254,19 @@ class _Graph:
                     ended += size
                     if not is_new:
                         last_read.add(size)
-            # An elementwise kernel writes over an operand of the same size that ends with it.
+            # An elementwise kernel writes its result over an operand of the same size that no later instruction uses.
             overwrites = self.module.instructions[id].opcode in OVERWRITING
             shared = max(results & last_read, default=0) if overwrites else 0
-            now = live + made - shared + inside.get(id, 0)
+            now = live + made - shared + called_bytes.get(id, 0)
             if now > peak:
                 peak, place = now, at
             live += made - ended
         return peak, place
 
     def improved(self, order: _Order, min_gain: int, backwards: bool = False) -> _Order:
-        """Returns an order in which instructions run as soon as possible, if this ends more live bytes than it begins.
-        With `backwards`, they run as late as possible, which is the same problem in the reversed graph.
+        """Returns an order in which groups of instructions run as soon as possible where this lowers the live bytes by
+        at least `min_gain`. If `backwards` is True, they run as late as possible: the same problem in the reversed
+        graph.
         """
         base = order.ids[::-1] if backwards else order.ids
         before, after = (self.after, self.before) if backwards else (self.before, self.after)
@@ -250,27 +274,36 @@ class _Graph:
         ids = walk.run()
         return _Order(ids[::-1] if backwards else ids, order.moved | walk.moved)
 
-    def held(self, best: _Order, place: int) -> Iterator[HeldValue]:
-        """Yields the ranges that are alive at a position of the compiler's order, and not at the same instruction in
-        the order `best`."""
+    def held_values(self, best: _Order, place: int) -> Iterator[HeldValue]:
+        """Yields the values that are alive at position `place` of the compiler's order, but not when the instruction at
+        this position runs in the order `best`."""
         now = {id: at for at, id in enumerate(best.ids)}
-        # The instruction at the peak may have moved itself: look at the last one before it that did not.
-        anchor = next((now[id] for id in self.order[place::-1] if id not in best.moved), 0)
-        for each, ids in self.touching.items():
+        # If this instruction was moved itself, the last instruction before it that was not moved takes its place.
+        reference = next((now[id] for id in self.order[place::-1] if id not in best.moved), 0)
+        for each, ids in self.users.items():
             places = [self.position[id] for id in ids]
             if not min(places) <= place <= max(places):
                 continue
             moved = [now[id] for id in ids]
-            if min(moved) <= anchor <= max(moved):
+            if min(moved) <= reference <= max(moved):
                 continue
-            late = [id for id in ids[1:] if self.position[id] >= place and now[id] <= anchor]
+            late = [id for id in ids[1:] if self.position[id] >= place and now[id] <= reference]
             reader = self.module.instructions[min(late, key=self.position.__getitem__)] if late else None
             first = self.written.get(each, ids[0])
             yield HeldValue(self.module.instructions[first], self.sizes[each], reader)
 
 
 class _EagerOrder:
-    """Rebuilds an order and runs instructions ahead of their turn if this lowers the live bytes."""
+    """Builds a new order from the order `base`, in which a group of instructions runs earlier if this lowers the live
+    bytes.
+
+    Attributes:
+        placed: ids of the instructions in the new order so far.
+        moved: ids of the instructions that run earlier than in `base`.
+        waiting: instruction id -> number of instructions that must run before it and are not placed.
+        left: buffer -> ids of the instructions that use the buffer and are not placed.
+        begun: buffers that a placed instruction uses.
+    """
 
     def __init__(
         self,
@@ -283,7 +316,7 @@ class _EagerOrder:
         self.graph, self.base, self.after, self.min_gain = graph, base, after, min_gain
         self.waiting = {id: len(before[id]) for id in base}
         self.turn = {id: at for at, id in enumerate(base)}
-        self.left = {each: set(ids) for each, ids in graph.touching.items()}
+        self.left = {each: set(ids) for each, ids in graph.users.items()}
         self.begun: set[int] = set()
         self.placed: dict[int, None] = {}
         self.moved: set[int] = set()
@@ -295,9 +328,9 @@ class _EagerOrder:
             concerned = self.place(id)
             following = at + 1
             while concerned:
-                moves = {each: self.worthwhile(each) for each in concerned}
+                moves = {each: self.find_move(each) for each in concerned}
                 concerned = {each: None for each, (_, ids) in moves.items() if ids}
-                # The cluster that needs the least memory on its way comes first.
+                # The move that needs the fewest additional bytes while it runs comes first.
                 _, best = min((move for move in moves.values() if move[1]), key=lambda move: move[0], default=(0, []))
                 for other in best:
                     while self.base[following] in self.placed:
@@ -308,25 +341,29 @@ class _EagerOrder:
         return tuple(self.placed)
 
     def place(self, id: int) -> dict[int, None]:
-        """Runs an instruction next. Returns the ranges of memory that may now be worth ending."""
+        """Appends an instruction to the new order. Returns the buffers for which `find_move` may now find a move: the
+        buffers that the instruction uses, and the buffers that instructions use which can run from now on."""
         self.placed[id] = None
-        concerned = dict.fromkeys(self.graph.touched[id])
-        for each in self.graph.touched[id]:
+        concerned = dict.fromkeys(self.graph.buffers_of[id])
+        for each in self.graph.buffers_of[id]:
             self.begun.add(each)
             self.left[each].discard(id)
         for other in self.after[id]:
             self.waiting[other] -= 1
             if not self.waiting[other]:
-                concerned.update(dict.fromkeys(self.graph.touched[other]))
+                concerned.update(dict.fromkeys(self.graph.buffers_of[other]))
         return concerned
 
-    def worthwhile(self, range_number: int) -> tuple[int, list[int]]:
-        """Returns (the rise of the live bytes on the way, the instructions to run now so that a range of memory ends).
-        These are the unplaced instructions that touch it and the chain of their only successors, cut where the live
-        bytes are lowest. Returns (0, []) if this gains too little.
+    def find_move(self, buffer: int) -> tuple[int, list[int]]:
+        """Finds a group of instructions that frees a buffer if the group runs now: all remaining instructions that use
+        the buffer, followed by instructions that the group makes ready, each the only remaining successor of one in the
+        group. The group ends where the live bytes are lowest.
+
+        Returns (the maximum bytes by which the live bytes rise while these instructions run, ids of the instructions);
+        (0, []) if the live bytes would not fall by at least `min_gain`.
         """
-        rest = self.left[range_number]
-        is_open = range_number in self.begun and 0 < len(rest) <= _MAX_CLUSTER
+        rest = self.left[buffer]
+        is_open = buffer in self.begun and 0 < len(rest) <= _MAX_CLUSTER
         if not is_open or any(self.waiting[id] for id in rest):
             return 0, []
         chain = sorted(rest, key=self.turn.__getitem__)
@@ -337,12 +374,12 @@ class _EagerOrder:
         while at < len(chain) and at < _MAX_CLUSTER + len(rest):
             id = chain[at]
             at += 1
-            for each in self.graph.touched[id]:
+            for each in self.graph.buffers_of[id]:
                 if each not in touched and each not in self.begun:
                     change += self.graph.sizes[each]
                 touched[each] = touched.get(each, 0) + 1
             highest = max(highest, change)
-            for each in self.graph.touched[id]:
+            for each in self.graph.buffers_of[id]:
                 if touched[each] == len(self.left[each]):
                     change -= self.graph.sizes[each]
             if at >= len(rest) and change <= best:
@@ -352,8 +389,8 @@ class _EagerOrder:
         return rise, chain[:cut]
 
     def next_of(self, chain: list[int]) -> list[int]:
-        """Returns an instruction that could run after a chain, and is the only successor of one of its instructions;
-        [] if there is none."""
+        """Returns [id] of an instruction that can run directly after the instructions in `chain`, and that is the only
+        remaining successor of one of them; [] if there is none."""
         ahead = set(chain)
         for id in reversed(chain):
             later = [other for other in self.after[id] if other not in ahead and other not in self.placed]

@@ -1,8 +1,8 @@
-"""Computes the memory that XLA:GPU believes a program may use.
+"""Computes the memory limit that XLA:GPU plans with while it compiles a program.
 
-The latency-hiding scheduler, the rematerialization pass and the combiner of collectives read this limit. A program
-near the limit is compiled differently from the same program far below it. The limit is not a verdict: XLA compiles a
-program that exceeds it, and the allocator decides at run time.
+The latency-hiding scheduler, the rematerialization pass and the combiner of collectives read this limit. A program near
+the limit is compiled differently from the same program far below it. XLA also compiles a program that exceeds the
+limit; whether the program fits is decided by the allocator at run time.
 
 Source: XLA's gpu_hlo_schedule.cc (GetSchedulerMemoryLimit), jaxlib 0.10.2.
 """
@@ -15,7 +15,7 @@ from bytescope.memory.devices.compiler_log import RematLog
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.records.report_record import XlaBudget, XlaStats
 
-# The percentage of a GPU's memory that XLA takes if nobody sets the device's memory.
+# The percentage of a GPU's memory that XLA plans with if the memory of the device is not set.
 USUAL_PERCENT = 80
 
 
@@ -26,18 +26,21 @@ def find(
     remat_log: RematLog | None = None,
     scheduler_bytes: int | None = None,
 ) -> XlaBudget:
-    """Returns XLA's memory limit for a program, the figures from which XLA computes it, and the margin to it. All
-    fields are None if the target is not a GPU, or if the program was not compiled in this process.
+    """Returns the memory limit that XLA:GPU plans with for a program, the sizes from which XLA computes this limit, and
+    the bytes by which the program is below it. All fields are None if the target is not a GPU, or if the program was
+    not compiled in this process.
 
-    stats: XLA's byte counts of the program. settings: the memory settings with which it was compiled. remat_log: XLA's
-    log line about a rematerialization pass that did not reach its limit. scheduler_bytes: bytes that the order of the
-    schedule adds to the peak; None if unknown.
+    stats: XLA's byte counts of the program.
+    settings: XLA's memory settings with which the program was compiled; None if unknown.
+    remat_log: the sizes that XLA logged because its rematerialization pass could not bring the program below the limit;
+        None if XLA logged nothing.
+    scheduler_bytes: bytes by which the schedule raises the peak, compared with a better order; None if unknown.
     """
     if target is None or target.platform not in GPU_PLATFORMS or settings is None or stats.argument_bytes is None:
         return XlaBudget()
     base = settings.device_memory_bytes
     if base is None and not target.is_described:
-        base = target.limit_bytes  # jaxlib sets the allocator's limit for the GPUs of this process
+        base = target.limit_bytes  # for GPUs of this process, jaxlib sets the limit of the allocator
     if base is None:
         base = target.device_memory_bytes * USUAL_PERCENT // 100
     io = stats.argument_bytes + (stats.output_bytes or 0) - (stats.alias_bytes or 0)

@@ -1,8 +1,8 @@
 """Lists what two passes of XLA:GPU did to a compiled program: the values that the rematerialization pass computes
-again, and the buffers that the latency-hiding scheduler keeps alive at the peak.
+again, and the buffers that are alive at the peak only because of the latency-hiding scheduler.
 
 The rematerialization pass names its copies of an instruction after it, with the suffix ".remat" and a number
-(hlo_rematerialization.cc). The buffers of the scheduler come from the estimate of `memory_order`.
+(hlo_rematerialization.cc). The buffers are found by comparing the schedule with another order (`memory_order`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bytescope.memory.peak.memory_order import OrderEstimate
 from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
 
 _REMAT = re.compile(r"\.remat(\d+)?(\.|$)")
-# Instructions that share memory with their operand: a copy of them computes nothing.
+# Instructions without a computation. Copies of them in the rematerialization pass are not counted.
 _NOTHING = frozenset(("bitcast", "get-tuple-element", "tuple", "constant", "parameter"))
 _PRODUCTS = frozenset(("dot", "convolution", "ragged-dot"))
 _PRODUCT_CALLS = re.compile(r"gemm|matmul", re.I)
@@ -29,9 +29,9 @@ _PRODUCT_CALLS = re.compile(r"gemm|matmul", re.I)
 def recomputed_values(
     attribution: Attribution, flops_of: Callable[[Collection[str]], Mapping[str, int]]
 ) -> tuple[RecomputedValue, ...]:
-    """Returns the instructions that XLA's rematerialization pass added, those with the most bytes first.
+    """Returns the instructions that XLA's rematerialization pass added to compute values again, most bytes first.
 
-    flops_of: returns name -> FLOPs of one run for the instructions with given names.
+    flops_of: function from the names of instructions to name -> FLOPs of one run of the instruction.
     """
     module = attribution.module
     copies = [module.instructions[id] for id in attribution.order if _REMAT.search(module.instructions[id].name)]
@@ -57,8 +57,9 @@ def recomputed_values(
 
 
 def held_buffers(attribution: Attribution, estimate: OrderEstimate) -> tuple[HeldBuffer, ...]:
-    """Returns the buffers of an estimate with their source lines and with the instructions that wait, the largest
-    first."""
+    """Returns records of the buffers in `estimate.held`, largest first: buffers that are alive at the peak only because
+    of the schedule. Source lines are added for the instruction that computes a buffer and for the late instruction that
+    reads it."""
     return tuple(_held_buffers(attribution, estimate))
 
 

@@ -6,6 +6,7 @@ Another target is refused, because the report would describe a different program
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -77,7 +78,7 @@ def compiled_for(
         compilation = compile_lowered(
             lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool, options=compiler_options or {}
         )
-        return compilation, judged or _target_of(lowered, compilation)
+        return with_arrays(compilation, args, kwargs or {}), judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
         _refuse_other_devices(stage, target)
     compilation = compilation_of(stage, target, compiler_options)
@@ -150,6 +151,41 @@ def compilation_of(
         f"{type_phrase(program)} is not a program: give a step with its arguments, {_CALLED}; a "
         "jax.stages.Traced, Lowered or Compiled; the bytes of an HloProto, or its path"
     )
+
+
+def with_arrays(compilation: Compilation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compilation:
+    """Returns a compilation whose signature says which arguments are the same array in memory, and on how many devices
+    each array is before the call. Arguments that are given as shapes have neither.
+
+    args, kwargs: the arguments with which the step was traced. If their arrays do not match the signature, the
+    compilation is returned unchanged.
+    """
+    import jax
+
+    signature = compilation.signature
+    arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+    if signature is None or [tuple(a.shape) for a in arrays] != [leaf.shape for leaf in signature.arguments]:
+        return compilation
+    first: dict[Any, str] = {}
+    leaves = []
+    for array, leaf in zip(arrays, signature.arguments):
+        held = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not array.is_deleted()
+        if held and array.size:
+            key = _memory_of(array)
+            devices = len(array.sharding.device_set)
+            leaf = dataclasses.replace(leaf, same_as=first.setdefault(key, leaf.path), devices=devices)
+            if leaf.same_as == leaf.path:
+                leaf = dataclasses.replace(leaf, same_as="")
+        leaves.append(leaf)
+    return dataclasses.replace(compilation, signature=dataclasses.replace(signature, arguments=tuple(leaves)))
+
+
+def _memory_of(array: Any) -> Any:
+    # Two arrays may share a buffer, such as an array and its device_put to the same device.
+    try:
+        return array.addressable_data(0).unsafe_buffer_pointer(), tuple(array.shape)
+    except Exception:  # arrays of other processes, and types of array without a pointer
+        return id(array)
 
 
 def takes_arguments(program: Any) -> bool:

@@ -27,6 +27,9 @@ class Argument:
             none.
         update: position of the result that is the updated array, -1 for none.
         shape: shape over all devices if jax provides it, otherwise the shape on one device.
+        donated: whether the program may reuse the argument's memory.
+        same_as: path of another argument that is the same array in memory, "" if there is none or if it is unknown.
+        devices: number of devices that hold the array before the call, 0 if it is unknown.
     """
 
     path: str
@@ -34,6 +37,9 @@ class Argument:
     owner: str = ""
     update: int = -1
     shape: tuple[int, ...] = ()
+    donated: bool = False
+    same_as: str = ""
+    devices: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +157,16 @@ class _Reading:
         for place, (leaf, role) in enumerate(zip(self.leaves, decided)):
             pair, changed = self.pairs.get(place), self._find_update_pair(place)
             update = changed.result if changed is not None else -1
-            by_number[leaf.parameter] = Argument(leaf.path, role, owner.find_path(leaf, role), update, leaf.shape)
+            by_number[leaf.parameter] = Argument(
+                leaf.path,
+                role,
+                owner.find_path(leaf, role),
+                update,
+                leaf.shape,
+                leaf.donated,
+                leaf.same_as,
+                leaf.devices,
+            )
             if pair is not None and pair.gradient and role == "params":
                 results[pair.result] = leaf.path
         return Arguments(by_number, self._path_by_value(by_number, results), results)

@@ -1,4 +1,4 @@
-"""Replays a run on the allocators of jax, and shows which of them can serve it."""
+"""Replays a run on models of jax's GPU allocators, and shows in a table which allocators have enough memory for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bytescope.memory.view.table_model import ColumnView, TableView
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# Calls of each program in a replay, if the caller gives no number. From the third call on, the same addresses repeat.
+# Default number of calls of each program in a replay. From the third call on, the addresses of the arrays repeat.
 CALLS = 3
 COLUMNS = (
     ColumnView("allocator", "allocator", "text"),
@@ -43,21 +43,22 @@ def replay(programs: ReportRecord | Iterable[ReportRecord | tuple[ReportRecord, 
 
     Args:
         programs: the reports of the programs in the order in which the run calls them, or one report. A report may be
-            paired with its number of calls; the default is 3. A program's arguments are taken from the arrays that
-            earlier programs left on the device, if they have the same sizes. Arguments with the role "batch" are
-            allocated for each call. Results without a donated argument replace the arguments of the same size.
+            paired with its number of calls; the default is 3. If earlier programs left arrays of the same sizes on the
+            device, these become the program's arguments. Arguments with the role "batch" are allocated for each call.
+            If a program donates no argument, each of its results replaces the argument of the same size after a call.
 
     Keys of a row, with sizes in bytes on one device:
 
     - allocator, setting: the name, and the environment variable that chooses the allocator ("" for the default).
-    - peak_in_use_bytes, peak_program: the most bytes in use, and the program that used them.
-    - reserved_bytes: the most bytes that the allocator took from the device.
+    - peak_in_use_bytes, peak_program: maximum of the bytes in use, and the program that ran at this maximum.
+    - reserved_bytes: maximum of the bytes that the allocator took from the device.
     - largest_block_bytes: the largest contiguous block that the run requests.
-    - largest_free_bytes, fragmentation: the largest block that was still free, and the part (0 to 1) of the free bytes
-      that was outside of it, at the peak, or at the request that failed.
+    - largest_free_bytes, fragmentation: the largest free block, and the fraction (0 to 1) of the free bytes outside of
+      it, when the first request failed; at the peak if no request failed.
     - outside_bytes: memory outside of the allocator, such as the CUDA context and NCCL buffers.
-    - limit_bytes, verdict: bytes that the allocator may use; "fits", "tight" (above 95 % of them) or "exceeds".
-    - reason: the request that failed, in words; "" if none did. occupancy: the pool at the failure, as XLA draws it.
+    - limit_bytes, verdict: bytes that the allocator may use; "fits", "tight" (above 95 % of these bytes) or "exceeds".
+    - reason: why the run does not fit, such as the request that failed; "" if it fits.
+    - occupancy: a drawing of the pool when a request failed, as XLA prints it; "" otherwise.
 
     Raises:
       ReportError: there is no report, a number of calls is not a positive integer, or the programs were not compiled
@@ -72,7 +73,7 @@ def replay(programs: ReportRecord | Iterable[ReportRecord | tuple[ReportRecord, 
 
 
 def device_of(*reports: ReportRecord) -> Device:
-    """Returns the memory of the GPU for which programs were compiled, as jax's allocators see it.
+    """Returns the memory of the GPU for which the programs of the reports were compiled, and the size of jax's pool.
 
     Raises ReportError if the programs were not compiled for the same GPU.
     """
@@ -82,22 +83,23 @@ def device_of(*reports: ReportRecord) -> Device:
         raise ReportError(f"the programs are compiled for {' and '.join(sorted(names))}: compile them for one target")
     check_target(target)
     memory, pool = target["device_memory_bytes"], target["limit_bytes"]
-    if target.get("is_described"):  # the limit is not the pool if the user chose `cuda_async` or `platform`
+    if target.get("is_described"):  # with `cuda_async` or `platform`, the target's limit is not the size of the pool
         pool = pool_bytes(memory, target.get("memory_fraction") or JAX_FRACTION.value)
     outside = max(call_of(report).outside for report in reports)
-    # XLA's flag for it is missing in jaxlib 0.10.2 and on in 0.12.0.1.
+    # jaxlib 0.10.2 does not have XLA's flag for a partitioned pool. In jaxlib 0.12.0.1, the flag is on by default.
     partitions = _version(reports[0]) >= (0, 11)
     return Device(memory, pool, outside, partitions, is_cuda=target["platform"] == "cuda")
 
 
 def _version(report: ReportRecord) -> tuple[int, int]:
-    # The first two numbers of jaxlib's version. Programs of unknown origin are replayed as in the newest one.
+    # The first two numbers of jaxlib's version. If the version is unknown, the program is replayed as with the newest.
     found = re.match(r"(\d+)\.(\d+)", report.versions.get("jaxlib", ""))
     return (int(found[1]), int(found[2])) if found else (1, 0)
 
 
 def check_target(target: Mapping[str, Any]) -> None:
-    """Raises ReportError unless the target (as JSON) is a GPU, because jax has these allocators only there."""
+    """Raises ReportError unless the target is a GPU, because jax has the replayed allocators only on GPUs. `target`:
+    the target of a report as JSON."""
     if target.get("platform") not in GPU_PLATFORMS or not target.get("device_memory_bytes"):
         raise ReportError(
             f"{target.get('name') or 'no target'} has none of jax's GPU allocators: compile for a GPU, such as h100"
@@ -105,7 +107,7 @@ def check_target(target: Mapping[str, Any]) -> None:
 
 
 def rows_of(calls: Sequence[tuple[ProgramCall, int]], device: Device) -> tuple[dict[str, Any], ...]:
-    """Returns the rows of the table of allocators; `replay` describes their keys."""
+    """Replays the calls of programs on each allocator. Returns the rows of the table; `replay` describes their keys."""
     return tuple(_row(kind, result, device) for kind, result in replay_all(calls, device))
 
 
@@ -115,7 +117,7 @@ def render(
     """Returns the table of allocators for the terminal, with the reason for each failure.
 
     rows: the rows of the table. calls: the programs of the run, each with its number of calls. report: the report of
-    the step.
+    the training step.
     """
     from rich.console import Group
     from rich.text import Text
@@ -137,7 +139,7 @@ def _checked(item: ReportRecord | tuple[ReportRecord, int]) -> tuple[ReportRecor
     if not isinstance(report, ReportRecord):
         raise ReportError(f"replay takes reports, not {type(report).__name__}: make one with memory.analyze")
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ReportError(f"{count!r} calls of {report.title}: give an integer of 1 or more")
+        raise ReportError(f"{count!r} is not a number of calls of {report.title}: give an integer of 1 or more")
     return report, count
 
 
@@ -149,8 +151,8 @@ def _row(kind: AllocatorKind, result: Replay, device: Device) -> dict[str, Any]:
         reason = _reason(result)
     elif excess > 0:
         reason = (
-            f"{human(excess)} are missing: the pool takes {human(device.pool)}, and {human(device.outside)} are needed "
-            f"outside of it"
+            f"the GPU's memory is {human(excess)} too small: the pool takes {human(device.pool)}, and "
+            f"{human(device.outside)} are needed outside of the pool"
         )
     return {
         "allocator": kind.name,
@@ -183,10 +185,12 @@ def _reason(result: Replay) -> str:
 
 
 def _sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Returns the reason for each failure. If jax's default allocator fails, also returns the setting of one that does
-    not fail."""
+    """Returns a sentence for each allocator on which the run fails. If jax's default allocator is one of them, also
+    returns a sentence with the setting that chooses an allocator on which the run fits."""
     sentences = [f"{row['allocator']}: {row['reason']}." for row in rows if row["reason"]]
     others = [row for row in rows if row["setting"] and not row["reason"]]
     if rows[0]["reason"] and others:
-        sentences.append(f"{others[0]['allocator']} can serve the run: set {others[0]['setting']} before jax starts.")
+        sentences.append(
+            f"{others[0]['allocator']} has enough memory for the run: set {others[0]['setting']} before jax starts."
+        )
     return sentences

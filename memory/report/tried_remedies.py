@@ -1,4 +1,4 @@
-"""Compiles a program with the remedies of its findings, and adds to each finding what its remedy frees."""
+"""Compiles a program with the remedies of its findings, and records in each finding the bytes with its remedy."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from bytescope.memory.units import human
 def try_remedies(
     report: ReportRecord,
     compile_with: Callable[[Finding], ReportRecord | None],
-    tell: Callable[[str], None] = lambda line: None,
+    show: Callable[[str], None] = lambda line: None,
 ) -> ReportRecord:
-    """Returns the report with the allocated bytes and the predicted seconds of the program under each remedy that is a
-    set of flags or of compiler options. Equal remedies are compiled once.
+    """Compiles the program with each remedy that consists of flags or compiler options. Returns the report in which
+    these findings contain the allocated bytes and the predicted seconds of the program with their remedy.
 
-    compile_with: compiles the program with the remedy of a finding and returns its report; None if it cannot run. tell:
-    called with a line of text before each compile.
+    compile_with: function that compiles the program with the remedy of a finding and returns its report; None if the
+    program cannot be compiled with it. A remedy that several findings share is compiled once.
+    show: function that shows the user a line of text; called before each compile.
     """
     compiled: dict[str, ReportRecord | None] = {}
     findings = []
     for finding in report.findings:
         remedy = finding.flags or finding.options
         if remedy and remedy not in compiled:
-            tell(f"compiling with {remedy}")
+            show(f"compiling with {remedy}")
             compiled[remedy] = compile_with(finding)
         tried = compiled.get(remedy)
         if tried is not None:
@@ -36,8 +37,8 @@ def try_remedies(
 
 
 def tried_text(report: ReportRecord, finding: Finding) -> str:
-    """Returns a sentence such as "compiled with this: 3.27 GiB allocated instead of 5.25 GiB, 1.98 GiB less"; "" if the
-    remedy was not compiled."""
+    """Returns what the remedy of a finding changes, such as "compiled with this: 3.27 GiB allocated instead of 5.25
+    GiB, 1.98 GiB less"; "" if the program was not compiled with the remedy."""
     if finding.tried_bytes is None:
         return ""
     change = finding.tried_bytes - report.allocated_bytes
@@ -53,6 +54,6 @@ def tried_text(report: ReportRecord, finding: Finding) -> str:
 
 
 def options_of(finding: Finding) -> dict[str, str]:
-    """Returns the compiler options of a finding's remedy, name -> value."""
+    """Returns name -> value of the compiler options in the remedy of a finding."""
     pairs = (option.partition("=") for option in finding.options.split())
     return {name: value for name, _, value in pairs}

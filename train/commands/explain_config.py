@@ -1,6 +1,6 @@
-"""bytescope explain: the out-of-memory message of a log, also compared with a config's training step.
+"""bytescope explain with --config: compares the failure in a log with the training step of a config.
 
-`memory.commands.explain_command` explains logs of other programs.
+`memory.commands.explain_command` has the other arguments.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from bytescope.train.program import config_files as configs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line arguments of `bytescope explain` to the parser."""
+    """Adds the command-line arguments of `bytescope explain`, including --config, to the parser."""
     explain_command.add_arguments(parser)
     parser.add_argument("--config", metavar="CONFIG", help="compare the failure with the training step of a config")
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments. Those after `--` are a command, in `args.job`; without `--` it is []."""
+    """Parses the command-line arguments. The words after `--` are a command that is run; they become the list
+    `args.job`, which is empty without `--`."""
     from bytescope.train.commands import registry
 
     words = list(argv)
@@ -33,15 +34,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     args = registry.parse_arguments("explain", words[:at])
     args.job = words[at + 1 :]
     if at < len(words) and not args.job:
-        raise ReportError("no command is given after --: give one, such as -- python -m my_package.train")
+        raise ReportError("no command is given after --: give one, such as -- python train.py")
     if args.job and args.log != explain_command.STANDARD:
-        raise ReportError(f"{args.log} and a command after -- cannot be combined: give one of the two")
+        raise ReportError(f"the log {args.log} and a command after -- cannot be combined: give one of the two")
     return args
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope explain`. Returns 0 if a message about memory was recognized, else 1; with a command after `--`,
-    the exit code of this command."""
+    """Runs `bytescope explain`. Returns 0 if a message about memory was recognized, else 1; if a command is given after
+    `--`, returns its exit code."""
     if args.config is None:
         if args.overrides:
             raise ReportError(f"--config.{args.overrides[0][0]} needs a config: give --config=CONFIG, or leave it out")

@@ -188,7 +188,7 @@ def test_chunks_tile_the_regions_whatever_is_requested(seed):
             assert not (was_free and not chunk.requested), "two free neighbours"
             at, was_free = at + chunk.size, not chunk.requested
         assert at == start + size
-    order = [(LOWER, GAP, UPPER).index(chunk.owner) for chunk in chunks]
+    order = [(LOWER, GAP, UPPER).index(chunk.end) for chunk in chunks]
     assert order == sorted(order) and order.count(1) <= 1
     assert {chunk.start: chunk.requested for chunk in chunks if chunk.requested} == live
     assert pool.in_use == sum(chunk.size for chunk in chunks if chunk.requested) and pool.peak_in_use == peak

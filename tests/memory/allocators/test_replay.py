@@ -171,11 +171,10 @@ def test_the_verdict_compares_pool_and_device(pool, outside, verdicts):
     reasons = [row["reason"] for row in rows]
     assert [bool(reason) for reason in reasons] == [verdict == "exceeds" for verdict in verdicts]
     if outside == 64:
-        assert (
-            reasons[0]
-            == reasons[2]
-            == ("8.00 MiB are missing: the pool takes 200.00 MiB, and 64.00 MiB are needed outside of it")
+        too_small = (
+            "the GPU's memory is 8.00 MiB too small: the pool takes 200.00 MiB, and 64.00 MiB are needed outside"
         )
+        assert reasons[0] == reasons[2] == f"{too_small} of the pool"
 
 
 def test_the_table_of_a_report():
@@ -202,7 +201,10 @@ def test_the_table_of_a_report():
     assert "bfc: step requests 9.00 MiB (temporary values), but only" not in repr(full)
     words = " ".join(repr(full).split())
     assert "bfc: step requests 480.00 MiB (batch), but only 472.00 MiB are free." in words
-    assert "cuda_async can serve the run: set XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async before jax starts." in words
+    assert (
+        "cuda_async has enough memory for the run: set XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async before jax starts."
+        in words
+    )
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -219,7 +221,7 @@ def test_the_table_fits_the_terminal(width):
     ("programs", "words"),
     [
         (lambda: [], "give one report or a list"),
-        (lambda: [(report_of(), 0)], "0 calls of step: give an integer"),
+        (lambda: [(report_of(), 0)], "0 is not a number of calls of step: give an integer"),
         (lambda: ["report.json"], "not str"),
         (lambda: report_of(target={"name": "cpu:8", "platform": "cpu"}), "cpu:8 has none of jax's GPU allocators"),
         (lambda: report_of(target={}), "no target has none"),

@@ -178,8 +178,8 @@ def test_what_if_of_tiny(tmp_path, capsys):
     [
         (["tiny", "h100", "--what-if", "--grid=data.seq_len=1,2"], "--grid cannot be used with --what-if"),
         (["tiny", "h100", "--what-if", "--remat=full"], "--remat cannot be used with --what-if"),
-        (["tiny", "h100", "--xla=memory_slop=50"], "--xla=memory_slop=50 is not a flag of XLA with a value"),
-        (["tiny", "h100", "--xla=xla_dump_to=/tmp"], "the report is read from this dump: leave it out"),
+        (["tiny", "h100", "--xla=memory_slop=50"], "--xla=memory_slop=50 does not set a flag of XLA"),
+        (["tiny", "h100", "--xla=xla_dump_to=/tmp"], "bytescope sets this flag itself: leave it out"),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):
@@ -197,5 +197,5 @@ def test_the_flags_that_this_xla_has_are_known():
     wrong = xla_flags.refusal(RuntimeError(f"While setting option {SLOP}, 'abc' is not a valid int32 value."))
     assert str(wrong) == f"{SLOP}=abc is not valid for XLA: give a whole number"
     assert xla_flags.refusal(RuntimeError("out of memory")) is None
-    with pytest.raises(ValueError, match="optimization_level=fast is not a level of effort: give O0"):
+    with pytest.raises(ValueError, match="optimization_level=fast is not an optimization level: give O0"):
         xla_flags.parse_flags(["optimization_level=fast"])

@@ -91,9 +91,9 @@ def test_expected_bytes_follow_from_the_message():
     padded = memory.explain(written.tpu_padding(random.Random(1)).text)
     (buffer,) = padded.culprits
     assert padded.savings["padding"] == pytest.approx(buffer.bytes * (1 - 1 / buffer.padding), rel=0.01)
-    assert "Up to" in str(padded)
+    assert "Frees up to" in str(padded)
     unknown = memory.explain(written.plain(random.Random(1)).text)
-    assert not unknown.savings and "Up to" not in str(unknown)
+    assert not unknown.savings and "Frees up to" not in str(unknown)
 
 
 # ---- culprits -------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_table_without_its_head_names_its_memory():
 def test_a_result_that_cannot_be_allocated_shows_a_full_device():
     sample = written.gpu_buffers(random.Random(1))
     found = memory.explain(sample.text.replace(f"allocate {sample.requested} bytes", "allocate 10485760 bytes"))
-    assert found.cause_kind == "device_full" and "Not even a result of 10.00 MiB" in found.evidence
+    assert found.cause_kind == "device_full" and "could not even allocate a result of 10.00 MiB" in found.evidence
 
 
 def test_pytorch_is_told_apart():
@@ -195,12 +195,12 @@ def test_fifty_megabytes_take_a_second():
 def test_places_are_those_of_a_plain_search():
     rng = random.Random(5)
     log = bytes(rng.choice(b"abc of memory\n") for _ in range(300_000)) + b"of memory"
-    anchors = (b"of", b"memo", b"of memory", b"not there")
-    expected = {at for anchor in anchors for at in range(len(log)) if log.startswith(anchor, at)}
-    assert log_text.find_places(log, anchors, 10**9) == sorted(expected)
-    few = log_text.find_places(log, anchors, 3)
+    phrases = (b"of", b"memo", b"of memory", b"not there")
+    expected = {at for phrase in phrases for at in range(len(log)) if log.startswith(phrase, at)}
+    assert log_text.find_phrases(log, phrases, 10**9) == sorted(expected)
+    few = log_text.find_phrases(log, phrases, 3)
     assert few == sorted(
-        {at for anchor in anchors for at in [p for p in sorted(expected) if log.startswith(anchor, p)][:3]}
+        {at for phrase in phrases for at in [p for p in sorted(expected) if log.startswith(phrase, p)][:3]}
     )
 
 

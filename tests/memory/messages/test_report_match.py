@@ -41,17 +41,22 @@ def listed(op_name, shape="f32[8,1024,4096]"):
 @pytest.mark.parametrize(
     "text, change, subject, words",
     [
-        (request(40 * GIB + 1000), {}, "step", "is its temporary memory"),
-        (request(20 * GIB), {}, "other_arrays", "52.00 GiB of 60.00 GiB are predicted"),
-        (request(45 * GIB), {}, "unknown", "larger than all temporary memory of the program, 40.00 GiB"),
-        (request(20 * GIB), {"fits": False}, "step", "It does not fit, as predicted."),
-        (listed("jit(train_step)/jvp(Net)/mlp/dot_general"), {}, "step", "The listed buffers have its name."),
+        (request(40 * GIB + 1000), {}, "step", "is the temporary memory of the program"),
+        (request(20 * GIB), {}, "other_arrays", "The report predicts 52.00 GiB of 60.00 GiB"),
+        (request(45 * GIB), {}, "unknown", "larger than the whole temporary memory of the program, 40.00 GiB"),
+        (request(20 * GIB), {"fits": False}, "step", "The report predicts that this program does not fit."),
+        (
+            listed("jit(train_step)/jvp(Net)/mlp/dot_general"),
+            {},
+            "step",
+            "The listed buffers belong to a program of this name.",
+        ),
         (listed("jit(init_params)/normal"), {}, "initialization", "init_params"),
         (listed("jit(evaluate)/Net/mlp/dot_general"), {}, "evaluation", "evaluate"),
         (listed("jit(convolve)/Net/mlp/dot_general"), {}, "other_program", "convolve"),
-        (written.bfc_dump(random.Random(1)).text, {}, "fragmentation", "not fail for its size"),
-        (written.driver(random.Random(1)).text, {}, "outside_pool", "not fail for its size"),
-        (written.pinned_host(random.Random(1)).text, {}, "host_memory", "not fail for its size"),
+        (written.bfc_dump(random.Random(1)).text, {}, "fragmentation", "the memory was fragmented"),
+        (written.driver(random.Random(1)).text, {}, "outside_pool", "left outside the pool"),
+        (written.pinned_host(random.Random(1)).text, {}, "host_memory", "too little host memory"),
     ],
 )
 def test_what_failed(text, change, subject, words):
@@ -67,8 +72,10 @@ def test_the_same_buffer_in_both_has_the_reports_source_line():
     )
     report = dataclasses.replace(STEP, program="jit_f", buffers=(buffer, dataclasses.replace(buffer, source="")))
     found = memory.explain(listed("jit(g)/jvp(Net)/mlp/dot_general"), report)
-    assert found.match.subject == "step" and "1 of the 1 listed shapes" in found.match.sentence
-    assert found.culprits[0].source == "net.py:7" and "2 x float32[8,1024,4096] at its peak: residuals" in str(found)
+    assert found.match.subject == "step" and "1 of the 1 shapes in the log" in found.match.sentence
+    assert found.culprits[
+        0
+    ].source == "net.py:7" and "2 x float32[8,1024,4096] at the program's peak: residuals" in str(found)
     assert memory.explain(listed("jit(g)/mlp/dot_general")).culprits[0].source == ""
 
 
@@ -76,7 +83,7 @@ def test_a_warning_of_rematerialization_is_completed_with_the_arguments():
     sample = written.remat(random.Random(1))
     found = memory.explain(sample.text, STEP)
     need = (sample.total + 2 * GIB) / GIB
-    assert re.search(rf"a need of {need:.2f} GiB", found.match.sentence)
+    assert re.search(rf"the program needs {need:.2f} GiB", found.match.sentence)
 
 
 def test_reports_of_the_command_line(tmp_path, capsys):
@@ -84,7 +91,7 @@ def test_reports_of_the_command_line(tmp_path, capsys):
     log.write_text(request(40 * GIB))
     report.write_text(json.dumps(STEP.to_json()))
     assert main(["explain", str(log), f"--report={report}"]) == 0
-    assert "is its temporary memory" in " ".join(capsys.readouterr().out.split())
+    assert "is the temporary memory of the program" in " ".join(capsys.readouterr().out.split())
     assert main(["explain", str(log), f"--report={report}", "--config=tiny"]) == 2
     assert "--config and --report cannot be combined" in capsys.readouterr().err
     assert main(["explain", str(log), "--config.model.n_layers=2"]) == 2

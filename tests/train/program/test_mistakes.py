@@ -240,7 +240,7 @@ MISTAKES = {
         ("notes.md --report=missing.json", "cannot read"),
         ("notes.md --report=notes.md", "not JSON"),
         ("notes.md --config=tyni", "did you mean tiny?"),
-        ("notes.md --target=h100", "--target=h100 is only valid with"),
+        ("notes.md --target=h100", "--target=h100 needs the program that ran"),
         ("notes.md --config=tiny --target=h10o", "did you mean h100"),
         ("notes.md --config=tiny --hlo=x", "cannot be combined"),
         ("notes.md --config=tiny --config.model.n_layer=2", "did you mean model.n_layers?"),
