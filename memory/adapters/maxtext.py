@@ -163,7 +163,7 @@ class MaxTextFactory(TrainerFactory):
 
     def names_with_keys(self, names: Collection[str]) -> set[str]:
         """Returns the names of tensors that are keys of MaxText."""
-        with _quiet(), one_line_errors("MaxText cannot be imported"):
+        with _quiet():
             known = _import_maxtext("configs.types").MaxTextConfig.model_fields
         return {name for name in names if name in known}
 

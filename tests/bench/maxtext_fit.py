@@ -1,5 +1,7 @@
-"""Checks what `bytescope fit` promises for MaxText: the keys that it prints, compiled by MaxText's unmodified step, give
-the promised bytes. Needs an environment with MaxText (tests/maxtext_requirements.txt or the guide on MaxText).
+"""Checks what `bytescope fit` promises for MaxText.
+
+The keys that `fit` prints, compiled by MaxText's unmodified step, must give the promised bytes. The script needs an
+environment with MaxText.
 
     python tests/bench/maxtext_fit.py                    # searches, then reports on each answer (about an hour)
     python tests/bench/maxtext_fit.py --found=DIR        # uses the searches that DIR already has as pair1.json...

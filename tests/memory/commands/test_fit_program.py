@@ -11,8 +11,11 @@ import jax
 import pytest
 
 from bytescope import memory
+from bytescope.memory.adapters import trainers
 from bytescope.memory.cost import flops
+from bytescope.memory.devices import targets
 from bytescope.train import cli
+from support import toy_trainer
 from support.exhaustive import exhaustive
 from support.models import plain
 
@@ -89,3 +92,69 @@ def test_the_printed_policy_in_the_source_gives_the_promised_bytes(name, flags, 
     promised, recomputed = compiled(tmp_path / f"{name}_edited.py", monkeypatch)
     assert promised == best["allocated_bytes"]
     assert recomputed in (None, best["recomputed_flops"])
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(trainers.ADAPTERS, "toy", "support.toy_trainer")
+    return toy_trainer.FACTORY
+
+
+def test_the_answer_for_an_adapter_is_its_keys(toy, tmp_path, capsys):
+    out = tmp_path / "fit.json"
+    words = ["fit", "toy:named", "cpu", "--budget=1200KiB", f"--json={out}", f"--html={tmp_path / 'fit.html'}"]
+    assert cli.main(words) == 0
+    found = json.loads(out.read_text())
+    best, walk = found["best"], found["walk"]
+    assert best["fits"] and best["allocated_bytes"] <= found["budget_bytes"] == 1200 * 1024
+    assert {row["keys"]["batch"] for row in walk} >= {"1", "2"} and walk[-1]["keys"]["scan"] == "false"
+    assert any(row["keys"].get("mid") == "device" for row in walk) and walk[0]["keys"]["policy"] == "full"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert best["flags"] in shown.replace("\\ ", "") and "bytescope report toy:named cpu:1" in shown
+    assert best["flags"] in (tmp_path / "fit.html").read_text()
+    keys = trainers.overrides_of("toy:named", best["flags"].split())
+    target = targets.parse("cpu")
+    compilation, _ = toy(keys, target).compile()
+    assert memory.analyze(compilation, target=target).allocated_bytes == best["allocated_bytes"]
+
+
+def test_what_does_not_fit_exits_with_3_and_names_the_smallest(toy, tmp_path, capsys):
+    out = tmp_path / "fit.json"
+    words = ["fit", "toy:named", "cpu", "batch=4", "scan=true", "--budget=100KiB", f"--json={out}"]
+    assert cli.main(words) == 3
+    found = json.loads(out.read_text())
+    (only,) = found["walk"]
+    assert found["best"] is None and found["certificate"]["what"] == only["what"] == "policy=full"
+    assert found["certificate"]["missing_bytes"] == only["allocated_bytes"] - 100 * 1024
+    assert "smallest: policy=full" in capsys.readouterr().out
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--program=x.py:program", "cpu", "--levers=remat"], "--levers searches the keys of a config"),
+        (["toy:named", "cpu", "policy=full"], "policy=full cannot be given to fit, which searches it"),
+        (["toy:named", "cpu", "--measure"], "--measure cannot be used with toy:named"),
+        (["toy:named", "cpu", "depth=3"], "the toy has no key depth"),
+    ],
+)
+def test_mistakes_are_one_line(words, message, toy, capsys):
+    assert cli.main(["fit", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+NO_LAYERS = """
+import jax
+
+def program():
+    step = lambda w, x: jax.grad(lambda w: ((x @ w) ** 2).sum())(w)
+    return step, (jax.ShapeDtypeStruct((8, 8), "float32"), jax.ShapeDtypeStruct((8, 8), "float32"))
+"""
+
+
+def test_a_step_without_layers_says_how_to_wrap_a_block(tmp_path, capsys):
+    (tmp_path / "no_layers.py").write_text(NO_LAYERS)
+    assert cli.main(["fit", f"--program={tmp_path / 'no_layers.py'}:program", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "block = jax.checkpoint(block)" in error
