@@ -82,7 +82,7 @@ def _undifferentiated() -> Iterator[None]:
     import jax
     from jax._src.interpreters import ad
 
-    linearize = ad.linearize
+    linearize: Any = ad.linearize
     inside = False
 
     def linearize_call(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,13 +101,12 @@ def _undifferentiated() -> Iterator[None]:
 
         return linearize(call, primals, *args, **kwargs)
 
-    ad.linearize = linearize_call
-    jax.clear_caches()  # jaxprs that were traced before contain the derivatives
-    try:
-        yield
-    finally:
-        ad.linearize = linearize
-        jax.clear_caches()
+    with _replaced(ad, "linearize", linearize_call):
+        jax.clear_caches()  # jaxprs that were traced before contain the derivatives
+        try:
+            yield
+        finally:
+            jax.clear_caches()
 
 
 def _jitted(fun: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
@@ -172,7 +171,7 @@ class _Swap:
             primitive = primitives.scan_p if how == LOOP else primitives.jit_p
             return [(primitive, "bind", self._call_hook(primitive.bind, loop=how == LOOP))]
         bind = self._checkpoint_hook(primitives.remat_p.bind)
-        hooks = [(primitives.remat_p, "bind", bind)]
+        hooks: list[tuple[Any, str, Any]] = [(primitives.remat_p, "bind", bind)]
         with contextlib.suppress(ImportError):
             from jax._src.ad_checkpoint import RematTraced  # jax.checkpoint with the flag jax_remat3
 

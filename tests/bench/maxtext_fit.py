@@ -18,9 +18,14 @@ from pathlib import Path
 
 # Model, target, and the keys that the search does not change.
 PAIRS = (
-    ("maxtext:llama2-7b", "h100:8", "max_target_length=4096"),
+    ("maxtext:llama2-7b", "h100:8", "max_target_length=4096 per_device_batch_size=2 scan_layers=true"),
     ("maxtext:llama3-8b", "h100:8", "max_target_length=8192 per_device_batch_size=2 scan_layers=true"),
-    ("maxtext:llama3-70b", "h100:8x8", "max_target_length=8192 per_device_batch_size=1 scan_layers=true"),
+    (
+        "maxtext:llama3-70b",
+        "h100:8x8",
+        # By default, MaxText shards over the devices of a host only, and every host has the whole state.
+        "max_target_length=8192 per_device_batch_size=1 scan_layers=true dcn_data_parallelism=1 dcn_fsdp_parallelism=8",
+    ),
 )
 
 

@@ -102,13 +102,13 @@ def toy(monkeypatch):
 
 def test_the_answer_for_an_adapter_is_its_keys(toy, tmp_path, capsys):
     out = tmp_path / "fit.json"
-    words = ["fit", "toy:named", "cpu", "--budget=1200KiB", f"--json={out}", f"--html={tmp_path / 'fit.html'}"]
+    words = ["fit", "toy:named", "cpu", "--budget=700KiB", f"--json={out}", f"--html={tmp_path / 'fit.html'}"]
     assert cli.main(words) == 0
     found = json.loads(out.read_text())
     best, walk = found["best"], found["walk"]
-    assert best["fits"] and best["allocated_bytes"] <= found["budget_bytes"] == 1200 * 1024
+    assert best["fits"] and best["allocated_bytes"] <= found["budget_bytes"] == 700 * 1024
     assert {row["keys"]["batch"] for row in walk} >= {"1", "2"} and walk[-1]["keys"]["scan"] == "false"
-    assert any(row["keys"].get("mid") == "device" for row in walk) and walk[0]["keys"]["policy"] == "full"
+    assert any(row["keys"].get("context") == "device" for row in walk) and walk[0]["keys"]["policy"] == "full"
     shown = " ".join(capsys.readouterr().out.split())
     assert best["flags"] in shown.replace("\\ ", "") and "bytescope report toy:named cpu:1" in shown
     assert best["flags"] in (tmp_path / "fit.html").read_text()
