@@ -66,20 +66,20 @@ POLICIES = (
     "none",
 )
 _OTHER_POLICIES = ("custom", "minimal_flash", "minimal_with_quantization", "minimal_with_context_and_quantization")
-# Attention kernels that cannot be lowered here -> the reason. Transformer Engine needs a GPU to be installed.
+# Attention kernels that cannot be lowered here -> the reason. Platform -> the kernel in their place.
 _FLASH_TE = "it is a kernel of Transformer Engine, which cannot be lowered without its GPU"
-_NOT_LOWERED: Mapping[str, Mapping[str, str]] = {
-    "cuda": {
-        "autoselected": "MaxText would select by the devices of this machine",
-        "flash": "it is a Pallas kernel for TPUs",
-        "cudnn_flash_te": _FLASH_TE,
-    },
-    "cpu": {
-        "flash": "it is a Pallas kernel for TPUs",
-        "cudnn_flash_te": _FLASH_TE,
-        "cudnn_flash_jax": "cuDNN runs on NVIDIA's GPUs",
-    },
+_ON_GPU = {
+    "autoselected": "MaxText would select by the devices of this machine",
+    "flash": "it is a Pallas kernel for TPUs",
+    "cudnn_flash_te": _FLASH_TE,
 }
+_CUDNN = {"cudnn_flash_jax": "cuDNN runs on NVIDIA's GPUs"}
+_NOT_LOWERED: Mapping[str, Mapping[str, str]] = {
+    "cuda": _ON_GPU,
+    "rocm": _ON_GPU | _CUDNN,
+    "cpu": {"flash": _ON_GPU["flash"], "cudnn_flash_te": _FLASH_TE, **_CUDNN},
+}
+_IN_ITS_PLACE = {"cuda": "cudnn_flash_jax", "rocm": "dot_product", "cpu": "dot_product"}
 # Kind of a finding -> its remedy in MaxText's keys.
 REMEDIES: Mapping[str, str] = {
     "checkpoint_saves": f"choose a {POLICY} that saves less: bytescope compare with --remat=all shows each policy",
@@ -91,7 +91,6 @@ REMEDIES: Mapping[str, str] = {
     "whole_state": "shard the state over the hosts too: dcn_fsdp_parallelism=HOSTS dcn_data_parallelism=1",
     "weight_copies": "param_scan_axis=0 stacks the weights by layer, as the loop over the layers reads them",
 }
-_IN_ITS_PLACE = {"cuda": "cudnn_flash_jax", "cpu": "dot_product"}
 
 
 class MaxTextRow(Row):
