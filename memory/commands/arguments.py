@@ -107,18 +107,28 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
 
     result: the name of the output in the help lines, such as "the comparison".
     """
+    add_no_cache(parser)
+    add_rates(parser)
+    add_jobs(parser)
+    parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
+
+
+def add_no_cache(parser: argparse.ArgumentParser) -> None:
+    """Adds --no-cache, which compiles programs again that are in the cache."""
     parser.add_argument(
         "--no-cache", action="store_true", help="compile every program again instead of using cached results"
     )
-    add_rates(parser)
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Adds --jobs, which limits the number of programs that are compiled at the same time."""
     parser.add_argument(
         "--jobs",
         metavar="N",
         type=int,
         help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
-    parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
-    parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -244,14 +244,15 @@ def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that the flags --json, --html and --export request.
 
-    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file.
+    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file; the page
+    also shows the rows of "allocators".
     """
     if args.json:
         write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
     if args.html:
         from bytescope.memory.report import report_page
 
-        write(args.html, report_page.render(report))
+        write(args.html, report_page.render(report, allocators=more.get("allocators", ())))
     if args.export:
         from bytescope.memory.commands.xprof_export import export
 

@@ -185,6 +185,14 @@ def grown_buffers(changes: Iterable[Change]) -> list[Change]:
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
 
 
+def largest_buffers(before: ReportRecord | None, after: ReportRecord, count: int) -> list[Change]:
+    """Returns the `count` largest buffers at the peak of the second report with their bytes in the first report,
+    largest first. Without a first report, the bytes of both reports are those of the second."""
+    old, new = _matched_buffers(before or after, after)
+    changes = [Change("buffer", name, old.get(name, 0), size) for name, size in new.items()]
+    return sorted(changes, key=lambda change: (-change.after, change.name))[:count]
+
+
 def sources(report: ReportRecord) -> dict[str, str]:
     """Returns the source lines of buffers, to show them beside the changes: name of the buffer as in `Change.name` ->
     "file.py:line". Of several buffers at the peak with the same name, the largest decides.

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bytescope.memory.commands.budgets import read_budgets
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS
 from support import oracles
@@ -236,11 +239,14 @@ def names(blocks):
 
 SCRIPTS = blocks_of("sh")
 MANIFESTS = [(page, text) for page, text in blocks_of("yaml") if "apiVersion" in text]
-WORKFLOWS = [(page, text) for page, text in blocks_of("yaml") if "apiVersion" not in text]
+WORKFLOWS = [(page, text) for page, text in blocks_of("yaml") if "jobs:" in text]
+HOOKS = [(page, text) for page, text in blocks_of("yaml") if "repos:" in text]
+BUDGETS = [(page, text) for page, text in blocks_of("toml") if "tool.bytescope.budgets" in text]
 
 
 def test_there_are_guides_with_scripts_manifests_and_workflows():
-    assert len(GUIDES) >= 9 and SCRIPTS and MANIFESTS and WORKFLOWS
+    assert len(GUIDES) >= 9 and SCRIPTS and MANIFESTS and WORKFLOWS and HOOKS and BUDGETS
+    assert len(MANIFESTS + WORKFLOWS + HOOKS) == len(blocks_of("yaml"))
 
 
 @pytest.mark.parametrize(("page", "text"), SCRIPTS, ids=names(SCRIPTS))
@@ -267,11 +273,25 @@ def test_manifests_match_the_schema_of_kubernetes(page, text):
         kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
+@pytest.mark.oracle("jsonschema")
 @pytest.mark.parametrize(("page", "text"), WORKFLOWS, ids=names(WORKFLOWS))
-def test_workflows_have_jobs_with_steps(page, text):
-    workflow = yaml.safe_load(text)
-    for job in workflow["jobs"].values():
-        assert job["runs-on"] and all("run" in step or "uses" in step for step in job["steps"])
+def test_workflows_match_the_schema_of_github(page, text, tmp_path):
+    (tmp_path / "workflow.yml").write_text(text)
+    oracles.check_schema("vendor.github-workflows", [tmp_path / "workflow.yml"])
+
+
+@pytest.mark.parametrize(("page", "text"), HOOKS, ids=names(HOOKS))
+def test_hooks_are_in_the_manifest(page, text):
+    known = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
+    assert {hook["id"] for repo in yaml.safe_load(text)["repos"] for hook in repo["hooks"]} <= known
+
+
+@pytest.mark.parametrize(("page", "text"), BUDGETS, ids=names(BUDGETS))
+def test_budgets_are_read(page, text, tmp_path):
+    (tmp_path / "pyproject.toml").write_text(text)
+    for budget in read_budgets(tmp_path / "pyproject.toml"):
+        available = targets.parse(budget.target, JAX_FRACTION).limit_bytes
+        assert 0 < budget.limit_bytes(available) <= available
 
 
 @pytest.mark.oracle("kubernetes")

@@ -118,6 +118,13 @@ COMMANDS: Mapping[str, Subcommand] = {
         ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
         reads="reads two JSON files",
     ),
+    "check": Subcommand(
+        "memory.commands.check_command",
+        "measure",
+        "check programs against their memory budgets in pyproject.toml",
+        ("", "train_step --update-baseline", "--baseline=before.json --github"),
+        reads="reads the programs and configs that pyproject.toml names",
+    ),
     "estimate": Subcommand(
         "train.commands.estimate_command",
         "measure",

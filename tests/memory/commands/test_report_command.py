@@ -153,11 +153,14 @@ def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys,
 
 def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_limit):
     require("cuda")
-    words = ["--program=their_steps:described", "h100", "--github", "--json=r.json", "--allocators"]
+    words = ["--program=their_steps:described", "h100", "--github", "--json=r.json", "--html=r.html", "--allocators"]
     code, out, err = run(capsys, "report", *words)
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
     verdicts = {row["allocator"]: row["verdict"] for row in json.loads(Path("r.json").read_text())["allocators"]}
     assert verdicts == {"bfc": "exceeds", "bfc, growing": "exceeds", "cuda_async": "fits", "platform": "fits"}
+    page = Path("r.html").read_text()
+    assert 'id="allocators"' in page and "bfc: jit_step requests " in page
+    assert all(f'<th scope="row">{name}</th>' in page for name in verdicts)
     assert "bfc: jit_step requests " in out and "replayed: 3 x jit_step; outside the pool: context 500.00 MiB" in out
     ways = out[out.index("does not fit: ") :]
     assert "reduce the batch" in ways

@@ -64,6 +64,7 @@ def widened():
     return lambda state: jax.jit(lambda s: s[0] * jnp.zeros((WIDE, WIDE)))(state).sum(), (jnp.ones(3),)
 """
 FILES = {
+    "budgets.toml": '[tool.bytescope.budgets]\nmlp = { program = "a:b", target = "cpu" }\n',
     "exits.py": "import sys\nsys.exit(7)\n",
     "interrupts.py": "raise KeyboardInterrupt\n",
     "empty.py": "",
@@ -521,6 +522,25 @@ MISTAKES["pipeline"] = [
     ("--stages=4 --micro-batches=4 --html=.", "is a folder"),
     ("tiny --stages=4 --micro-batches=4", "unrecognized"),
     ("--stages=4 --micro-batches=4 --config.train.steps=1", "takes no --config.train.steps"),
+]
+MISTAKES["check"] = [
+    ("", "there is no pyproject.toml in "),
+    ("--pyproject=notes.md", "notes.md has no budgets"),
+    ("--pyproject=text.txt", "text.txt is not TOML"),
+    ("--pyproject=missing.toml", "cannot read missing.toml: No such file"),
+    ("--pyproject=/dev/zero", "cannot read /dev/zero: It is a device"),
+    ("--pyproject=.", "cannot read "),
+    ("--pyproject=", "the name is empty"),
+    ("--pyproject=budgets.toml mpl", "there is no budget mpl: did you mean mlp?"),
+    ("--pyproject=budgets.toml --baseline=foreign.json", "the baseline foreign.json has another layout"),
+    ("--pyproject=budgets.toml --baseline=notes.md", "the baseline notes.md is not JSON"),
+    ("--pyproject=budgets.toml --baseline=/dev/zero", "It is a device"),
+    ("--pyproject=budgets.toml --update-baseline", "no budget has a baseline to update"),
+    ("--pyproject=budgets.toml --update-baseline --baseline=b.json", "leave out --baseline"),
+    ("--pyproject=budgets.toml --jobs=0", "give 1 or more"),
+    ("--pyproject=budgets.toml --json=/no/such/folder/x", "no folder"),
+    ("--pyproject=budgets.toml --config.train.steps=1", "takes no --config.train.steps"),
+    ("--pyproject=budgets.toml --githib", "did you mean --github?"),
 ]
 ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
 
