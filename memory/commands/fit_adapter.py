@@ -102,7 +102,7 @@ class AdapterCompiler(StepCompiler):
         keys = policy if isinstance(policy, dict) else self.keys_of(())  # else the probe that keeps nothing
         try:
             program = self._make(keys)
-            words = [f"{key}={value}" for key, value in (self.overrides | keys).items() if key != CONFIG]
+            words = [f"{key}={value}" for key, value in {**self.overrides, **keys}.items() if key != CONFIG]
             report, compilation = make_report(program, functools.partial(describe_adapted, program, words))
         except ReportError as error:
             if not self.built:
@@ -178,11 +178,11 @@ class AdapterSearch(ProgramSearch):
 
         keys: the key of the batch with its value, {} for the batch of the command line.
         """
-        self._label({**keys, self._factory.policy_key: "full"})
+        self.label(_words({**keys, self._factory.policy_key: "full"}))
         compiler = AdapterCompiler(self._factory, {**self._overrides, **keys}, self._target)
         if self._compiler is None:
             self._compiler, self.budget = compiler, compiler.budget(self._asked)
-            with self._bar.aside():
+            with self.beside_bar():
                 show_head(self._name, self._target, self.budget, compiler.layers)
         row = self._add_built(compiler.full, keys, "micro")
         return compiler if row["fits"] else None
@@ -215,7 +215,7 @@ class AdapterSearch(ProgramSearch):
             return
         row = self._fastest() or min(self.walk, key=lambda row: row["allocated_bytes"])
         keys = {**row["keys"], key: "false"}
-        self._label(keys)
+        self.label(_words(keys))
         program = self._factory({**self._overrides, **keys}, self._target)
         words = [f"{key}={value}" for key, value in keys.items()]
         try:
@@ -227,9 +227,6 @@ class AdapterSearch(ProgramSearch):
 
     def _add_built(self, built: Built, keys: Mapping[str, str], stage: str) -> dict[str, Any]:
         return self.add(_words({**keys, **built.policy}), built, stage, {**keys, **built.policy})
-
-    def _label(self, keys: Mapping[str, str]) -> None:
-        self._bar([_words(keys)], len(self.walk))
 
 
 def _tokens_per_s(built: Built) -> float:

@@ -29,6 +29,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED, check_files, show_written, write
@@ -140,7 +141,7 @@ class ProgramSearch:
 
         with progress(None) as bar:
             self._bar = bar
-            bar([AS_WRITTEN], 0)
+            self.label(AS_WRITTEN)
             report, compilation = make_report(make())
             written = Built(None, Report.of(report), _count(compilation))
             try:
@@ -148,7 +149,7 @@ class ProgramSearch:
                     trace, lambda: make_report(make()), only_names=self._only_names
                 )
                 self.budget = compiler.budget(self._asked)
-                with bar.aside():
+                with self.beside_bar():
                     show_head(self._name, self._target, self.budget, compiler.layers)
                 self.add(AS_WRITTEN, written, "baseline")
                 self._search(compiler)
@@ -198,11 +199,18 @@ class ProgramSearch:
         else:
             self._fill(row, built)
         self.walk.append(row)
-        if self._bar is not None:
-            self._bar.show(len(self.walk), None)
-            with self._bar.aside():
-                show_row(row, time.monotonic() - self._began)
+        with self.beside_bar():
+            show_row(row, time.monotonic() - self._began)
         return row
+
+    def label(self, what: str) -> None:
+        """Shows on the progress bar what is compiled now."""
+        if self._bar is not None:
+            self._bar([what], len(self.walk))
+
+    def beside_bar(self) -> AbstractContextManager[None]:
+        """Context manager that hides the progress bar, so that text can be printed."""
+        return self._bar.aside() if self._bar is not None else nullcontext()
 
     def _fill(self, row: dict[str, Any], built: Built) -> None:
         from bytescope.memory.seconds.step_prediction import StepPrediction
