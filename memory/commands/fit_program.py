@@ -46,13 +46,6 @@ if TYPE_CHECKING:
     from bytescope.memory.view.progress_bar import ProgressBar
 
 AS_WRITTEN = "as written"
-# Stage of the search -> what the search tries in it.
-STAGES = {
-    "baseline": "the program without a change",
-    "micro": "batches with everything recomputed",
-    "remat": "the least recomputation that fits",
-    "neighbour": "the best program with its layers unrolled",
-}
 # Flags of `bytescope fit` that search configs, and so cannot be used with a user's program.
 CONFIG_FLAGS = ("batch_tokens", "levers", "lora", "measure", "max_compiles", "max_seconds", "jobs", "no_cache")
 
@@ -190,7 +183,7 @@ class ProgramSearch:
         Args:
             what: the policy of the program in a few words.
             built: the compiled program, or the error message if it could not be compiled.
-            stage: the stage of the search, a key of `STAGES`.
+            stage: the stage of the search, a key of `fit_program_view.STAGES`.
             keys: the trainer's keys that the search set in the program.
         """
         row = {"stage": stage, "what": what, "keys": dict(keys), **dict.fromkeys(_FIGURES), "fits": False}

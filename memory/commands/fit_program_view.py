@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.commands.fit_program import STAGES
 from bytescope.memory.compare.compare_columns import COST_AXES, RECOMPUTED_SHARE, Record
 from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.records.report_record import ROWS
@@ -39,6 +38,13 @@ from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Prose, unwrapped
 
+# Stage of the search -> what the search tries in it.
+STAGES = {
+    "baseline": "the program without a change",
+    "micro": "batches with everything recomputed",
+    "remat": "the least recomputation that fits",
+    "neighbour": "the best program with its layers unrolled",
+}
 NOTES = (
     "Every row is the program's own step, compiled for the target with another remat policy.",
     "Allocated: the bytes that the runtime allocates on one device, including arguments and packed temporaries.",
