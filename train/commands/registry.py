@@ -77,6 +77,7 @@ COMMANDS: Mapping[str, Subcommand] = {
             "llama_8b h200:8 --html=report.html",
             "--program=my_package.train:program h100:8",
             "--hlo=step.after_optimizations.hlo.pb --json=a.json",
+            "maxtext:llama2-7b h100:8 per_device_batch_size=2 remat_policy=full",
         ),
     ),
     "explain": Subcommand(
@@ -152,6 +153,7 @@ COMMANDS: Mapping[str, Subcommand] = {
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
             "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
             "--program=my_package.train:program --grid=width=256,512 h100:8",
+            "maxtext:llama3-8b h100:8 per_device_batch_size=1 --remat=all",
         ),
     ),
     "levers": Subcommand(
