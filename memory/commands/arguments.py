@@ -101,6 +101,19 @@ def user_path(text: str) -> Path:
     return Path(path)
 
 
+def add_json(parser: argparse.ArgumentParser, result: str) -> None:
+    """Adds --json, which names the file for the result of the command.
+
+    result: the name of the result in the help line, such as "the comparison".
+    """
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=user_path,
+        help=f"write {result} as JSON; - for standard output, which then has nothing else",
+    )
+
+
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     """Adds the flags of commands that compile: --no-cache, --rates, --jobs, and --json and --html for the output
     files.
@@ -110,7 +123,7 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     add_no_cache(parser)
     add_rates(parser)
     add_jobs(parser)
-    parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
+    add_json(parser, result)
     parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
 
 

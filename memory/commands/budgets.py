@@ -28,6 +28,7 @@ from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_json import parse
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.result_envelope import unwrap
 from bytescope.memory.units import human, parse_bytes
 
 PYPROJECT, TABLE = "pyproject.toml", "tool.bytescope.budgets"
@@ -283,9 +284,11 @@ def read_reports(path: Path) -> dict[str, ReportRecord]:
     remedy = "write it with bytescope check --update-baseline, or --json=FILE"
     try:
         check_readable(path)
-        written = parse(path.read_bytes())
+        written = unwrap(parse(path.read_bytes()), "check")
     except OSError as error:
         raise ReportError(f"cannot read the baseline {path}: {error.strerror}; {remedy}") from error
+    except ReportError as error:
+        raise ReportError(f"cannot read the baseline {path}: {error}") from error
     except ValueError as error:
         raise ReportError(f"the baseline {path} is not JSON ({one_line(str(error))}): {remedy}") from error
     if not isinstance(written, dict) or written.get("schema") != SCHEMA or not isinstance(written.get("budgets"), dict):
@@ -306,7 +309,7 @@ def baseline_text(path: Path, results: Sequence[BudgetResult], names: Iterable[s
     kept: dict[str, Any] = {}
     if path.is_file():
         read_reports(path)
-        kept = json.loads(path.read_text(encoding="utf-8"))["budgets"]
+        kept = unwrap(json.loads(path.read_text(encoding="utf-8")), "check")["budgets"]
     new = to_json(results, for_baseline=True)
     known = {name: entry for name, entry in kept.items() if name in set(names)}
     return json.dumps(new | {"budgets": known | new["budgets"]}, indent=1) + "\n"

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
-import json
 import os
 import subprocess
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +20,7 @@ from bytescope.memory.commands import budgets, github
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_jobs,
+    add_json,
     add_no_cache,
     check,
     shares_accelerator,
@@ -29,6 +29,7 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.commands.budgets import Budget, BudgetResult
+from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
@@ -84,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_no_cache(parser)
     add_jobs(parser)
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write verdicts and reports as JSON")
+    add_json(parser, "verdicts and reports")
     parser.set_defaults(measure=False)
 
 
@@ -106,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
         results, interrupted = _compile(args, chosen, outputs)
     results = [_compared(result, before, {} if args.update_baseline else accepted) for result in results]
     show(results)
-    if args.json:
-        write(args.json, json.dumps(budgets.to_json(results), indent=1) + "\n")
+    write_json(args, budgets.to_json(results), caveats=(COMPILED,))
     written = [args.json]
     if args.update_baseline:
         names = [budget.name for budget in entries]

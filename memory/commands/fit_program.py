@@ -25,7 +25,6 @@ Keys of the JSON result (sizes are bytes on ONE device):
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -385,11 +384,13 @@ def show_row(row: Mapping[str, Any], at: float) -> None:
 def show_and_write(args: argparse.Namespace, out: Mapping[str, Any]) -> int:
     """Prints the result of a search and writes the files of --json and --html. Returns the exit code."""
     from bytescope.memory.commands.fit_program_view import render_page, render_text
+    from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
+    from bytescope.memory.records.result_envelope import MemoryLimit
     from bytescope.memory.view.console import put
 
     put(render_text(out))
-    if args.json:
-        write(args.json, json.dumps(out, indent=1) + "\n")
+    limit = MemoryLimit(out["budget_bytes"], f"the budget, --budget={args.budget}") if args.budget else None
+    write_json(args, out, limit=limit, caveats=(COMPILED, *predicted_caveat(out["rates"])))
     if args.html:
         write(args.html, render_page(out))
     show_written(args.json, args.html)

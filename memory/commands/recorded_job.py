@@ -50,11 +50,12 @@ class _Kept:
         return b"".join(self._parts)
 
 
-def run_job(words: Sequence[str]) -> tuple[int, bytes]:
+def run_job(words: Sequence[str], output: int = 1) -> tuple[int, bytes]:
     """Runs a command and shows its output. Returns (its exit code, the output). If a signal ended the command, the exit
     code is 128 plus the signal's number.
 
-    words: the command and its arguments.
+    words: the command and its arguments. output: the file descriptor that gets the command's standard output: 1, or 2
+    if this process needs its own standard output for something else.
 
     Raises:
         ReportError: the command cannot be started.
@@ -62,21 +63,21 @@ def run_job(words: Sequence[str]) -> tuple[int, bytes]:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        if all(os.isatty(number) for number in (0, 1, 2)):
+        if output == 1 and all(os.isatty(number) for number in (0, 1, 2)):
             return _run_on_terminal(words)
-        return _run_with_pipes(words)
+        return _run_with_pipes(words, output)
     except OSError as error:
         raise ReportError(f"cannot run {words[0]}: {error.strerror}; give a command that exists after --") from error
 
 
-def _run_with_pipes(words: Sequence[str]) -> tuple[int, bytes]:
+def _run_with_pipes(words: Sequence[str], output: int) -> tuple[int, bytes]:
     kept = _Kept()
     with (
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as job,
         _forwarding(job, own_terminal=False),
         selectors.DefaultSelector() as selector,
     ):
-        for stream, number in ((job.stdout, 1), (job.stderr, 2)):
+        for stream, number in ((job.stdout, output), (job.stderr, 2)):
             assert stream is not None
             selector.register(stream, selectors.EVENT_READ, number)
         while selector.get_map():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
@@ -124,6 +125,22 @@ def _bytes_sent_by_collective(report: ReportRecord) -> dict[str, int]:
         name = f"sent by {row.kind} over {' x '.join(row.axes) or f'groups of {row.group}'}"
         out[name] = out.get(name, 0) + row.wire_bytes
     return out
+
+
+def to_json(
+    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], failed: Iterable[Change]
+) -> dict[str, Any]:
+    """Returns the differences between two reports as JSON values.
+
+    `changes` has the changes of bytes, `measures` those of seconds, FLOPs and sent bytes, `version_changes` the
+    packages whose version differs, and `failed` the names of the totals that grew above a limit.
+    """
+    return {
+        "changes": [{**dataclasses.asdict(change), "growth": change.growth} for change in changes],
+        "measures": [dataclasses.asdict(measure) for measure in measures(before, after)],
+        "version_changes": {name: [old, new] for name, old, new in version_changes(before, after)},
+        "failed": [change.name for change in failed],
+    }
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:

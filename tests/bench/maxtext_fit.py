@@ -33,7 +33,7 @@ def run(*words: str, out: Path) -> dict:
     """Runs a command of bytescope and returns the JSON that it writes."""
     command = [sys.executable, "-m", "bytescope.memory", *words, f"--json={out}"]
     subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-    return json.loads(out.read_text())
+    return json.loads(out.read_text())["result"]
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
         searched = folder / f"pair{number}.json"
         if not searched.exists():
             run("fit", model, target, *given.split(), out=searched)
-        best = json.loads(searched.read_text())["best"]
+        best = json.loads(searched.read_text())["result"]["best"]
         if best is None:
             print(f"{model} {target}: does not fit")
             wrong += 1

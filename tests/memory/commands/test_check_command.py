@@ -242,7 +242,7 @@ def test_programs_and_configs_are_checked_and_cached(project, capsys, monkeypatc
     assert "fits" in rows["mlp"] and "exceeds" in rows["tiny"] and "failed" in rows["broken"]
     assert re.search(r"^tiny: exceeds 1.00 MiB: \S+ MiB too much", out, re.M)
     assert "::error title=memory budget broken::" in out and "1 of 3 budgets kept" in summary.read_text()
-    written = json.loads((project / "src" / "out.json").read_text())["budgets"]
+    written = json.loads((project / "src" / "out.json").read_text())["result"]["budgets"]
     assert {name: entry["verdict"] for name, entry in written.items()} == {
         "mlp": "fits",
         "tiny": "exceeds",

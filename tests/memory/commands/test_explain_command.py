@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import random
 import select
@@ -18,6 +17,7 @@ import pytest
 from bytescope.memory.commands import recorded_job
 from bytescope.train.cli import main
 from support import memory_messages as written
+from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick
 
@@ -35,7 +35,7 @@ def test_a_log_is_explained(log, tmp_path, capsys):
     printed = capsys.readouterr().out
     sample = written.gpu_buffers(random.Random(1))
     assert "out of memory, line 101 of the log" in printed and "what to do, the cheapest first" in printed
-    found = json.loads(files[0].read_text())
+    found = read_result(files[0])
     assert found["requested_bytes"] == sample.requested and found["kind"] == "gpu_buffers"
     assert found["culprits"][0]["shape"] == sample.shape and found["remedies"][0]["words"]
     assert sample.shape in files[1].read_text()
@@ -44,7 +44,7 @@ def test_a_log_is_explained(log, tmp_path, capsys):
 def test_standard_input_and_output(log, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log.read_bytes())))
     assert main(["explain", "-", "--json=-"]) == 0
-    assert json.loads(capsys.readouterr().out)["recognized"] is True
+    assert result_of(capsys.readouterr().out)["recognized"] is True
 
 
 def test_nothing_recognized_is_exit_code_1(tmp_path, capsys):
@@ -185,8 +185,10 @@ def test_ctrl_z_stops_the_command_and_gives_the_prompt_back(shell, tmp_path):
         shell.type("echo mark$((40 + 2)); stty -a\n")
         shell.wait("mark42")
         assert " -icanon" not in shell.wait("noflsh"), "the terminal is as before the command"
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-        assert state == "T", "the command is stopped, too"
+        end = time.monotonic() + 60  # a busy machine may deliver the signal late
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            assert time.monotonic() < end, "the command is stopped, too"
+            time.sleep(0.05)
         shell.type("fg\n")
         shell.wait("explain -- ")
     shell.type("typed\n")

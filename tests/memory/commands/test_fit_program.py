@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import json
 import re
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from bytescope.memory.devices import targets
 from bytescope.train import cli
 from support import toy_trainer
 from support.exhaustive import exhaustive
+from support.json_results import read_result
 from support.models import plain
 
 MODELS = Path(plain.__file__).parent
@@ -32,7 +32,7 @@ def fit(folder, name, *flags):
     """(exit code, JSON) of the command for a program in a folder."""
     out = folder / "fit.json"
     code = cli.main(["fit", f"--program={folder / name}.py:program", "cpu", f"--json={out}", *flags])
-    return code, json.loads(out.read_text())
+    return code, read_result(out)
 
 
 def edited(source, name, code):
@@ -104,7 +104,7 @@ def test_the_answer_for_an_adapter_is_its_keys(toy, tmp_path, capsys):
     out = tmp_path / "fit.json"
     words = ["fit", "toy:named", "cpu", "--budget=700KiB", f"--json={out}", f"--html={tmp_path / 'fit.html'}"]
     assert cli.main(words) == 0
-    found = json.loads(out.read_text())
+    found = read_result(out)
     best, walk = found["best"], found["walk"]
     assert best["fits"] and best["allocated_bytes"] <= found["budget_bytes"] == 700 * 1024
     assert {row["keys"]["batch"] for row in walk} >= {"1", "2"} and walk[-1]["keys"]["scan"] == "false"
@@ -122,7 +122,7 @@ def test_what_does_not_fit_exits_with_3_and_names_the_smallest(toy, tmp_path, ca
     out = tmp_path / "fit.json"
     words = ["fit", "toy:named", "cpu", "batch=4", "scan=true", "--budget=100KiB", f"--json={out}"]
     assert cli.main(words) == 3
-    found = json.loads(out.read_text())
+    found = read_result(out)
     (only,) = found["walk"]
     assert found["best"] is None and found["certificate"]["what"] == only["what"] == "policy=full"
     assert found["certificate"]["missing_bytes"] == only["allocated_bytes"] - 100 * 1024

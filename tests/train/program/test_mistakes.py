@@ -5,6 +5,7 @@ import os
 import pytest
 
 from bytescope.train import cli
+from bytescope.train.commands.registry import COMMANDS
 from support.models.mistakes import LONE, LONG, OF_MODELS
 
 pytestmark = pytest.mark.quick
@@ -56,6 +57,9 @@ def leave(state):
 
 def exits():
     return leave, (jnp.ones(3),)
+
+def update():
+    return lambda state: state + 1, (jnp.ones(3),)
 
 def huge():
     return lambda state: state + 1, (jax.ShapeDtypeStruct((WIDE, WIDE), jnp.float32),)
@@ -209,6 +213,12 @@ MISTAKES = {
         ("tyni", "did you mean tiny?"),
         ("tiny h100 --json=/no/such/folder/x", "no folder"),
         ("tiny h100 --formulas", "unrecognized"),
+        ("tiny --program=a:b", "tiny is not a target"),
+        ("--config=tiny --program=a:b", "a config and --program cannot be combined"),
+        ("--program=a:b --config.train.steps=1", "--config.train.steps cannot be used with --program"),
+        ("--program=nowhere", "does not name a function"),
+        ("--program=step.py:exits cpu", "step.py:exits: SystemExit: 3"),
+        ("--program=step.py:update cpu", "step.py:update: the loss must return a scalar"),
     ],
     "diff": [
         ("", "required"),
@@ -377,6 +387,7 @@ MISTAKES = {
         ("--rates=/no/x", "/no/x"),
         ("--config.model.n_layers=2", "leave it out"),
     ],
+    "list": [("", "required"), ("key", "did you mean keys?"), ("keys --grep=qqq", "no row")],
     "configs": [
         ("--grep=qqq", "--grep=qqq"),
         ("tiny", "unrecognized"),
@@ -572,4 +583,4 @@ def test_a_mistake_is_one_line(command, words, message, folder, monkeypatch, cap
 
 
 def test_there_are_enough_of_them():
-    assert len(ROWS) > 200 and set(MISTAKES) - {""} == {name for names in cli.GROUPS.values() for name in names}
+    assert len(ROWS) > 200 and set(MISTAKES) - {""} == set(COMMANDS)
