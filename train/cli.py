@@ -35,7 +35,7 @@ def overview() -> str:
     lines = [USAGE, "", SUMMARY, ""]
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {name:<12}{COMMANDS[name].summary}" for name in names]
+        lines += [f"  {name:<13}{COMMANDS[name].summary}" for name in names]
     return "\n".join(
         [
             *lines,
