@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
 
@@ -141,6 +142,60 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Adds the words KEY=VALUE after the target, which set keys of another trainer's program."""
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="keys of MaxText, if CONFIG is a program of MaxText: maxtext:llama2-7b or maxtext:my.yml",
+    )
+
+
+def settle_settings(args: argparse.Namespace) -> None:
+    """Moves a word KEY=VALUE in the place of the target to `args.settings`, and checks that such words are given only
+    for the program of an adapter. A command without such words is left unchanged.
+
+    Raises:
+        ReportError: a word is given with a config, --program or --hlo, or a word has no "=".
+    """
+    if "settings" not in args:
+        return
+    for name in ("target_here", "config_here"):
+        word = vars(args).get(name)
+        if word is not None and "=" in word:
+            args.settings.insert(0, word)
+            setattr(args, name, None)
+    subject = args.config_here or args.config
+    flags = [name for name in ("program", "hlo") if vars(args).get(name) is not None]
+    for word in args.settings:
+        if "=" not in word:
+            raise ReportError(f"unrecognized argument {word}: after the target, only words KEY=VALUE are allowed")
+        if flags or not is_adapted(subject):
+            what = f"--{flags[0]}" if flags else f"the config {subject}" if subject else "no program"
+            key = "--config.KEY=VALUE sets a key of a config" if not flags else "leave it out"
+            raise ReportError(
+                f"{word} is a key of another trainer's program, such as maxtext:llama2-7b, but the command has {what}: "
+                f"{key}"
+            )
+
+
+def refuse_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Raises ReportError if a flag is given that the program of an adapter cannot have.
+
+    names: the flags without dashes. Also refuses --program, --hlo and --config.KEY.
+    """
+    for name in ("program", "hlo", *names):
+        if vars(args).get(name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ReportError(f"{flag} cannot be used with {args.config}, a program of another trainer: leave it out")
+    if args.overrides:
+        key, value = args.overrides[0]
+        raise ReportError(
+            f"--config.{key} sets a key of a config of bytescope: write a key of the trainer as a word, {key}={value}"
+        )
 
 
 def add_xla(parser: argparse.ArgumentParser) -> None:

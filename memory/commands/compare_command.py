@@ -1,6 +1,7 @@
 """bytescope compare: compares variants of a program, one per combination of config values.
 
-This module compares the programs of a `ProgramFactory`; `train.commands.compare_configs` adds configs.
+This module compares the programs of a `ProgramFactory`: of a user's function, or of an adapter, such as
+maxtext:llama2-7b. `train.commands.compare_configs` adds configs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.adapters.trainers import TrainerFactory, find_adapter, is_adapted, overrides_of
 from bytescope.memory.commands.arguments import INTERRUPTED, check, shares_accelerator, write
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import compare_rows, grids, row_cache, what_if, worker_pool
@@ -34,17 +36,40 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope compare --program`: compares the programs that a user's function returns. Returns the exit
+    """Runs `bytescope compare` for the programs of a user's function (--program) or of an adapter. Returns the exit
     code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
     choose_platform()  # before the user's module imports jax
     simulate_devices([args.target])
-    fixed, factory = parse_flags(args.xla), load_factory(args.program)
-    given = shlex.join(f"--xla={flags_text({name: value})}" for name, value in fixed.items())
+    fixed, asked = dict(parse_flags(args.xla)), list(map(grids.parse_grid, args.grid))
+    given = [f"--xla={flags_text({name: value})}" for name, value in fixed.items()]
+    if is_adapted(args.config):
+        factory: ProgramFactory = find_adapter(args.config)
+        fixed |= overrides_of(args.config, args.settings)
+        given += args.settings
+        asked += policy_grid(find_adapter(args.config), args.remat)
+    else:
+        factory = load_factory(args.program)
+    source = args.program or args.config
     if args.what_if:
-        return compare_what_if(args, factory, fixed, args.program, given)
-    return compare(args, factory, fixed, list(map(grids.parse_grid, args.grid)), args.program, given)
+        return compare_what_if(args, factory, fixed, source, shlex.join(given))
+    return compare(args, factory, fixed, asked, source, shlex.join(given))
+
+
+def policy_grid(factory: TrainerFactory, text: str | None) -> list[tuple[str, list[str]]]:
+    """Returns the grid of --remat for a trainer: (key of the remat policy, policies). It is last in a grid, so that
+    policies of the same program are neighbouring rows.
+
+    text: the value of --remat, such as "full,minimal"; "all" means the trainer's policies that need no other keys.
+    None means no grid. Raises ReportError if a policy is empty.
+    """
+    if text is None:
+        return []
+    policies = list(factory.policies) if text == "all" else grids.split_values(text)
+    if not all(policies):
+        raise ReportError(f"--remat={text} has an empty policy: write --remat=P1,P2, or --remat=all")
+    return [(factory.policy_key, policies)]
 
 
 def add_what_if(parser: argparse.ArgumentParser) -> None:
@@ -290,7 +315,8 @@ def finish(
     done = [answer for answer in answers.values() if answer.get("status") == "ok"]
     stated = done[0]["versions"] if done else versions()
     target = done[0]["target"] if done and len(set(names)) == 1 else {"name": ", ".join(dict.fromkeys(names))}
-    more = what_if.sentences(unchanged, left_out)
+    notes = dict.fromkeys(note for answer in done for note in answer.get("notes", ()))
+    more = [*what_if.sentences(unchanged, left_out), *(f"note: {note}" for note in notes)]
     compare_text.show(rows, target, stated, cached=cached, missing=missing, more=more)
     if args.formulas:
         from bytescope.memory.compare import formulas_text

@@ -1,6 +1,7 @@
 """bytescope report: prints the memory report of one program, and writes it as JSON, as a page or for other viewers.
 
-This module reports on a user's program or an HLO dump; `train.commands.report_config` adds configs.
+This module reports on a user's program, an HLO dump, or a program of an adapter, such as maxtext:llama2-7b;
+`train.commands.report_config` adds configs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrides_of
 from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
@@ -82,7 +84,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope report` for the program of --program or --hlo. Returns the exit code."""
+    """Runs `bytescope report` for the program of --program, of --hlo or of an adapter. Returns the exit code."""
     from bytescope.memory.devices import targets
 
     if args.hlo and args.try_remedies:
@@ -92,15 +94,21 @@ def run(args: argparse.Namespace) -> int:
         )
     options = parse_flags(args.xla)
     start_platform(args)
-    if args.program:
+    subject = None
+    if is_adapted(args.config):
+        factory = find_adapter(args.config)
+        overrides = overrides_of(args.config, args.settings)
+        program = factory(overrides, targets.parse(args.target, factory.memory_fraction))
+        subject = functools.partial(describe_adapted, program, args.settings)
+    elif args.program:
         program = prepare(user_program.load(args.program), args.target)
-        if options:
-            program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
-    report, compilation = make_report(program)
+    if options:
+        program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
+    report, compilation = make_report(program, subject)
     if args.try_remedies:
-        report = with_tried_remedies(report, functools.partial(report_with_options, program))
+        report = with_tried_remedies(report, functools.partial(report_with_options, program, subject_of=subject))
     show(report, args.verbose)
     more = {}
     if args.allocators:
@@ -110,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         more["allocators"] = show_allocators(report, [(call_of(report), CALLS)])
     write_files(args, report, compilation.proto, more)
     code = verdict(args, report)
-    if code == DOES_NOT_FIT and args.program:
+    if code == DOES_NOT_FIT and not args.hlo:
         _print_ways_to_fit(report)
     elif code == DOES_NOT_FIT:
         show_missing(report, [])
@@ -145,6 +153,7 @@ def make_report(
     from bytescope.memory.cost import flops
 
     compilation, target = program.compile()
+    compilation = dataclasses.replace(compilation, notes=(*compilation.notes, *program.notes))
     subject = None
     if subject_of is not None:
         counted = flops.count(compilation.jaxpr).model_flops if compilation.jaxpr is not None else None
@@ -161,7 +170,24 @@ def make_report(
         seconds=True,
         measure=True,
     )
-    return report, compilation
+    return dataclasses.replace(report, findings=tuple(program.findings(report))), compilation
+
+
+def describe_adapted(program: PreparedProgram, settings: Sequence[str], model_flops: int) -> Subject:
+    """Returns the description of an adapter's program for its report.
+
+    settings: the trainer's keys on the command line, as KEY=VALUE. model_flops: FLOPs of the model per call of the
+    step, over all devices.
+    """
+    return Subject(
+        name=program.name,
+        changes=tuple(settings),
+        batch=program.batch,
+        policy=program.policy,
+        tokens=program.tokens_per_update or 0,
+        calls=program.calls_per_update,
+        model_flops=model_flops,
+    )
 
 
 def with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], ReportRecord | None]) -> ReportRecord:

@@ -115,6 +115,7 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory, programs: HeldProgra
         "settled": dict(program.settled),
         "batch": program.batch,
         "policy": program.policy,
+        "notes": list(program.notes),
         "work": dict(report.work),
         **count_flops(compilation.jaxpr, program.model_flops),
         "schedule": to_json(report.schedule),

@@ -1,4 +1,4 @@
-"""The rule about recomputation: the function whose checkpointing frees the most memory.
+"""Rules about recomputation: the function whose checkpointing frees the most memory, and kernels that run again.
 
 A function under `jax.checkpoint` stores only its inputs, and its residuals exist for one call at a time. If a function
 is called `calls` times, checkpointing it frees the residuals of all calls except one, minus the inputs of each call: 12
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from bytescope.memory.findings import user_functions
-from bytescope.memory.findings.evidence import RuleResult, at_peak
+from bytescope.memory.findings.evidence import TOY, RuleResult, at_peak
 from bytescope.memory.findings.user_functions import Call, Function
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.loops import trip_count
@@ -31,6 +31,8 @@ SHORT, ROOMY, MIN_BYTES = 0.05, 0.25, 64 * MIB
 IDLE = 0.05
 # Residuals below this fraction of a function's residuals are not considered as its inputs.
 _SUBSTANTIAL = 0.01
+# Beginnings of the targets of kernels that have gradients of their own: cuDNN's attention, Triton and Mosaic.
+_KERNELS = ("__cudnn$", "__gpu$xla.gpu.triton", "triton_kernel_call", "tpu_custom_call", "mosaic_gpu")
 _LOOP = "/while/body"
 _NUMBERS = re.compile(r"\d+")
 _TRACED = re.compile(r"(?:p?jit|pmap)\(([^()]*)\)")
@@ -79,6 +81,42 @@ def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResul
     share = best.kept / report.peak_bytes
     message = f"{best.call.function.title} keeps {human(best.kept)} for the backward pass, {share:.0%} of the peak"
     return RuleResult(best.freed, message, _remedy(best))
+
+
+def kernel_runs_again(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if a kernel runs again in the backward pass although its result is kept for the backward pass.
+
+    A kernel with its own gradient keeps residuals that have no checkpoint name. A policy that saves the named result
+    does not save these residuals, so that the kernel runs again to make them.
+    """
+    module = program.module
+    runs: dict[str, set[tuple[str, str]]] = defaultdict(set)  # phase -> (kernel, source line)
+    makers: dict[tuple[str, str], str] = {}  # (op_name, source line) of a kernel in the forward pass -> kernel
+    for instruction in module.instructions.values():
+        if instruction.opcode == "custom-call" and instruction.target.startswith(_KERNELS):
+            metadata = module.metadata(instruction)
+            phase, line = scopes.parse(metadata.op_name).phase, source_line(metadata)
+            runs[phase].add((instruction.target, line))
+            if phase == "forward":
+                makers[metadata.op_name, line] = instruction.target
+    kept: dict[str, list[Buffer]] = defaultdict(list)
+    for buffer in at_peak(report, "residuals"):
+        kernel = makers.get((buffer.op_name, buffer.source), "")
+        if (kernel, buffer.source) in runs["recompute"]:
+            kept[kernel].append(buffer)
+    if not kept:
+        return None
+    kernel, buffers = max(kept.items(), key=lambda item: sum(buffer.bytes for buffer in item[1]))
+    size = sum(buffer.bytes for buffer in buffers)
+    if size <= TOY:
+        return None
+    names = sorted({buffer.checkpoint_name for buffer in buffers if buffer.checkpoint_name})
+    named = f", saved as {', '.join(names)}," if names else ""
+    return RuleResult(
+        size,
+        f"{human(size)} of results of {kernel}{named} are kept for the backward pass, and the kernel runs there again: "
+        "its gradient needs residuals without a checkpoint name",
+    )
 
 
 def _remedy(best: Candidate) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from bytescope.memory.findings.checkpoint_findings import checkpoint_saves
+from bytescope.memory.findings.checkpoint_findings import checkpoint_saves, kernel_runs_again
 from bytescope.memory.findings.compiler_findings import (
     arguments_above_limit,
     fused_copies,
@@ -32,7 +32,7 @@ from bytescope.memory.findings.sharding_findings import (
     unsharded_gradients,
 )
 from bytescope.memory.findings.spare_memory import spare_memory
-from bytescope.memory.findings.state_findings import not_donated, state_too_large, whole_state
+from bytescope.memory.findings.state_findings import not_donated, state_too_large, weight_copies, whole_state
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, Finding, JudgedProgram
 from bytescope.memory.units import human
@@ -164,6 +164,10 @@ RULES: Mapping[Rule, str] = {
     whole_state: "shard the state over the mesh",
     unsharded_gradients: "constrain the gradient to the sharding of its parameter",
     spare_memory: "save more residuals for the backward pass",
+    weight_copies: "store the weights in the layout in which they are used: weights of a loop over layers with the "
+    "axis of the layers first",
+    kernel_runs_again: "leave the result out of the saved names, which frees its bytes at the same recomputation, or "
+    "end the jax.checkpoint before the kernel",
     checkpoint_saves: "wrap the function in jax.checkpoint",
     empty_expert_rows: "give each device more tokens per step: the last tile of each expert is padded",
     uneven_stash: "place the layers as a V, so that all stages have the same residuals",

@@ -13,13 +13,18 @@ from bytescope.memory.findings.evidence import (
     NOTABLE,
     SMALL,
     STATE,
+    TOY,
     RuleResult,
     arguments,
+    at_peak,
+    describe_buffer,
     spec_words,
+    start_of_backward,
 )
 from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.peak.ledger import COPY
 from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import MIB, human
@@ -210,4 +215,25 @@ def _sharding_remedy(leaf: _Leaf) -> str:
     return (
         f"shard it where the state is created, and in in_shardings and out_shardings: {leaf.buffer.name} as "
         f"jax.sharding.NamedSharding(mesh, {spec_words(spec)})"
+    )
+
+
+def weight_copies(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if copies of weights in the weights' own dtype, such as transposed weights, are held from the
+    forward pass to the backward pass."""
+    middle = start_of_backward(report)
+    dtypes = {b.dtype for b in report.buffers if b.phase == "argument" and b.category == "params"}
+    copies = [
+        b
+        for b in at_peak(report, "workspace")
+        if b.component == COPY and b.phase == "forward" and b.dtype in dtypes and b.start < middle < b.end
+    ]
+    size = sum(b.bytes for b in copies)
+    if size <= max(NOTABLE * report.peak_bytes, TOY):
+        return None
+    largest = max(copies, key=lambda b: b.bytes)
+    return RuleResult(
+        size,
+        f"{human(size)} of {largest.dtype} copies of weights are held from the forward to the backward pass, the "
+        f"largest {describe_buffer(largest)}",
     )

@@ -16,7 +16,7 @@ import ast
 import functools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from bytescope.memory.jaxprs import checkpoint_name_of, distinct_jaxprs
 
 Place = tuple[str, int, int]
 Chain = tuple[Place, ...]
+# (frames, end of the innermost expression, name stack, primitive) of an equation.
+_Position = tuple[Chain, tuple[int, int], str, str]
 _FORMS = frozenset(
     (
         "reshape",
@@ -41,6 +43,8 @@ _FORMS = frozenset(
     )
 )
 MARK = "reduce_precision"
+# The operation in the op_name of a kernel that partitions itself, such as cuDNN's attention.
+_PARTITIONED = "custom_partitioning"
 _NAME = re.compile(r"^[A-Za-z_][\w.\-/]*$")
 _MAX_SOURCE = 4_000_000
 
@@ -146,22 +150,32 @@ def _around(metadata: Metadata) -> str:
 def named_places(jaxpr: object) -> list[NamedPlace]:
     """Returns the source positions of the equations in a jaxpr that name values with `checkpoint_name`, and of the
     equations that compute these values. Inner jaxprs are included.
+
+    If equations of several values have the same position, as in a loop over layers, the place has all their names,
+    such as "wi_0, wi_1".
     """
     places: list[NamedPlace] = []
     for inner in distinct_jaxprs(jaxpr):
         makers = {id(variable): equation for equation in inner.eqns for variable in equation.outvars}
         named = [equation for equation in inner.eqns if checkpoint_name_of(equation)]
-        # Equations of one expression that cannot be distinguished, such as the products within a GELU, are skipped.
         alike = Counter(_position_of(equation) for equation in inner.eqns) if named else Counter()
+        # Position -> maker of a named value -> the names of its value.
+        names_at: dict[_Position, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for equation in named:
             for maker in (equation, *_value_makers(equation, makers)):
-                where = _position_of(maker)
-                if alike[where] != 1:
-                    continue
-                chain, end, stack, primitive = where
-                # The compiled instruction is named after the maker's primitive, or after JAX's mark on a saved value.
-                for operation in (primitive, MARK):
-                    places.append(NamedPlace(chain, end, f"{stack}/{operation}", checkpoint_name_of(equation)))
+                names_at[_position_of(maker)][id(maker)].add(checkpoint_name_of(equation))
+        for where, names_of in names_at.items():
+            # Equations of one expression cannot be distinguished, such as the products within a GELU. If not all of
+            # them have a name, they are skipped.
+            if len(names_of) != alike[where]:
+                continue
+            names = set.union(*names_of.values())
+            if len(names_of) > 1:  # the calls of a loop over layers, or over names
+                names = {", ".join(sorted(names))}
+            chain, end, stack, primitive = where
+            # The compiled instruction is named after the maker's primitive, or after JAX's mark on a saved value.
+            for operation in (primitive, MARK, _PARTITIONED):
+                places += [NamedPlace(chain, end, f"{stack}/{operation}", name) for name in names]
         places += _displaced_marks(inner, makers)
     return [place for place in places if place.chain]
 
@@ -226,7 +240,7 @@ def _rearranged_operand(equation: Any, result: Any) -> Any:
     return equation.invars[body.invars.index(variable)] if variable in body.invars else None
 
 
-def _position_of(equation: Any) -> tuple[Chain, tuple[int, int], str, str]:
+def _position_of(equation: Any) -> _Position:
     from jax._src import source_info_util
 
     frames = list(source_info_util.user_frames(equation.source_info.traceback))

@@ -42,6 +42,7 @@ LAYERS = {
         ("memory.report",),
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
+        ("memory.adapters",),
         ("memory",),
         ("memory.pytest_guard",),
         ("memory.commands",),

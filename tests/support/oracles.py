@@ -21,6 +21,10 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+# MaxText needs a newer Python and jax than the tests: an environment of its own, with bytescope in it (.ci/run).
+MAXTEXT_PYTHON = os.environ.get("MAXTEXT_PYTHON", sys.executable)
+
+
 def _plugin(module: str) -> Callable[[], bool]:
     def found() -> bool:
         try:
@@ -40,6 +44,11 @@ def shellcheck() -> str | None:
     return shutil.which("shellcheck", path=str(Path(sys.executable).parent)) or shutil.which("shellcheck")
 
 
+def _has_maxtext() -> bool:
+    asked = [MAXTEXT_PYTHON, "-c", "import importlib.util as i; raise SystemExit(i.find_spec('maxtext') is None)"]
+    return shutil.which(MAXTEXT_PYTHON) is not None and subprocess.run(asked).returncode == 0
+
+
 # oracle -> (whether it is here, how to get it)
 ORACLES = {
     "cuda": (_plugin("jax_plugins.xla_cuda13"), "no compiler for GPUs: pip install 'bytescope[cuda]'"),
@@ -50,6 +59,7 @@ ORACLES = {
         "nbclient or ipykernel is not installed: pip install 'bytescope[test]'",
     ),
     "equinox": (_plugin("equinox"), "equinox is not installed: pip install 'bytescope[test]'"),
+    "keras": (_plugin("keras"), "keras is not installed: pip install 'bytescope[test]'"),
     "datasets": (_plugin("datasets"), "datasets is not installed: pip install 'bytescope[test]'"),
     "transformers": (
         lambda: all(_plugin(name)() for name in ("torch", "transformers")),
@@ -63,6 +73,7 @@ ORACLES = {
     ),
     "jsonschema": (_plugin("check_jsonschema"), "check-jsonschema is not installed: pip install 'bytescope[test]'"),
     "precommit": (_plugin("pre_commit"), "pre-commit is not installed: pip install 'bytescope[test]'"),
+    "maxtext": (_has_maxtext, "MaxText is not installed: set MAXTEXT_PYTHON to a Python with MaxText and bytescope"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
     **{shell: (partial(_on_the_path, shell), f"{shell} is not installed") for shell in ("bash", "zsh", "fish")},
 }

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import argparse
 
+from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import compare_command
-from bytescope.memory.commands.arguments import add_compiling, add_xla
+from bytescope.memory.commands.arguments import add_compiling, add_settings, add_xla, refuse_flags
 from bytescope.memory.compare import grids
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.errors import ReportError
@@ -20,12 +21,14 @@ from bytescope.train.plan.config_grid import POLICY, given_flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope compare` to the parser."""
     add_subject(parser, "set a config key in every combination; bytescope keys lists the keys")
+    add_settings(parser)
     compare_command.add_program(parser)
     parser.add_argument(
         "--remat",
         metavar="P,P",
         help="remat policies to compare; the same as --grid=remat.policy=P,P; "
-        "write custom policies in quotes: --remat='none,custom(v,up)+offload(block_in)'",
+        "write custom policies in quotes: --remat='none,custom(v,up)+offload(block_in)'; for MaxText, values of "
+        "remat_policy, or all",
     )
     parser.add_argument(
         "--grid",
@@ -53,6 +56,9 @@ def run(args: argparse.Namespace) -> int:
     written.
     """
     compare_command.refuse_grid(args)
+    if is_adapted(args.config):
+        refuse_flags(args, ("measure", "formulas"))
+        return compare_command.run(args)
     if args.program is not None:
         _check_program(args)
         return compare_command.run(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from bytescope.memory.commands.arguments import settle_settings
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError, did_you_mean
@@ -68,6 +69,7 @@ def settle_subject(args: argparse.Namespace) -> None:
     Raises:
       ReportError: the config or the target is given twice, or a positional argument is not a target.
     """
+    settle_settings(args)
     _move_target(args)
     for name in ("config", "target"):
         by_position = vars(args).pop(f"{name}_here", None)

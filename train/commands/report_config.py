@@ -12,8 +12,9 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import report_command
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, write
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_settings, check_files, refuse_flags, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report` to the parser."""
     add_subject(parser)
+    add_settings(parser)
     report_command.add_program(parser)
     parser.add_argument(
         "--formulas",
@@ -59,6 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compiles the program, prints its memory report and writes the requested files; returns the exit code."""
+    if is_adapted(args.config):
+        check_files(args)
+        refuse_flags(args, ("formulas", "run", "generate"))
+        return report_command.run(args)
     _check_flags(args)
     if not args.config:
         return report_command.run(args)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bytescope.memory.findings.checkpoint_findings import candidates, checkpoint_saves
+from bytescope.memory.findings.checkpoint_findings import candidates, checkpoint_saves, kernel_runs_again
 from bytescope.memory.findings.user_functions import Function, calls, wrapper
 from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.module import Frame, Instruction, Metadata, Module
@@ -215,3 +215,43 @@ def test_frames_of_libraries_are_passed_over():
     assert [call.repeated for call in found] == [True, True, False, False, False]
     assert wrapper(frames) == "nn.remat" and wrapper(block()) == ""
     assert Function("step.<locals>.<lambda>", "").nameless and Function("a.<locals>.b", "").title == "b"
+
+
+FORWARD = "jit(step)/jvp()/while/body/attend"
+AGAIN = "jit(step)/transpose(jvp())/while/body/checkpoint/rematted_computation/attend"
+
+
+def attention(again=AGAIN, target="__cudnn$fmhaSoftmax", again_line=5):
+    """A program with an attention kernel in the forward pass, and once more at `again`."""
+    module = Module()
+    for id, (name, line) in enumerate(((FORWARD, 5), (again, again_line))):
+        module.instructions[id] = Instruction(id, f"kernel.{id}", "custom-call")
+        module.instructions[id].target = target
+        module._metadata[id] = Metadata(name, (Frame("attend.py", line),))
+    return PlacedProgram(HloProgram(module))
+
+
+def kept(op_name=FORWARD):
+    """The result of the kernel, which is kept for the backward pass."""
+    fields = {"op_name": op_name, "source": "attend.py:5", "checkpoint_name": "context", "at_peak": True}
+    return [Buffer("while.1", 64 * MIB, (8, 8), "bfloat16", "residuals", "forward", **fields)]
+
+
+def test_a_kernel_whose_saved_result_does_not_spare_it():
+    found = kernel_runs_again(report(kept()), attention())
+    assert found.bytes == 64 * MIB
+    assert "__cudnn$fmhaSoftmax, saved as context, are kept" in found.message
+
+
+@pytest.mark.parametrize(
+    ("buffers", "program"),
+    [
+        ([], attention()),  # the policy does not save the result
+        (kept("jit(step)/jvp()/while/body/dot_general"), attention()),  # another value is saved
+        (kept(), attention(again="jit(step)/transpose(jvp())/while/body/attend")),  # only the gradient runs
+        (kept(), attention(again_line=6)),  # another kernel runs again
+        (kept(), attention(target="__cublas$gemm")),  # products have no residuals of their own
+    ],
+)
+def test_a_kernel_that_runs_once_or_is_not_saved_is_no_finding(buffers, program):
+    assert kernel_runs_again(report(buffers), program) is None

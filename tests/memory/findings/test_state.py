@@ -8,13 +8,14 @@ import pytest
 from bytescope.configs import llama_70b
 from bytescope.memory.findings import finding_rules
 from bytescope.memory.findings.sharding_findings import unsharded_gradients
-from bytescope.memory.findings.state_findings import state_too_large, whole_state
+from bytescope.memory.findings.state_findings import state_too_large, weight_copies, whole_state
 from bytescope.memory.hlo.buffers import HloProgram
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
+from bytescope.memory.records.buffer_records import TimelinePoint
 from bytescope.memory.records.parallel_records import Collective
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
@@ -274,3 +275,29 @@ def test_a_config_has_flags(keys, rows, kind, flags):
     assert finding(report, kind).flags == flags
     (other,) = [found for found in finding_rules.find(report, NOTHING) if found.kind == kind]
     assert not other.flags and "loss." not in other.remedy
+
+
+def copies(**changes):
+    """A report with a weight of 1 GiB, and a transposed copy of it from the forward pass to the backward pass."""
+    weight = Buffer("kernel", GIB, (8, 4, 2), "float32", "params", "argument", end=7, at_peak=True)
+    copy = Buffer("transpose.1", GIB, (4, 8, 2), "float32", "workspace", "forward", "param_copy", start=1, end=5)
+    buffers = (weight, dataclasses.replace(copy, **{"at_peak": True, **changes}))
+    phases = ("forward",) * 4 + ("backward",) * 4
+    timeline = tuple(TimelinePoint(index, GIB, phase, f"op.{index}") for index, phase in enumerate(phases))
+    return ReportRecord(2 * GIB, 2 * GIB, dict.fromkeys(ROWS, 0), buffers=buffers, timeline=timeline)
+
+
+def test_transposed_weights_that_are_held_to_the_backward_pass():
+    found = weight_copies(copies(), PlacedProgram(HloProgram(Module())))
+    assert found.bytes == GIB and "1.00 GiB of float32 copies of weights are held" in found.message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"end": 2}, {"start": 4}, {"dtype": "bfloat16"}),
+        *({"component": "mlp"}, {"category": "collectives"}, {"at_peak": False}),
+    ],
+)
+def test_short_lived_copies_and_casts_are_no_finding(changes):
+    assert weight_copies(copies(**changes), PlacedProgram(HloProgram(Module()))) is None

@@ -44,6 +44,7 @@ def named(width=8):
 def program(width=8):
     return lambda weights, x: weights - jax.grad(loss)(weights, x), arguments(width), {"donate_argnums": 0}
 """
+BUDGET = '[tool.bytescope.budgets]\nmlp = { program = "my.py:program", target = "cpu", limit = "1GiB" }\n'
 # Command lines that need no package of the trainer, in the order in which they run. They may read the files of
 # `folder`, and the files that earlier ones write.
 WORKING = [
@@ -59,6 +60,8 @@ WORKING = [
     "diff a.json b.json --html=d.html --json=-",
     "names --program=my.py:named cpu --json=-",
     "names --program=my.py:named cpu --json=names.json",
+    "check --pyproject=pyproject.toml --no-cache --json=check.json",
+    "check --pyproject=pyproject.toml --no-cache --baseline=check.json",
     "trace card.xplane.pb --report=a.json --html=trace.html --json=-",
     "page run",
     "estimate --params=7e9 --json=-",
@@ -66,6 +69,7 @@ WORKING = [
     "pipeline --stages=2 --micro-batches=2 --json=-",
     "targets",
     "list targets --json=-",
+    "mcp --skill",
     "completion bash",
     "completion zsh",
     "completion fish",
@@ -76,6 +80,7 @@ REFUSED = {
     "calibrate --seconds=0": "is not a duration",
     "report --seq-len=3": "unrecognized arguments: --seq-len",
     "fit": "no config",
+    "mcp": "pip install 'bytescope[mcp]'",
     "names --program=my.py:program cpu": "not yet differentiated",
     "report --program=flaxy.py:program cpu": "flaxy.py cannot be imported: ModuleNotFoundError: No module named 'flax'",
 }
@@ -171,6 +176,7 @@ def folder(tmp_path_factory):
     """The user's folder: programs, a log, a dump, a trace and a run."""
     folder = tmp_path_factory.mktemp("light")
     (folder / "my.py").write_text(PROGRAM)
+    (folder / "pyproject.toml").write_text(BUDGET)
     (folder / "flaxy.py").write_text("import flax\n")
     (folder / "job.log").write_text("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123456789 bytes.\n")
     shapes = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32)
