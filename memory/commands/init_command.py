@@ -85,7 +85,7 @@ def make_parser() -> Parser:
         help="for scripts written before jax 0.9: meshes of jax.make_mesh have axes of the type Auto, not Explicit",
     )
     parser.add_argument(
-        "--step", metavar="NAME", help="the function that is the step (default: the first one that trains)"
+        "--function", metavar="NAME", help="the function that is the step (default: the first one that trains)"
     )
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=600.0, help="stop the script after SECONDS (default 600)"
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "argv": args.argv,
         "values": dict(map(_split_value, args.value)),
         "without": args.without,
-        "step": args.step,
+        "step": args.function,
         "auto_axes": args.auto_axes,
         "out": str(args.out),
         "target": args.target,
