@@ -174,8 +174,8 @@ def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
                 )
             except subprocess.TimeoutExpired:
                 raise ReportError(
-                    f"{request['script']} has not reached a training step after {timeout:g} s: give a larger --timeout, "
-                    "or arguments of the script after -- that make it start sooner"
+                    f"{request['script']} has not reached a training step after {timeout:g} s: give a larger "
+                    "--timeout, or arguments of the script after -- that make it start sooner"
                 ) from None
         if answer_file.exists():
             answered: dict[str, Any] = json.loads(answer_file.read_text())
