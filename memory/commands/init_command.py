@@ -85,10 +85,10 @@ def make_parser() -> Parser:
         help="for scripts written before jax 0.9: meshes of jax.make_mesh have axes of the type Auto, not Explicit",
     )
     parser.add_argument(
-        "--step", metavar="NAME", help="the function that is the step (default: the first one that trains)"
+        "--function", metavar="NAME", help="the function that is the step (default: the first one that trains)"
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=int, default=600, help="stop the script after SECONDS (default 600)"
+        "--timeout", metavar="SECONDS", type=float, default=600.0, help="stop the script after SECONDS (default 600)"
     )
     return parser
 
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
         "argv": args.argv,
         "values": dict(map(_split_value, args.value)),
         "without": args.without,
-        "step": args.step,
+        "step": args.function,
         "auto_axes": args.auto_axes,
         "out": str(args.out),
         "target": args.target,
@@ -154,7 +154,7 @@ def _split_value(text: str) -> tuple[str, str]:
     return line, value
 
 
-def _run_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
+def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
     """Runs the script in a child process. Returns the child's answer (`answer`)."""
     with tempfile.TemporaryDirectory() as folder:
         answer_file, log_file = Path(folder) / "answer.json", Path(folder) / "log.txt"
@@ -174,8 +174,8 @@ def _run_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
                 )
             except subprocess.TimeoutExpired:
                 raise ReportError(
-                    f"{request['script']} has not reached a training step after {timeout} s: give a larger --timeout, "
-                    "or arguments of the script after -- that make it start sooner"
+                    f"{request['script']} has not reached a training step after {timeout:g} s: give a larger "
+                    "--timeout, or arguments of the script after -- that make it start sooner"
                 ) from None
         if answer_file.exists():
             answered: dict[str, Any] = json.loads(answer_file.read_text())

@@ -85,6 +85,7 @@ MEANINGS = {
     "--target": "the same as the argument TARGET|devices of the failed job",
     "--report": "memory report",
     "--step": "the checkpoint of step N",
+    "--timeout": "maximum seconds to wait for all processes|stop the script after",
     "--verbose": "the reason for each chosen setting",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
 }
