@@ -396,7 +396,7 @@ def _one_line_errors(what: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     if hasattr(error, "errors"):  # a ValidationError of pydantic
-        reasons = {}
+        reasons: dict[str, str] = {}
         for item in error.errors():  # one for each type that a key may have
             key = str(next(iter(item["loc"]), ""))
             reasons.setdefault(key, f"{key}={item['input']}: {item['msg']}" if key else item["msg"])
