@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from bytescope.memory.errors import GuardError, ReportError
     from bytescope.memory.formulas.model_facts import ModelFacts
     from bytescope.memory.messages.explanation import Explanation, explain
+    from bytescope.memory.program.script_capture import captured_step
     from bytescope.memory.records.buffer_records import Buffer, LedgerRow, TimelinePoint
     from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
     from bytescope.memory.records.report_record import Finding, XlaStats
@@ -72,6 +73,7 @@ _HOMES = {
     "LiveMemory": "devices.live",
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
     "ModelFacts": "formulas.model_facts",
+    "captured_step": "program.script_capture",
     **dict.fromkeys(("Explanation", "explain"), "messages.explanation"),
     **dict.fromkeys(("Finding", "XlaStats"), "records.report_record"),
     **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "records.buffer_records"),
@@ -102,6 +104,7 @@ __all__ = [
     "ZeroRow",
     "analyze",
     "assert_fits",
+    "captured_step",
     "compile",
     "diff",
     "explain",

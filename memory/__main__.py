@@ -26,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        from bytescope.train.cli import COMMANDS, GROUPS
+        from bytescope.train.cli import COMMANDS
 
-        names = [name for name in COMMANDS if name not in (*GROUPS["train"], "completion")]
+        names = [name for name, command in COMMANDS.items() if command.group != "train" and name != "completion"]
         print(f"usage: python -m bytescope.memory COMMAND ...: one of {', '.join(names)}; see bytescope --help")
         sys.exit(0)
     code = main(sys.argv[1:])

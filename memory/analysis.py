@@ -348,15 +348,15 @@ def pool_notes(report: ReportRecord) -> list[str]:
 
 
 def _verdict(predicted: int, target: Target | None, outside: int) -> Verdict:
-    """Returns whether a program fits a target. A program also exceeds a GPU if the memory outside of jax's memory pool
+    """Returns whether a program fits a target. A program also exceeds a GPU if the memory outside of jax's allocator
     does not suffice.
 
-    predicted: bytes that the program needs in the pool. outside: bytes that the runtime needs outside of the pool.
+    predicted: bytes that the program needs from the allocator. outside: bytes that the runtime needs outside of it.
     """
     if target is None:
         return Verdict()
     verdict = verdict_of(predicted, target.limit_bytes)
-    if limits.outside_excess(target.to_json(), verdict.limit_bytes, outside):
+    if limits.outside_excess(target.to_json(), verdict.limit_bytes, predicted, outside):
         return Verdict(verdict.limit_bytes, False, "exceeds")
     return verdict
 

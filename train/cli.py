@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from bytescope.memory.commands.arguments import chosen_rates
+from bytescope.memory.commands.json_output import only_json
 from bytescope.memory.errors import exit_code_of
 from bytescope.memory.view.console import settle_stdout
-from bytescope.train.commands import registry
+from bytescope.train.commands import registry, trainer_packages
 from bytescope.train.commands.registry import COMMANDS, GROUPS
 from bytescope.train.launch.signals import INTERRUPTED, end_quietly
+from bytescope.train.user_errors import UserError
 
 SUMMARY = """\
 Train transformers in JAX knowing, before the first step, what every byte of
@@ -33,7 +35,7 @@ def overview() -> str:
     lines = [USAGE, "", SUMMARY, ""]
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
-        lines += [f"  {name:<12}{COMMANDS[name].summary}" for name in names]
+        lines += [f"  {name:<13}{COMMANDS[name].summary}" for name in names]
     return "\n".join(
         [
             *lines,
@@ -97,12 +99,13 @@ def run(argv: Sequence[str]) -> int:
 
     An error that the user can fix is printed to standard error as one line, followed by the lines of its advice.
     """
+    args = None
     try:
         args = registry.parse(argv)
         command = COMMANDS[args.command]
         if command.group != "train":  # commands other than training print tables, which need a fixed width
             settle_stdout()
-        with chosen_rates(args):
+        with only_json(args), chosen_rates(args):
             return command.load().run(args)
     except BrokenPipeError as error:
         if not _stdout_is_closed():
@@ -112,6 +115,12 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt as interrupt:
         print(str(interrupt) or "interrupted", file=sys.stderr)
         return INTERRUPTED
+    except ModuleNotFoundError as error:
+        if not trainer_packages.needs_trainer(error):
+            raise
+        config = vars(args).get("config") if args else None
+        subject = f"bytescope {args.command if args else argv[0]}{f' with the config {config}' if config else ''}"
+        return exit_code_of(UserError(trainer_packages.message(subject))) or 2
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
             raise

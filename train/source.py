@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from bytescope.configs import base
+from bytescope import configs
 from bytescope.memory.errors import did_you_mean
 from bytescope.memory.records.report_record import IN_RUN
 from bytescope.train.user_errors import UserError
@@ -30,7 +30,8 @@ IDENTITY_KEYS = {"config", "global_rows"}  # only the config.json of a run has t
 MAX_JSON_BYTES = 64 * 2**20  # larger JSON files are not read; the largest published index has 8 MB
 # Prefix of the name of a config that is derived from a folder of weights, as in `hf:FOLDER`.
 WEIGHTS = "hf:"
-SHIPPED = Path(base.__file__).parent
+NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
+SHIPPED = Path(configs.__path__[0])
 
 
 @dataclasses.dataclass(frozen=True)

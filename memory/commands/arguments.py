@@ -101,24 +101,47 @@ def user_path(text: str) -> Path:
     return Path(path)
 
 
+def add_json(parser: argparse.ArgumentParser, result: str) -> None:
+    """Adds --json, which names the file for the result of the command.
+
+    result: the name of the result in the help line, such as "the comparison".
+    """
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=user_path,
+        help=f"write {result} as JSON; - for standard output, which then has nothing else",
+    )
+
+
 def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     """Adds the flags of commands that compile: --no-cache, --rates, --jobs, and --json and --html for the output
     files.
 
     result: the name of the output in the help lines, such as "the comparison".
     """
+    add_no_cache(parser)
+    add_rates(parser)
+    add_jobs(parser)
+    add_json(parser, result)
+    parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
+
+
+def add_no_cache(parser: argparse.ArgumentParser) -> None:
+    """Adds --no-cache, which compiles programs again that are in the cache."""
     parser.add_argument(
         "--no-cache", action="store_true", help="compile every program again instead of using cached results"
     )
-    add_rates(parser)
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Adds --jobs, which limits the number of programs that are compiled at the same time."""
     parser.add_argument(
         "--jobs",
         metavar="N",
         type=int,
         help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
-    parser.add_argument("--json", metavar="FILE", type=user_path, help=f"write {result} as JSON")
-    parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,8 @@ import argparse
 import json
 import math
 
-from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.commands.arguments import add_json, check_files, user_path, write
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=user_path,
         help="write the measured rates to this JSON file, which other commands read with --rates=FILE",
     )
+    add_json(parser, "the measured rates")
     parser.add_argument(
         "--seconds",
         metavar="S",
@@ -36,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     table of rates, and writes it as JSON if a file is given."""
     if not 0 < args.seconds < math.inf:
         raise ReportError(f"--seconds={args.seconds:g} is not a duration: give a number above 0, such as {SECONDS:g}")
-    check_files(args, ("out",))
+    check_files(args, ("out", "json"))
     from bytescope.memory.commands import calibration_text
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
@@ -49,6 +51,9 @@ def run(args: argparse.Namespace) -> int:
     with progress(math.ceil(args.seconds), "measuring") as report_progress:
         calibration = measure.measure(todo, target, len(devices), args.seconds, report_progress)
     calibration_text.show(calibration, target)
+    write_json(
+        args, calibration.rates.to_json(), target=target.to_json(), caveats=("Rates were measured on this machine.",)
+    )
     if args.out:
         rows = ",\n".join(
             f" {json.dumps(name)}: {json.dumps(value)}" for name, value in calibration.rates.to_json().items()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.adapters.trainers import TrainerFactory, find_adapter, is_adapted, overrides_of
 from bytescope.memory.commands.arguments import INTERRUPTED, check, shares_accelerator, write
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import compare_rows, grids, row_cache, what_if, worker_pool
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.grids import TARGET
@@ -323,8 +323,10 @@ def finish(
 
         formulas_text.show_rows(rows)
     out = compare_rows.to_json(rows, target, stated, interrupted, source, given, unchanged, left_out)
-    if args.json:
-        write(args.json, json.dumps(out, indent=1) + "\n")
+    caveats = (COMPILED, *predicted_caveat(next((row.rates for row in rows if row.rates), "")))
+    if args.measure:
+        caveats += ("The values of `measured` were measured on this machine.",)
+    write_json(args, out, caveats=caveats)
     if args.html:
         from bytescope.memory.compare import compare_page
 

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.commands.arguments import add_json, check_files, user_path, write
+from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.records import report_diff, report_record
 from bytescope.memory.report import diff_view
 from bytescope.memory.view.console import put
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="exit with 1 if peak or allocated bytes grew from BEFORE to AFTER by more than PERCENT (default: never)",
     )
+    add_json(parser, "the differences")
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     parser.add_argument(
         "--html",
@@ -67,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         github.add_summary(
             github.summary_of_difference(before, after, changes, _distinguish_names(args.before, args.after))
         )
+    write_json(args, report_diff.to_json(before, after, changes, failed), target=after.target, caveats=(COMPILED,))
     for change in failed:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))

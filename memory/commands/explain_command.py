@@ -7,14 +7,14 @@ jax is imported only for --program and --hlo. `train.commands.explain_config` ad
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
+from bytescope.memory.commands.arguments import add_json, check_files, show_written, user_path, write
+from bytescope.memory.commands.json_output import LOGGED, STANDARD, to_stdout, write_json
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError, check_readable
 from bytescope.memory.messages import explanation_text
@@ -22,10 +22,8 @@ from bytescope.memory.messages.explanation import explain
 from bytescope.memory.program import user_program
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.console import make_console, put
-
-# The file name that means standard input or standard output.
-STANDARD = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,9 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TARGET",
         help="devices of the failed job, such as h100:8 (default: local, the devices of this machine)",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", type=user_path, help="write the explanation as JSON; - for standard output"
-    )
+    add_json(parser, "the explanation")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -86,7 +82,7 @@ def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Nam
         return explain_log(args, read_log(args.log), make_report(args))
     from bytescope.memory.commands.recorded_job import run_job
 
-    code, log = run_job(args.job)
+    code, log = run_job(args.job, output=2 if to_stdout(args) else 1)
     if code or explain(log).recognized:
         explain_log(args, log, make_report(args), make_console(stderr=True))
     return code
@@ -98,7 +94,7 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
 
     subjects: names of the flags that name a program.
     """
-    check_files(args, ("html",) if str(args.json) == STANDARD else ("json", "html"))
+    check_files(args)
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
@@ -143,17 +139,13 @@ def explain_log(
     console: console on which the explanation is printed; None for standard output.
     """
     explanation = explain(log, report)
-    text = json.dumps(explanation.to_json(), indent=1) + "\n"
-    to_stdout = str(args.json) == STANDARD
-    if to_stdout:
-        sys.stdout.write(text)
-    else:
+    if not to_stdout(args):
         put(explanation_text.render(explanation), console)
-        if args.json:
-            write(args.json, text)
+    limit = MemoryLimit(explanation.limit_bytes, "the limit in the log") if explanation.limit_bytes else None
+    write_json(args, explanation.to_json(), target=report.target if report else None, limit=limit, caveats=(LOGGED,))
     if args.html:
         write(args.html, explanation.to_html())
-    if not to_stdout and console is None:
+    if console is None:
         show_written(args.json, args.html)
     return 0 if explanation.recognized else 1
 

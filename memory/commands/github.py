@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from bytescope.memory.analysis import pool_notes
+from bytescope.memory.commands.budgets import BudgetResult
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.records import report_diff
@@ -18,6 +19,8 @@ from bytescope.memory.units import human
 SUMMARY, WORKSPACE = "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"
 # Maximum annotations of buffers that grew (GitHub shows ten annotations per kind and step), and maximum table rows.
 _GREW, _ROWS = 5, 12
+# Maximum buffers that the summary of a memory budget lists.
+_BUFFERS = 8
 FLAG_HELP = "print annotations for GitHub Actions, and add a table to the job summary if $GITHUB_STEP_SUMMARY is set"
 
 
@@ -109,23 +112,28 @@ def summary_of_difference(
 
     changes: the differences between the reports. names: the column titles of the two reports.
     """
+    parts = (*_warning_notes(before, after), _table_of_changes(changes, names))
+    return "\n\n".join((f"### Device memory: {_escape_cell(_name(after))}", *parts)) + "\n"
+
+
+def _warning_notes(before: ReportRecord, after: ReportRecord) -> list[str]:
+    return [f"> **Warning:** {_escape_cell(text)}" for text in report_diff.warnings(before, after)]
+
+
+def _table_of_changes(changes: Sequence[Change], names: Sequence[str]) -> str:
     rows = [change for change in changes if change.kind == "total" and (change.before or change.after)]
     rows += [change for change in changes if change.kind in ("category", "residual")][:_ROWS]
-    notes = [f"> **Warning:** {_escape_cell(text)}" for text in report_diff.warnings(before, after)]
-    table = _table(
-        ("", names[0], names[1], "change", "%"),
-        [
-            (
-                f"**{row.name.removesuffix('_bytes')}**" if row.kind == "total" else f"{row.kind} {row.name}",
-                human(row.before),
-                human(row.after),
-                _signed(row.growth),
-                _percent(row),
-            )
-            for row in rows
-        ],
-    )
-    return "\n\n".join((f"### Device memory: {_escape_cell(_name(after))}", *notes, table)) + "\n"
+    cells = [
+        (
+            f"**{row.name.removesuffix('_bytes')}**" if row.kind == "total" else f"{row.kind} {row.name}",
+            human(row.before),
+            human(row.after),
+            _signed(row.growth),
+            _percent(row),
+        )
+        for row in rows
+    ]
+    return _table(("", names[0], names[1], "change", "%"), cells)
 
 
 def summary_of_report(report: ReportRecord) -> str:
@@ -134,14 +142,88 @@ def summary_of_report(report: ReportRecord) -> str:
         f"predicted **{human(report.predicted_bytes)}**{_limit_text(report)} per device: **{report.verdict}**; peak "
         f"{human(report.peak_bytes)}, allocated {human(report.allocated_bytes)}"
     )
+    notes = [f"- {_escape_cell(finding.message)}: {_escape_cell(finding.remedy)}" for finding in report.findings]
+    head = f"### Device memory: {_escape_cell(_name(report))}"
+    return "\n\n".join(filter(None, (head, sentence, _breakdown_table(report), "\n".join(notes)))) + "\n"
+
+
+def _breakdown_table(report: ReportRecord) -> str:
     held = sorted(((row, size) for row, size in report.breakdown.items() if size), key=lambda row: -row[1])
-    table = _table(
+    return _table(
         ("at the peak", "bytes", "%"),
         [(row, human(size), f"{100 * size / max(report.peak_bytes, 1):.1f}") for row, size in held],
     )
-    notes = [f"- {_escape_cell(finding.message)}: {_escape_cell(finding.remedy)}" for finding in report.findings]
-    head = f"### Device memory: {_escape_cell(_name(report))}"
-    return "\n\n".join(filter(None, (head, sentence, table, "\n".join(notes)))) + "\n"
+
+
+def budget_annotations(results: Iterable[BudgetResult]) -> list[str]:
+    """Returns GitHub annotations for memory budgets: an error for each reason why a budget is not kept, at the line of
+    the largest buffer, and warnings that name the buffers that grew since the baseline."""
+    out = []
+    for result in results:
+        name, report, before = result.budget.name, result.report, result.before
+        grown = report_diff.grown_buffers(result.changes)
+        lines = report_diff.sources(report) if report else {}
+        largest = report_diff.largest_buffers(None, report, 1) if report else []
+        for problem in result.problems:
+            worst = lines.get((grown or largest)[0].name, "") if grown or largest else ""
+            out.append(annotation("error", f"memory budget {name}", problem, worst))
+        if report and before and report.peak_bytes > before.peak_bytes:
+            for change in grown[:_GREW]:
+                words = f"{change.name}: {human(change.before)} to {human(change.after)}"
+                line = lines.get(change.name, "")
+                out.append(annotation("warning", f"grew at the peak of {name}", words, line))
+    return out
+
+
+def summary_of_budgets(results: Sequence[BudgetResult]) -> str:
+    """Returns the verdicts on memory budgets as Markdown, for a GitHub job summary or a comment. Each program has a
+    section that opens, with its rows before and after and its largest buffers at the peak."""
+    kept = sum(result.is_kept for result in results)
+    head = f"### Device memory: {kept} of {len(results)} budgets kept"
+    compared = any(result.before for result in results)
+    cells = []
+    for result in results:
+        report, before = result.report, result.before
+        cells.append(
+            (
+                result.budget.name,
+                result.budget.target,
+                *((human(before.peak_bytes) if before else "-",) if compared else ()),
+                human(report.peak_bytes) if report else "",
+                *((result.change_text,) if compared else ()),
+                human(report.predicted_bytes) if report else "",
+                human(report.limit_bytes) if report else "",
+                result.verdict if result.is_kept else f"**{result.verdict}**",
+            )
+        )
+    heads = ("budget", "target", *(("before",) if compared else ()), "peak", *(("%",) if compared else ()))
+    table = _table((*heads, "predicted", "limit", "verdict"), cells)
+    return "\n\n".join((head, table, *map(_budget_section, results))) + "\n"
+
+
+def _budget_section(result: BudgetResult) -> str:
+    name, report, before = result.budget.name, result.report, result.before
+    problems = [f"- {_escape_cell(problem)}" for problem in result.problems]
+    if report is None:
+        return f"**{_escape_cell(name)}** cannot be compiled:\n\n{problems[0]}"
+    notes = _warning_notes(before, report) if before else []
+    table = _table_of_changes(result.changes, ("before", "after")) if before else _breakdown_table(report)
+    lines, old = report_diff.sources(report), before if before and before.buffers else None
+    buffers = [
+        (
+            change.name,
+            *((human(change.before) if change.before else "new",) if old else ()),
+            human(change.after),
+            ":".join(_split_location(lines.get(change.name, ""), os.environ)).strip(":"),
+        )
+        for change in report_diff.largest_buffers(old, report, _BUFFERS)
+    ]
+    heads = ("largest buffers at the peak", *(("before", "after") if old else ("bytes",)), "line")
+    parts = ["\n".join(problems), *notes, table, _table(heads, buffers)]
+    is_open = " open" if problems or (before and before.peak_bytes != report.peak_bytes) else ""
+    inside = "\n\n".join(filter(None, parts))
+    title = _escape_cell(f"{name} on {result.budget.target}")
+    return f"<details{is_open}><summary>{title}</summary>\n\n{inside}\n\n</details>"
 
 
 def print_annotations(annotations: Iterable[str]) -> None:

@@ -1,7 +1,8 @@
 """Runs a command, shows its output as it comes, and keeps the output for an explanation.
 
 On a terminal, the command gets a terminal of its own, so that it prints colours and progress bars as usual. Elsewhere,
-its standard output and standard error stay separate. Signals are forwarded to it.
+its standard output and standard error stay separate. Signals are forwarded to it. Ctrl-Z stops the command and this
+process, and the shell's `fg` continues both.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import termios
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError
@@ -49,11 +50,12 @@ class _Kept:
         return b"".join(self._parts)
 
 
-def run_job(words: Sequence[str]) -> tuple[int, bytes]:
+def run_job(words: Sequence[str], output: int = 1) -> tuple[int, bytes]:
     """Runs a command and shows its output. Returns (its exit code, the output). If a signal ended the command, the exit
     code is 128 plus the signal's number.
 
-    words: the command and its arguments.
+    words: the command and its arguments. output: the file descriptor that gets the command's standard output: 1, or 2
+    if this process needs its own standard output for something else.
 
     Raises:
         ReportError: the command cannot be started.
@@ -61,21 +63,21 @@ def run_job(words: Sequence[str]) -> tuple[int, bytes]:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        if all(os.isatty(number) for number in (0, 1, 2)):
+        if output == 1 and all(os.isatty(number) for number in (0, 1, 2)):
             return _run_on_terminal(words)
-        return _run_with_pipes(words)
+        return _run_with_pipes(words, output)
     except OSError as error:
         raise ReportError(f"cannot run {words[0]}: {error.strerror}; give a command that exists after --") from error
 
 
-def _run_with_pipes(words: Sequence[str]) -> tuple[int, bytes]:
+def _run_with_pipes(words: Sequence[str], output: int) -> tuple[int, bytes]:
     kept = _Kept()
     with (
         subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0) as job,
         _forwarding(job, own_terminal=False),
         selectors.DefaultSelector() as selector,
     ):
-        for stream, number in ((job.stdout, 1), (job.stderr, 2)):
+        for stream, number in ((job.stdout, output), (job.stderr, 2)):
             assert stream is not None
             selector.register(stream, selectors.EVENT_READ, number)
         while selector.get_map():
@@ -114,8 +116,24 @@ def _run_on_terminal(words: Sequence[str]) -> tuple[int, bytes]:
         raise
     finally:
         os.close(theirs)
+
+    def suspend(*_: Any) -> None:
+        # The kernel does not stop a command by SIGTSTP whose parent is in another session.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGSTOP)
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(0, signal.SIGTSTP)  # returns when the shell continues this process group
+        signal.signal(signal.SIGTSTP, suspend)
+        tty.setraw(0, termios.TCSADRAIN)
+        copy_size()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGCONT)
+
+    stopped = signal.getsignal(signal.SIGTSTP)
     try:
         signal.signal(signal.SIGWINCH, copy_size)
+        signal.signal(signal.SIGTSTP, suspend)
         tty.setraw(0, termios.TCSADRAIN)  # keys such as Ctrl-C go to the command's terminal
         with _forwarding(job, own_terminal=True), selectors.DefaultSelector() as selector:
             selector.register(ours, selectors.EVENT_READ)
@@ -126,10 +144,9 @@ def _run_on_terminal(words: Sequence[str]) -> tuple[int, bytes]:
                     break
                 if 0 in ready:
                     typed = os.read(0, _CHUNK)
-                    if typed:
-                        _write(ours, typed)
-                    else:
+                    if not typed:
                         selector.unregister(0)
+                    _type(typed, ours, job.pid, suspend)
                 if ours in ready:
                     try:
                         part = os.read(ours, _CHUNK)
@@ -143,8 +160,27 @@ def _run_on_terminal(words: Sequence[str]) -> tuple[int, bytes]:
     finally:
         termios.tcsetattr(0, termios.TCSADRAIN, before)
         signal.signal(signal.SIGWINCH, resized)
+        signal.signal(signal.SIGTSTP, stopped)
         os.close(ours)
     return _exit_code(code), kept.all()
+
+
+def _type(typed: bytes, terminal: int, group: int, suspend: Callable[[], None]) -> None:
+    """Writes typed bytes to the command's terminal. At Ctrl-Z, calls `suspend`, unless the command reads this key
+    itself, or has its own job control and another process group in the foreground.
+
+    terminal: the file descriptor of the command's terminal. group: the command's process group.
+    """
+    parts = [typed]
+    with contextlib.suppress(OSError, termios.error):  # the command has ended
+        settings = termios.tcgetattr(terminal)
+        key = settings[6][termios.VSUSP]
+        if settings[3] & termios.ISIG and key != b"\0" and os.tcgetpgrp(terminal) == group:
+            parts = typed.split(key)
+    for number, part in enumerate(parts):
+        if number:
+            suspend()
+        _write(terminal, part)
 
 
 @contextlib.contextmanager

@@ -9,13 +9,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrides_of
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_rates, add_xla, show_written, user_path, write
+from bytescope.memory.commands.arguments import (
+    DOES_NOT_FIT,
+    add_json,
+    add_rates,
+    add_xla,
+    show_written,
+    user_path,
+    write,
+)
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.xla_flags import parse_flags
@@ -68,7 +76,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the report as JSON")
+    add_json(parser, "the report")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")
     parser.add_argument(
         "--export", metavar="DIR", type=user_path, help="write files for XProf, TensorBoard and pprof to this folder"
@@ -244,14 +252,16 @@ def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int
 def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that the flags --json, --html and --export request.
 
-    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file.
+    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file; the page
+    also shows the rows of "allocators".
     """
-    if args.json:
-        write(args.json, json.dumps({**report.to_json(), **more}, indent=1) + "\n")
+    rates = report.prediction.get("rates", "")
+    caveats = (COMPILED, *predicted_caveat(rates), *report.notes)
+    write_json(args, {**report.to_json(), **more}, caveats=caveats)
     if args.html:
         from bytescope.memory.report import report_page
 
-        write(args.html, report_page.render(report))
+        write(args.html, report_page.render(report, allocators=more.get("allocators", ())))
     if args.export:
         from bytescope.memory.commands.xprof_export import export
 

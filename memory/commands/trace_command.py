@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
-from bytescope.memory.commands.arguments import add_rates, check_files, user_path, write
+from bytescope.memory.commands.arguments import add_json, add_rates, check_files, user_path, write
+from bytescope.memory.commands.json_output import PROFILED, predicted_caveat, write_json
 from bytescope.memory.profile import breakdown, profile_text, xplane
 from bytescope.memory.records import report_record
 from bytescope.memory.seconds import step_prediction
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "shown next to the measured time",
     )
     add_rates(parser)
-    parser.add_argument(
-        "--json", metavar="FILE", type=user_path, help="write the time of each operation category as JSON"
-    )
+    add_json(parser, "the time of each operation category")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -49,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     predicted = prediction(report) if report else None
     profile_text.show(measured, predicted=predicted)
     answer = to_json(measured, predicted)
-    if args.json:
-        write(args.json, json.dumps(answer, indent=1) + "\n")
+    caveats = (PROFILED, *predicted_caveat((predicted or {}).get("rates") or ""))
+    write_json(args, answer, target=report.target if report else None, caveats=caveats)
     if args.html:
         from bytescope.memory.profile import trace_page
 

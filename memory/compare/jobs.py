@@ -21,14 +21,19 @@ class Jobs:
     Args:
         factory: makes the programs.
         versions: package -> version used for compiling (default: the installed versions).
+        more_sources: a digest of further files that decide what the program computes, or "".
     """
 
-    def __init__(self, factory: ProgramFactory, versions: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, factory: ProgramFactory, versions: Mapping[str, str] | None = None, more_sources: str = ""
+    ) -> None:
         from bytescope.memory.devices import compiler
 
         self.factory = factory
         self._versions = compiler.versions() if versions is None else versions
-        self._sources = row_cache.digest_files([*row_cache.source_files(row_cache.making_rows()), *factory.sources()])
+        self._sources = more_sources + row_cache.digest_files(
+            [*row_cache.source_files(row_cache.making_rows()), *factory.sources()]
+        )
         self._choosing: dict[tuple[str, ...], str] = {}
 
     def job(

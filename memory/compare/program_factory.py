@@ -112,6 +112,28 @@ class ProgramFactory:
         """
         return ()
 
+    def report_json(self, overrides: Mapping[str, Any], target: Target) -> dict[str, Any]:
+        """Compiles a program and returns {"report": its memory report as JSON}. A worker process calls this method for
+        `bytescope check`.
+
+        overrides: config key -> value. Raises the errors of `__call__`.
+        """
+        from bytescope.memory.analysis import report_of
+
+        traced, options = self.split_options(overrides, target)
+        program = self(traced, target)
+        compilation, judged = program.compile() if options is None else program.compile(options)
+        report = report_of(
+            compilation,
+            target=judged,
+            config=program.config,
+            facts=program.facts,
+            roles=program.roles,
+            names=program.names,
+            loop=program.loop,
+        )
+        return {"report": report.to_json()}
+
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Returns the memory and FLOPs that published formulas give for a program, as JSON values. Returns None if no
         formula applies.

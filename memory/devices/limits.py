@@ -85,18 +85,22 @@ def pool_bytes(memory: int, fraction: float) -> int:
     return -(-int(memory * fraction) // POOL_UNIT_BYTES) * POOL_UNIT_BYTES
 
 
-def outside_excess(target: Mapping[str, Any], limit: int | None, outside: int) -> int:
-    """Returns the bytes that are missing outside of jax's pool on a GPU that is not present. The CUDA context, NCCL and
-    machine code need memory there. Returns 0 if they fit, or if the limit is not the size of the pool.
+def outside_excess(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> int:
+    """Returns the bytes that are missing outside of jax's allocator on a GPU that is not present. The CUDA context,
+    NCCL and machine code need memory there. A preallocated pool leaves the rest of the GPU for them; with `cuda_async`
+    and `platform`, they share the whole GPU with the program. Returns 0 if they fit, or if a user chose the limit.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`.
         limit: the memory limit in bytes.
-        outside: bytes that are needed outside of the pool.
+        predicted: bytes that the program needs from the allocator.
+        outside: bytes that are needed outside of the allocator.
     """
-    if not _is_pool(target, limit):
-        return 0
-    return max(outside - (target["device_memory_bytes"] - target["limit_bytes"]), 0)
+    if _is_pool(target, limit):
+        return max(outside - (target["device_memory_bytes"] - target["limit_bytes"]), 0)
+    if _is_whole_gpu(target, limit):
+        return max(predicted + outside - target["device_memory_bytes"], 0)
+    return 0
 
 
 def fraction_variable(target: Mapping[str, Any]) -> str:
@@ -111,9 +115,9 @@ def fraction_variable(target: Mapping[str, Any]) -> str:
 
 def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, outside: int) -> list[str]:
     """Returns advice about the fraction of the GPU's memory that is in jax's pool, at most one sentence. It names a
-    fraction with which the program would fit, or says that too little memory is left outside of the pool. For a pool
-    that can grow, it names the fraction from which the pool keeps the program's memory between calls. Returns [] if
-    none of them applies.
+    fraction with which the program would fit, or says that too little memory is left outside of the allocator. For a
+    pool that can grow, it names the fraction from which the pool keeps the program's memory between calls. Returns []
+    if none of them applies.
 
     Args:
         target: JSON of a `memory.devices.targets.Target`.
@@ -122,6 +126,12 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
         outside: bytes that the runtime needs outside of the pool.
     """
     memory, variable = target.get("device_memory_bytes") or 0, fraction_variable(target)
+    excess = outside_excess(target, limit, predicted, outside)
+    if excess and _is_whole_gpu(target, limit):
+        return [
+            f"outside of the allocator, {human(outside)} are needed (CUDA context, NCCL, code), {human(excess)} more "
+            "than the program leaves of the GPU"
+        ]
     if target.get("pool_can_grow") and limit is not None and limit == target.get("limit_bytes"):
         kept = int(memory * target["memory_fraction"])
         if not kept < predicted <= limit:
@@ -133,7 +143,7 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
         ]
     if not _is_pool(target, limit):
         return []
-    if excess := outside_excess(target, limit, outside):
+    if excess:
         largest = math.floor(100 * (memory - outside) / memory) / 100
         return [
             f"outside of the pool, {human(outside)} are needed (CUDA context, NCCL, code), {human(excess)} more than "
@@ -148,6 +158,13 @@ def pool_notes(target: Mapping[str, Any], limit: int | None, predicted: int, out
 def _is_pool(target: Mapping[str, Any], limit: int | None) -> bool:
     known = target.get("memory_fraction") and target.get("device_memory_bytes") and not target.get("pool_can_grow")
     return bool(limit and known and limit == target.get("limit_bytes"))
+
+
+def _is_whole_gpu(target: Mapping[str, Any], limit: int | None) -> bool:
+    """Returns whether the limit is the whole memory of a GPU that is not present, without its context."""
+    is_described = target.get("is_described") and target.get("platform") in GPU_PLATFORMS
+    has_pool = target.get("memory_fraction") and not target.get("pool_can_grow")
+    return bool(limit and is_described and not has_pool and limit == target.get("limit_bytes"))
 
 
 def limit_share(target: Mapping[str, Any], limit: int | None) -> str:

@@ -92,48 +92,77 @@ def unrolled_layers(report: JudgedProgram, program: PlacedProgram) -> RuleResult
         temporary = b.at_peak and b.memory == "device" and b.category == "workspace" and b.source
         if temporary and b.phase in _RECOMPUTED and b.name not in looped and b.shape not in weights:
             groups[b.phase, b.dtype, b.shape, b.source, _NUMBERS.sub("#", b.op_name)].append(b)
-    repeated = [group for group in groups.values() if len(group) >= _MIN_LAYERS]
-    size = sum(b.bytes for group in repeated for b in group[1:])
+    # Layers without names have one temporary of a kind each, as far as is known.
+    counted = [(group, _numbered_layers(group)) for group in groups.values()]
+    repeated = [(group, layers) for group, layers in counted if (layers or len(group)) >= _MIN_LAYERS]
+    size = 0
+    for group, layers in repeated:
+        whole = sum(b.bytes for b in group)
+        size += whole - whole // (layers or len(group))
     if size <= max(LARGE * report.peak_bytes, TOY):
         return None
-    largest = max(repeated, key=lambda group: sum(b.bytes for b in group))
-    layers = max(map(len, repeated))
+    largest = max((group for group, _ in repeated), key=lambda group: sum(b.bytes for b in group))
+    layers = max(layers for _, layers in repeated)
+    subject = f"temporaries of {layers} unrolled layers" if layers else f"{len(largest)} temporaries of unrolled layers"
     return RuleResult(
         size,
-        f"temporaries of {layers} unrolled layers are alive together, {human(size)} more than those of one layer, such "
-        f"as {len(largest)} x {describe_buffer(largest[0])}",
+        f"{subject} are alive together, {human(size)} more than those of one layer, such as {len(largest)} x "
+        f"{describe_buffer(largest[0])}",
     )
+
+
+def _numbered_layers(group: list[Buffer]) -> int:
+    """Returns the number of layers from which equal temporaries are, by the numbers in their op_names; 0 if the names
+    have no numbers that differ. A layer may have several equal temporaries, which its names may also number."""
+    numbers = [_NUMBERS.findall(b.op_name) for b in group]
+    layers = max((len(set(column)) for column in zip(*numbers, strict=True)), default=0)
+    return layers if layers > 1 else 0
 
 
 def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if XLA's rematerialization pass recomputes values because the program would not fit
-    otherwise."""
+    otherwise. If this is not enough, `xla_remat_falls_short` is the finding."""
     values = report.xla_recomputed
-    if not values:
+    if not values or _missed_bytes(report):
         return None
-    flops = sum(value.flops for value in values)
-    work = f" and {_flops_words(flops)} in each call" if flops else ""
-    where = f" at {short_place(values[0].source)}" if values[0].source else ""
     size = sum(value.bytes for value in values)
-    return RuleResult(
-        size,
-        f"XLA's rematerialization pass recomputes {_count(values, 'value')} of {human(size)}{work}, the largest "
-        f"{values[0].name}{where}",
-    )
+    return RuleResult(size, f"XLA's rematerialization pass recomputes {_describe_recomputed(report)}")
 
 
 def xla_remat_falls_short(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if XLA's rematerialization pass logged that it does not reduce the program to XLA's limit."""
+    """Returns a finding if XLA's rematerialization pass logged that it does not reduce the program to XLA's limit. The
+    finding also says what the pass recomputes."""
+    missed = _missed_bytes(report)
+    if not missed:
+        return None
+    budget = report.xla_budget
+    need, before = budget.need_bytes or 0, ""
+    if (budget.unreduced_bytes or 0) > need:
+        before = f", from {human(budget.unreduced_bytes)}"
+    recomputed = f"; it recomputes {_describe_recomputed(report)}" if report.xla_recomputed else ""
+    return RuleResult(
+        missed,
+        f"XLA's rematerialization pass does not reach its limit: temporary values and results take {human(need)}"
+        f"{before}, and XLA allows {human(need - missed)}{recomputed}",
+    )
+
+
+def _missed_bytes(report: JudgedProgram) -> int:
+    """Returns the bytes by which XLA's rematerialization pass misses its limit; 0 if it reaches its limit, or if the
+    limit is unknown or 0."""
     budget = report.xla_budget
     if not budget.limit_bytes or budget.margin_bytes is None or budget.unreduced_bytes is None:
-        return None
-    need, allowed = budget.need_bytes or 0, (budget.need_bytes or 0) + budget.margin_bytes
-    before = f", from {human(budget.unreduced_bytes)}" if budget.unreduced_bytes > need else ""
-    return RuleResult(
-        -budget.margin_bytes,
-        f"XLA's rematerialization pass does not reach its limit: temporary values and results take {human(need)}"
-        f"{before}, and XLA allows {human(allowed)}",
-    )
+        return 0
+    return max(-budget.margin_bytes, 0)
+
+
+def _describe_recomputed(report: JudgedProgram) -> str:
+    values = report.xla_recomputed
+    flops = sum(value.flops for value in values)
+    work = f" and {_flops_words(flops)} in each call" if flops else ""
+    where = f" at {short_place(values[0].source)}" if values[0].source else ""
+    size = human(sum(value.bytes for value in values))
+    return f"{_count(values, 'value')} of {size}{work}, the largest {values[0].name}{where}"
 
 
 def xla_remat_off(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:

@@ -1,4 +1,5 @@
-"""Describes the buffers that a message lists: phase, model component, layer and probable kind of tensor."""
+"""Describes the buffers that a message lists, the buffers of a report, and the live arrays of a process: phase, model
+component, layer and probable kind of tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from bytescope.memory.hlo import scopes
-from bytescope.memory.messages.message_record import ListedBuffer
+from bytescope.memory.messages.message_record import ArrayType, ListedBuffer
+from bytescope.memory.records.report_record import Buffer, ReportRecord
 
 # Kind of tensor -> its description.
 IDENTITIES: Mapping[str, str] = {
@@ -29,9 +31,32 @@ IDENTITIES: Mapping[str, str] = {
     "constant": "an array captured by the function",
     "resharded": "the whole tensor, on every device",
     "chunk": "a block of the memory pool; the message does not say which array is in it",
+    "parameter": "a parameter",
+    "cache": "state that the step passes on",
+    "batch": "the batch, or another argument",
+    "output": "a result",
+    "collective": "a buffer of a collective",
+    "other": "live arrays that are not arguments of the step",
     "tensor": "an intermediate result",
-    "": "not in the message",
+    "": "cut off in the message",
 }
+# Category of a report's buffer -> key of `IDENTITIES`. Other categories are identified like a message's buffers.
+_BY_CATEGORY: Mapping[str, str] = {
+    "params": "parameter",
+    "frozen": "parameter",
+    "optimizer": "optimizer",
+    "accumulator": "accumulator",
+    "cache": "cache",
+    "rng": "random",
+    "gradients": "gradient",
+    "residuals": "saved",
+    "logits_loss": "logits",
+    "collectives": "collective",
+    "batch": "batch",
+    "outputs": "output",
+}
+# Saved activations of these kinds are named by what they are.
+_NAMED_RESIDUALS = ("scores", "logits", "stack", "norm")
 _SCORES = re.compile(
     r"->[a-z.]*(?:qk|ts|tk|lm|ij)\b|hqk|\bqk\b|attention_(?:scores|probs|weights)|attn_(?:weights|scores)|softmax", re.I
 )
@@ -51,13 +76,15 @@ _USUAL_VOCABULARIES = (30_000, 300_000)
 
 @dataclasses.dataclass(frozen=True)
 class Culprit:
-    """Buffers in the list of a message that have the same shape, operation and phase. They may be in several layers.
+    """Buffers of a message or of a report that have the same shape, operation and phase. They may be in several layers.
+    Also the live arrays of a process that have the same shape and dtype.
 
     Fields:
         count: number of buffers.
         bytes: bytes of all these buffers, with padding; None if the message does not contain their size.
         shape: dtype and dimensions, such as "float32[8,1024]"; "" if unknown.
-        phase: "forward", "backward", "recompute" or "optimizer"; "" if unknown.
+        phase: "forward", "backward", "recompute" or "optimizer"; "" if unknown. Buffers of a report also have
+            "argument" and "output".
         component: component of the model, such as "attention"; "" if unknown.
         layers: numbers of the layers, () if unknown.
         operation: the operation that creates the buffers, such as "dot_general"; XLA's label if the message contains no
@@ -67,6 +94,7 @@ class Culprit:
         identity: probable kind of tensor, a key of `IDENTITIES`.
         what: description of this kind.
         padding: bytes with padding divided by bytes without padding; 1 if there is no padding or it is unknown.
+        category: row of the report's breakdown, such as "residuals"; "" for buffers of a message and for live arrays.
     """
 
     count: int
@@ -81,6 +109,7 @@ class Culprit:
     identity: str
     what: str
     padding: float = 1.0
+    category: str = ""
 
 
 def describe(buffers: Iterable[ListedBuffer], form: str) -> tuple[Culprit, ...]:
@@ -118,6 +147,45 @@ def describe(buffers: Iterable[ListedBuffer], form: str) -> tuple[Culprit, ...]:
                 identity=identity,
                 what=IDENTITIES[identity].format(leading=leading),
                 padding=max(padded, 1.0),
+            )
+        )
+    return tuple(sorted(culprits, key=lambda culprit: -(culprit.bytes or 0)))
+
+
+def describe_report(report: ReportRecord) -> tuple[Culprit, ...]:
+    """Returns the buffers in device memory at a report's peak as culprits, the ones with the most bytes first. Buffers
+    that are alike are one culprit."""
+    groups: dict[tuple[object, ...], list[Buffer]] = {}
+    for buffer in report.buffers:
+        if buffer.at_peak and buffer.memory == "device":
+            path = re.sub(r"\d+", "", buffer.module)
+            key = (buffer.dtype, buffer.shape, buffer.category, buffer.phase, buffer.checkpoint_name, path)
+            groups.setdefault(key, []).append(buffer)
+    culprits = []
+    for group in groups.values():
+        first = next((buffer for buffer in group if buffer.source), group[0])
+        array = ArrayType(first.dtype, first.shape)
+        seen = identify(ListedBuffer(first.bytes, array, first.op_name), "")
+        identity = _BY_CATEGORY.get(first.category, seen or "tensor")
+        if first.category == "residuals" and seen in _NAMED_RESIDUALS:
+            identity = seen
+        layers = {
+            int(match[1]) for buffer in group for word in buffer.module.split("/") if (match := _LAYER.match(word))
+        }
+        culprits.append(
+            Culprit(
+                count=len(group),
+                bytes=sum(buffer.bytes for buffer in group),
+                shape=str(array) if first.dtype else first.name,
+                phase=first.phase,
+                component=first.component,
+                layers=tuple(sorted(layers)),
+                operation=first.checkpoint_name or _scope(first.op_name).operation.split("[")[0][:80],
+                op_name=first.op_name,
+                source=first.source,
+                identity=identity,
+                what=IDENTITIES[identity].format(leading=first.shape[0] if first.shape else 0),
+                category=first.category,
             )
         )
     return tuple(sorted(culprits, key=lambda culprit: -(culprit.bytes or 0)))

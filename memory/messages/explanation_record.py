@@ -19,8 +19,10 @@ UNKNOWN = "unknown"
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationRecord:
-    """The sizes and buffers in the messages about memory of a log, the cause of the failure, and the remedies. All
-    sizes are bytes on one device; None if the log does not contain them.
+    """The sizes and buffers in the messages about memory of a log or of an exception, the cause of the failure, and the
+    remedies. All sizes are bytes on one device; None if they are unknown. The explanation of an exception
+    (`post_mortem`) also has what the process of the failed step knows: its live arrays, the statistics of its
+    allocator, and the report of the step.
 
     Fields:
         recognized: whether the log contains a message about memory.
@@ -34,15 +36,19 @@ class ExplanationRecord:
         limit_bytes: capacity of the memory, or for a warning the compiler's memory budget, which may be negative.
         total_bytes: bytes of all arrays and programs that are in the memory or should be placed in it.
         figures: name -> bytes of each size in the explained message, such as "temp", "outputs", "free" and "in_use".
+            For an exception also "step", "others" and "missing", and rows of the report's breakdown, such as
+            "peak_residuals".
         words: name -> text of other values in the explained message, such as "allocator" and "space".
         cause_kind: the cause of the failure, a key of `causes.CAUSES`.
         cause: the cause as a sentence.
         evidence: a sentence with the sizes in the log that show the cause; "" if there are none.
-        culprits: the buffers that the explained message lists, grouped by shape and operation, most bytes first.
+        culprits: the buffers that the explained message lists, grouped by shape and operation, most bytes first. For an
+            exception, the buffers of the report and the live arrays that are not arguments of the step.
         savings: name -> bytes that a remedy can free, such as "padding" or "logits", computed from the listed buffers.
         remedies: what the user can do, the cheapest remedy first.
         messages: form -> number of messages of this form in the log, including the explained message.
         match: the failure compared with the memory report of a program; None without a report.
+        call: the failed call, such as "step, call 3, on NVIDIA H200"; "" for a log.
     """
 
     recognized: bool = False
@@ -64,6 +70,16 @@ class ExplanationRecord:
     remedies: tuple[Remedy, ...] = ()
     messages: Mapping[str, int] = dataclasses.field(default_factory=dict)
     match: ReportMatch | None = None
+    call: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where the failure was: the line of the log, or the failed call."""
+        return self.call or (f"line {self.line:,} of the log" if self.recognized else "no message")
+
+    def saving(self, remedy: Remedy) -> int | None:
+        """Returns the bytes that a remedy can free at most; None if they are unknown."""
+        return remedy.bytes if remedy.bytes is not None else self.savings.get(remedy.saves)
 
     @property
     def happened(self) -> str:
@@ -78,8 +94,9 @@ class ExplanationRecord:
             "total": self.total_bytes,
         }
         names = {name: human(size) for name, size in sizes.items() if size is not None}
+        words = {name: word.upper() if name == "space" else word for name, word in self.words.items()}
         try:
-            return form.sentence.format(**{**self.words, **names})
+            return form.sentence.format(**{**words, **names})
         except (KeyError, IndexError):
             return form.short
 
@@ -95,7 +112,12 @@ class ExplanationRecord:
             "messages": dict(self.messages),
             "culprits": [{**dataclasses.asdict(culprit), "layers": list(culprit.layers)} for culprit in self.culprits],
             "remedies": [
-                {"words": remedy.words, "uses": list(remedy.uses), "bytes": self.savings.get(remedy.saves)}
+                {
+                    "words": remedy.words,
+                    "uses": list(remedy.uses),
+                    "bytes": self.saving(remedy),
+                    "flags": remedy.flags,
+                }
                 for remedy in self.remedies
             ],
             "match": dataclasses.asdict(self.match) if self.match else None,

@@ -1,7 +1,9 @@
-"""Shows an explanation of an out-of-memory message on one screen, at any width from 80 columns."""
+"""Shows an explanation of an out-of-memory message or of a failed step on one screen, at any width from 80
+columns."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -10,33 +12,52 @@ from rich.text import Text
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.message_forms import FORMS
+from bytescope.memory.messages.remedies import Remedy
 from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.messages.sharding_text import parse_sharding
+from bytescope.memory.records.report_record import ROWS as BREAKDOWN
 from bytescope.memory.units import human
-from bytescope.memory.view.console import one_line, shorten
-from bytescope.memory.view.text_layout import CopyCommand, Prose, blocks
+from bytescope.memory.view.console import one_line, safe, shorten
+from bytescope.memory.view.elements import row_name
+from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, words
 
 # Maximum number of buffers, remedies, other messages, and rows of a drawn sharding.
 MAX_CULPRITS, MAX_REMEDIES, MAX_OTHERS, MAX_DRAWN_ROWS = 4, 4, 4, 8
 # Maximum characters of a buffer's name, of a path, of a buffer's origin, and of a row of a drawn sharding.
 _MAX_NAME, _MAX_PATH, _MAX_ORIGIN, _MAX_DRAWING = 34, 40, 150, 76
+# Maximum characters of the quoted message, of an instruction, and of an instruction for one program.
+_MAX_QUOTE, _MAX_INSTRUCTION, _MAX_OWN_INSTRUCTION = 140, 330, 200
 NOT_SAID = "not in the message"
 # Phase -> its name on the screen.
-PHASES = {"forward": "forward", "backward": "backward", "recompute": "recomputed", "optimizer": "optimizer", "": ""}
-# Name in `Message.figures` -> title of the row in the table of sizes, in the order of the rows.
+PHASES = {
+    "forward": "forward",
+    "backward": "backward",
+    "recompute": "recomputed",
+    "optimizer": "optimizer",
+    "argument": "argument",
+    "output": "result",
+    "": "",
+}
+# Name in `ExplanationRecord.figures` -> title of the row in the table of sizes, in the order of the rows.
 ROWS = {
     "card": "memory of the GPU",
     "limit": "limit",
     "in_use": "in use before the request",
+    "in_use_now": "in use",
+    "peak_in_use": "peak in use",
     "free": "free",
     "largest": "largest free block",
+    "largest_request": "largest request so far",
+    "step": "this program, predicted",
     "parameters": "this program: arguments",
     "arguments": "this program: arguments",
     "outputs": "this program: results",
     "temp": "this program: temporary",
-    "constants": "this program: constants",
     "temp_fragmentation": "unused gaps in temporary memory",
+    "constants": "this program: constants",
+    **{f"peak_{row}": f"this program: {row_name(row)}" for row in BREAKDOWN},
+    "others": "other arrays",
     "heap": "arrays on the device",
     "reserved": "reserved by the runtime",
     "process": "used by this process",
@@ -47,6 +68,8 @@ ROWS = {
 }
 # Forms of messages that older versions of XLA printed with a list of buffers.
 _LISTS_NO_MORE = ("gpu_request", "gpu_buffers", "gpu_platform", "bfc")
+# A file of Python's own library, such as contextlib.py around a named scope.
+_STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+/(?!site-packages|dist-packages)")
 _LIMIT_NAMES = {
     "remat_warning": "budget of the compiler",
     "bfc": "limit of the pool",
@@ -62,9 +85,9 @@ _TOTAL_NAMES = {
 }
 
 
-def render(explanation: ExplanationRecord) -> RenderableType:
-    """Returns an explanation as a rich renderable of about one screen."""
-    if not explanation.recognized:
+def render(explanation: ExplanationRecord, files: Sequence[str] = ()) -> RenderableType:
+    """Returns an explanation as a rich renderable of about one screen. `files`: paths of files with more details."""
+    if not explanation.recognized and not explanation.call:
         return blocks(
             Prose("No message about memory was recognized.", "bold"),
             Prose(
@@ -81,6 +104,7 @@ def render(explanation: ExplanationRecord) -> RenderableType:
         _compared(explanation),
         _remedies(explanation),
         _next(explanation),
+        Items([f"written: {', '.join(files)}"], style="dim") if files else None,
     )
 
 
@@ -88,16 +112,22 @@ def _head(explanation: ExplanationRecord) -> RenderableType:
     title = (
         "out of memory" if explanation.failure and explanation.cause_kind != "no_memory_problem" else "memory message"
     )
-    head = Text.assemble(
-        (title, "bold red" if explanation.failure else "bold yellow"), f", line {explanation.line:,} of the log"
-    )
+    place = f" in {one_line(explanation.call)}" if explanation.call else f", {explanation.place}"
+    head = Text.assemble((title, "bold red" if explanation.failure else "bold yellow"), place)
     if code := explanation.words.get("code"):
         head.append(f", error code {code}")
-    cause = Text.assemble(("cause: ", "bold"), " ".join(filter(None, (explanation.cause, explanation.evidence))))
-    return Group(Prose(head), Prose(one_line(explanation.happened)), Prose(cause), *_others(explanation))
+    lines = [Prose(head)]
+    if explanation.call:
+        lines.append(Prose(shorten(one_line(explanation.quote[: 2 * _MAX_QUOTE]), _MAX_QUOTE), "dim"))
+    else:
+        lines.append(Prose(one_line(explanation.happened)))
+    cause = " ".join(filter(None, (explanation.cause, explanation.evidence)))
+    return Group(*lines, Prose(Text.assemble(("cause: ", "bold"), cause)), *_others(explanation))
 
 
 def _others(explanation: ExplanationRecord) -> Iterable[RenderableType]:
+    if explanation.call:
+        return
     others = []
     for form, count in explanation.messages.items():
         count -= form == explanation.form
@@ -109,35 +139,43 @@ def _others(explanation: ExplanationRecord) -> Iterable[RenderableType]:
 
 
 def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
-    """Returns the rows (name, bytes) of the table of sizes: first the sizes in the log, then with None the sizes that
-    the log does not contain."""
-    form, own = FORMS[explanation.form], explanation.figures
+    """Returns the rows (name, bytes) of the table of sizes: first the known sizes, then the sizes that the log does not
+    contain, with None for their bytes."""
+    if not explanation.form and not explanation.call:
+        return []
+    own = explanation.figures
+    kind = FORMS[explanation.form].kind if explanation.form else ""
     rows: dict[str, int | None] = {}
     if explanation.requested_bytes is not None:
         rows["requested"] = explanation.requested_bytes
     for name, title in ROWS.items():
         size = own.get(name)
         if name == "limit":  # a limit that is not in this message is from a compiler warning
-            size, kind = explanation.limit_bytes, form.kind if name in own else "remat_warning"
-            title = _LIMIT_NAMES.get(kind, title)
-        is_uncounted = size == 0 and (form.kind == "tpu_hbm" or name == "largest")
+            size = explanation.limit_bytes
+            title = title if explanation.call else _LIMIT_NAMES.get(kind if name in own else "remat_warning", title)
+        is_uncounted = size == 0 and (kind == "tpu_hbm" or name == "largest")
         is_limit = name == "card" and size == explanation.limit_bytes
         if size is not None and not is_uncounted and not is_limit:
             rows[title] = size
     if explanation.total_bytes is not None and explanation.total_bytes != own.get("in_use"):
-        title = _TOTAL_NAMES.get(form.kind, "needed in total")
+        title = _TOTAL_NAMES.get(kind, "needed in total")
         rows[title if "total" in own else "temporary memory and results (warning)"] = explanation.total_bytes
-    if form.kind in ("donation", "spmd") or explanation.cause_kind == "on_chip_memory":
+    if kind in ("donation", "spmd") or explanation.cause_kind == "on_chip_memory":
         return list(rows.items())
-    is_warning = form.kind == "remat_warning"
+    is_warning = kind == "remat_warning"
     known = {
         "size of the request": explanation.requested_bytes is not None or is_warning,
         "limit": explanation.limit_bytes is not None,
         "this program": is_warning or any(name.startswith("this program") or "total" in name for name in rows),
-        "other arrays": "in_use" in own or "heap" in own,
-        "memory outside the pool": "card" in own or form.kind == "tpu_hbm",
+        "other arrays": "in_use" in own or "heap" in own or "others" in own,
+        "memory outside the pool": "card" in own or kind == "tpu_hbm" or bool(explanation.call),
     }
     return [*rows.items(), *((name, None) for name, is_known in known.items() if not is_known)]
+
+
+def missing_words(explanation: ExplanationRecord) -> str:
+    """Returns the words in front of the figures that are missing."""
+    return "unknown" if explanation.call else NOT_SAID
 
 
 def _where(explanation: ExplanationRecord) -> RenderableType | None:
@@ -146,7 +184,7 @@ def _where(explanation: ExplanationRecord) -> RenderableType | None:
     table = FigureTable(label("where the bytes are"), figure("bytes"))
     for name, size in known:
         table.add(name, human(size))
-    missing = Prose(f"{NOT_SAID}: {', '.join(unknown)}", "dim") if unknown else None
+    missing = Prose(f"{missing_words(explanation)}: {', '.join(unknown)}", "dim") if unknown else None
     if not known:
         return missing
     return Group(table, missing) if missing else table
@@ -158,29 +196,35 @@ def culprit_name(culprit: Culprit) -> str:
     times = f"{culprit.count} x " if culprit.count > 1 else ""
     if culprit.identity == "chunk":
         return f"{times}{human((culprit.bytes or 0) / culprit.count)}"
-    layers = ""
-    if len(culprit.layers) > 1:
-        layers = f", layers {culprit.layers[0]} to {culprit.layers[-1]}"
-    elif culprit.layers:
-        layers = f", layer {culprit.layers[0]}"
-    return f"{times}{culprit.shape or 'shape ' + NOT_SAID}{layers}"
+    return f"{times}{culprit.shape or 'shape ' + NOT_SAID}"
 
 
 def culprit_origin(culprit: Culprit) -> str:
     """Returns where buffers that are alike come from, such as "logits over the vocabulary; loss dot_general; net.py:7":
-    the probable kind of tensor, the model component with the operation, and the source line."""
-    if culprit.identity == "chunk":
+    the probable kind of tensor, the layers, the model component with the operation, and the source line."""
+    if culprit.identity in ("", "chunk", "other"):
         return culprit.what
-    where = " ".join(filter(None, (culprit.component, culprit.operation)))
     padding = f", padded {culprit.padding:.3g} times" if culprit.padding >= 1.05 else ""
+    layers = ""
+    if len(culprit.layers) > 1:
+        layers = f"layers {culprit.layers[0]} to {culprit.layers[-1]}"
+    elif culprit.layers:
+        layers = f"layer {culprit.layers[0]}"
+    where = " ".join(filter(None, (culprit.component, culprit.operation)))
     parts = culprit.source.rsplit("/", 3)
     source = "/".join(["…", *parts[1:]]) if len(parts) == 4 and len(culprit.source) > _MAX_PATH else culprit.source
-    return f"{culprit.what}{padding}; {f'{where}; ' if where else ''}{source or f'source line {NOT_SAID}'}"
+    if _STANDARD_LIBRARY.search(culprit.source):
+        source = "source line in Python's library"
+    elif not source and culprit.phase not in ("argument", "output"):
+        source = "source line unknown" if culprit.category else f"source line {NOT_SAID}"
+    return "; ".join(filter(None, (f"{culprit.what}{padding}", layers, where, source)))
 
 
 def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
     if explanation.culprits:
         return culprit_table(explanation.culprits)
+    if explanation.call:
+        return None
     if explanation.form in _LISTS_NO_MORE and explanation.cause_kind != "no_memory_problem":
         return Prose(
             f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29.", "dim"
@@ -196,7 +240,7 @@ def culprit_table(culprits: Sequence[Culprit], max_rows: int = MAX_CULPRITS) -> 
     table = FigureTable(fixed("largest buffers"), figure("bytes"), fixed("phase"), words())
     for culprit in culprits[:max_rows]:
         size = human(culprit.bytes) if culprit.bytes is not None else "?"
-        phase = PHASES[culprit.phase] or "unknown"
+        phase = PHASES.get(culprit.phase) or ("" if culprit.identity in ("chunk", "other", "resharded") else "unknown")
         name = shorten(one_line(culprit_name(culprit)), _MAX_NAME)
         table.add(name, size, phase, shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN))
     rest = culprits[max_rows:]
@@ -225,8 +269,14 @@ def compared_rows(match: ReportMatch) -> list[tuple[str, int, int | None]]:
     return [("predicted in total", match.predicted_bytes, None), *match.rows]
 
 
+def shown_match(explanation: ExplanationRecord) -> ReportMatch | None:
+    """Returns the comparison with a report that is shown; None for a failed call, whose own report is the
+    explanation."""
+    return None if explanation.call else explanation.match
+
+
 def _compared(explanation: ExplanationRecord) -> RenderableType | None:
-    match = explanation.match
+    match = shown_match(explanation)
     if match is None:
         return None
     table = FigureTable(label("compared with the report"), figure("report"), figure("log"))
@@ -253,10 +303,24 @@ def _remedies(explanation: ExplanationRecord) -> RenderableType | None:
         return None
     table = FigureTable(fixed(), words(style="", under=False), gap=1)
     for number, remedy in enumerate(explanation.remedies[:MAX_REMEDIES], 1):
-        saved = explanation.savings.get(remedy.saves)
-        size = Text.assemble((f" Frees up to {human(saved)} of the listed buffers.", "bold")) if saved else Text()
-        table.add(f"{number}.", Text.assemble(remedy.words, size))
+        saved = remedy_saving(explanation, remedy)
+        flags = f"{safe(remedy.flags)}: " if remedy.flags else ""
+        most = _MAX_OWN_INSTRUCTION if remedy.bytes is not None else _MAX_INSTRUCTION
+        instruction = shorten(one_line(remedy.words[: 2 * most]), most)
+        table.add(f"{number}.", Text.assemble(flags, instruction, (f" {saved}" if saved else "", "bold")))
     return Group(Text("what to do, the cheapest first", style="bold"), table)
+
+
+def remedy_saving(explanation: ExplanationRecord, remedy: Remedy, short: bool = False) -> str:
+    """Returns a sentence with the bytes that a remedy can free, "" if they are unknown. `short`: only the bytes."""
+    size, missing = explanation.saving(remedy), explanation.figures.get("missing")
+    if not size:
+        return ""
+    if short:
+        return human(size)
+    if not explanation.call:
+        return f"Frees up to {human(size)} of the listed buffers."
+    return f"Up to {human(size)}{', which may be enough' if missing and size >= missing else ''}."
 
 
 def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:

@@ -20,11 +20,15 @@ class Remedy(NamedTuple):
         uses: names of the functions, environment variables and flags of JAX and XLA that occur in `words`.
         saves: key of `Explanation.savings` for the bytes that the remedy can free, such as "logits"; "" if a message
             does not show how many bytes it frees.
+        bytes: maximum bytes on one device that the remedy frees, for a remedy for one program; otherwise None.
+        flags: the command-line flags that apply the remedy, "" if there are none.
     """
 
     words: str
     uses: tuple[str, ...] = ()
     saves: str = ""
+    bytes: int | None = None
+    flags: str = ""
 
 
 REMEDIES: Mapping[str, Remedy] = {

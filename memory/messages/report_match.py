@@ -31,7 +31,8 @@ _BY_NAME = (
     ("initialization", re.compile(r"init|create|load|restore|convert", re.I)),
     ("evaluation", re.compile(r"eval|valid|test|predict|sampl|generat|decode|infer", re.I)),
 )
-_NOT_THE_SIZE = ("fragmentation", "other_process", "outside_pool", "host_memory")
+# Causes of failures for which the size of the program does not matter.
+NOT_THE_SIZE = ("fragmentation", "other_process", "outside_pool", "host_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _find_subject(
 ) -> tuple[str, str, str]:
     """Decides what failed. Returns (a key of `SUBJECTS`, such as "step"; the evidence as a sentence, "" if there is
     none; the names of the programs that created the listed buffers, "" if unknown)."""
-    if cause in _NOT_THE_SIZE:
+    if cause in NOT_THE_SIZE:
         return cause, "", ""
     requested, temp = figures.get("requested"), report.xla.temp_bytes
     if requested and temp and abs(requested - temp) <= _SAME * temp:

@@ -27,8 +27,8 @@ def find(
     scheduler_bytes: int | None = None,
 ) -> XlaBudget:
     """Returns the memory limit that XLA:GPU plans with for a program, the sizes from which XLA computes this limit, and
-    the bytes by which the program is below it. All fields are None if the target is not a GPU, or if the program was
-    not compiled in this process.
+    the bytes by which the program is below it. All fields are None if the target is not a GPU, and all but
+    `scheduler_bytes` if the program was not compiled in this process.
 
     stats: XLA's byte counts of the program.
     settings: XLA's memory settings with which the program was compiled; None if unknown.
@@ -36,8 +36,10 @@ def find(
         None if XLA logged nothing.
     scheduler_bytes: bytes by which the schedule raises the peak, compared with a better order; None if unknown.
     """
-    if target is None or target.platform not in GPU_PLATFORMS or settings is None or stats.argument_bytes is None:
+    if target is None or target.platform not in GPU_PLATFORMS:
         return XlaBudget()
+    if settings is None or stats.argument_bytes is None:
+        return XlaBudget(scheduler_bytes=scheduler_bytes)
     base = settings.device_memory_bytes
     if base is None and not target.is_described:
         base = target.limit_bytes  # for GPUs of this process, jaxlib sets the limit of the allocator

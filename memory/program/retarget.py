@@ -61,7 +61,7 @@ def devices_of(program: TracedStage) -> list[Any]:
     """Returns the devices on which a `jax.stages.Traced` runs, according to the shardings of its arguments. Returns []
     if no sharding names devices."""
     devices: list[Any] = []
-    for sharding in _argument_shardings(program):
+    for sharding in argument_shardings(program):
         if sharding is not None and not _is_abstract(getattr(sharding, "mesh", None)):
             devices += sharding._device_assignment
     return list(dict.fromkeys(devices))
@@ -79,7 +79,7 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     params, placement = program._params, TargetPlacement(target)
     jaxpr = callbacks.without_runtime(program.jaxpr, target.platform) if target.is_described else program.jaxpr
     inside = placement.closed(jaxpr)
-    moved = [placement.concrete(sharding) for sharding in _argument_shardings(program)]
+    moved = [placement.concrete(sharding) for sharding in argument_shardings(program)]
     context = placement.context(params["ctx_mesh"])
     if not placement.has_mesh and all(sharding is None for sharding in moved):
         moved = [placement.one_device] * len(moved)
@@ -115,7 +115,9 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
         ).lower(*args, **kwargs)
 
 
-def _argument_shardings(program: TracedStage) -> list[Any]:
+def argument_shardings(program: TracedStage) -> list[Any]:
+    """Returns the sharding of each array among the arguments of a `jax.stages.Traced`; None for an array that jax may
+    place."""
     import jax
 
     shardings: list[Any] = []

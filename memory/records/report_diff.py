@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
@@ -126,6 +127,22 @@ def _bytes_sent_by_collective(report: ReportRecord) -> dict[str, int]:
     return out
 
 
+def to_json(
+    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], failed: Iterable[Change]
+) -> dict[str, Any]:
+    """Returns the differences between two reports as JSON values.
+
+    `changes` has the changes of bytes, `measures` those of seconds, FLOPs and sent bytes, `version_changes` the
+    packages whose version differs, and `failed` the names of the totals that grew above a limit.
+    """
+    return {
+        "changes": [{**dataclasses.asdict(change), "growth": change.growth} for change in changes],
+        "measures": [dataclasses.asdict(measure) for measure in measures(before, after)],
+        "version_changes": {name: [old, new] for name, old, new in version_changes(before, after)},
+        "failed": [change.name for change in failed],
+    }
+
+
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:
     """Returns those of the `changes` between two reports in which the peak or the allocated bytes grew by more than
     `percent` per cent.
@@ -183,6 +200,14 @@ def warnings(before: ReportRecord, after: ReportRecord) -> tuple[str, ...]:
 def grown_buffers(changes: Iterable[Change]) -> list[Change]:
     """Returns the changes of buffers at the peak that became larger, largest growth first."""
     return sorted((c for c in changes if c.kind == "buffer" and c.growth > 0), key=lambda c: -c.growth)
+
+
+def largest_buffers(before: ReportRecord | None, after: ReportRecord, count: int) -> list[Change]:
+    """Returns the `count` largest buffers at the peak of the second report with their bytes in the first report,
+    largest first. Without a first report, the bytes of both reports are those of the second."""
+    old, new = _matched_buffers(before or after, after)
+    changes = [Change("buffer", name, old.get(name, 0), size) for name, size in new.items()]
+    return sorted(changes, key=lambda change: (-change.after, change.name))[:count]
 
 
 def sources(report: ReportRecord) -> dict[str, str]:

@@ -91,6 +91,7 @@ from bytescope.memory.records.buffer_records import (
 )
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_json import is_count, is_number, parse, plain, read_item
+from bytescope.memory.records.result_envelope import unwrap
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
 from bytescope.memory.records.schedule_records import to_json as schedule_json
@@ -374,9 +375,10 @@ class ReportRecord(JudgedProgram):
 
     @classmethod
     def from_json(cls, value: Any) -> ReportRecord:
-        """Returns the report that a JSON object contains. Raises ReportError if the object is not a report or has
-        another schema version.
+        """Returns the report that a JSON object contains: the JSON of `to_json`, or of bytescope report --json. Raises
+        ReportError if the object is not a report or has another schema version.
         """
+        value = unwrap(value, "report")
         if not isinstance(value, dict) or "peak_bytes" not in value:
             raise ReportError("the JSON is not a memory report: write one with bytescope report --json=FILE")
         if value.get("schema") != SCHEMA:

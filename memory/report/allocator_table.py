@@ -69,7 +69,7 @@ def replay(programs: ReportRecord | Iterable[ReportRecord | tuple[ReportRecord, 
         raise ReportError("replay needs the report of a program: give one report or a list of reports")
     device = device_of(*(report for report, _ in pairs))
     rows = rows_of([(call_of(report), count) for report, count in pairs], device)
-    return Table(COLUMNS, rows, title="allocators", note=" ".join(_sentences(rows)))
+    return Table(COLUMNS, rows, title="allocators", note=" ".join(sentences(rows)))
 
 
 def device_of(*reports: ReportRecord) -> Device:
@@ -128,7 +128,7 @@ def render(
     order = ", ".join(f"{count} x {call.name}" if count > 1 else call.name for call, count in calls)
     outside = ", ".join(f"{row.name} {human(row.bytes)}" for row in report.runtime_overheads if row.where == CARD)
     parts: list[RenderableType] = [Text("allocators, GiB", style="bold"), terminal_table(TableView(COLUMNS, rows), GIB)]
-    parts += [Prose(line) for line in _sentences(rows)]
+    parts += [Prose(line) for line in sentences(rows)]
     parts += [Text(f"{row['allocator']}: {row['occupancy']}") for row in rows if row["occupancy"]]
     parts.append(Prose(f"replayed: {order}; outside the pool: {outside or 'nothing known'}", "dim"))
     return Group(*parts)
@@ -184,7 +184,7 @@ def _reason(result: Replay) -> str:
     return f"{asked}, but only {human(free)} are free"
 
 
-def _sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
+def sentences(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns a sentence for each allocator on which the run fails. If jax's default allocator is one of them, also
     returns a sentence with the setting that chooses an allocator on which the run fits."""
     sentences = [f"{row['allocator']}: {row['reason']}." for row in rows if row["reason"]]

@@ -145,6 +145,8 @@ def analyze(
         program: a function, plain or jitted, which is traced and compiled for the target with the arguments in `args`
             and `kwargs`. Without arguments, `program` may also be a `jax.stages.Traced`; a `Lowered` or `Compiled`
             that was made for the target's devices; the bytes of a serialized HloProto; or the path of a dumped one.
+            For a `Compiled` or a proto, the memory limit with which XLA compiled is unknown, so findings that compare
+            with this limit are missing.
         args: arguments of the function: arrays, ShapeDtypeStructs, or pytrees of either.
         target: the devices to compile for: a `memory.Target`, or a name such as "h200:8". None: the devices of the
             arguments' shardings, or else the devices of this machine. The report of an HloProto without a target does

@@ -13,8 +13,8 @@ from bytescope.memory.analysis import pool_notes
 from bytescope.memory.cost.roofline import AtBest, at_best
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.hlo.sources import short_place
+from bytescope.memory.messages.explanation_page import page_content
 from bytescope.memory.messages.post_mortem import PostMortem
-from bytescope.memory.messages.post_mortem_text import memory_sum
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
     METHODS,
@@ -24,6 +24,7 @@ from bytescope.memory.records.report_record import (
     ReportRecord,
     Transfer,
 )
+from bytescope.memory.report import allocator_table
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import (
     compiled_with,
@@ -53,6 +54,8 @@ from bytescope.memory.view.elements import (
     where,
 )
 from bytescope.memory.view.frame import page
+from bytescope.memory.view.table_model import TableView
+from bytescope.memory.view.table_views import page_table
 
 # Verdict -> (mark, words).
 VERDICTS = {
@@ -86,10 +89,13 @@ class RankedBar(NamedTuple):
     width: float
 
 
-def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
+def render(
+    report: ReportRecord, post_mortem: PostMortem | None = None, allocators: Sequence[dict[str, Any]] = ()
+) -> str:
     """Returns the page of a report as one HTML file that loads nothing from the network.
 
     `post_mortem`: the explanation of why the step ran out of memory, shown at the top of the page; None if it did not.
+    `allocators`: rows of the table of jax's allocators (`allocator_table.rows_of`); () if no run was replayed.
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.fold_labels(report.buffers)
@@ -115,6 +121,8 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
         transfers=_transfers_table(report),
         recomputed=_recomputed_table(report),
         held=_held_table(report),
+        allocators=page_table(TableView(allocator_table.COLUMNS, allocators)) if allocators else None,
+        allocator_notes=allocator_table.sentences(allocators) if allocators else [],
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),
         tried={finding.kind: tried_text(report, finding) for finding in report.findings},
         ledger=_ledger(report),
@@ -127,26 +135,17 @@ def render(report: ReportRecord, post_mortem: PostMortem | None = None) -> str:
 
 
 def _failure_section(post_mortem: PostMortem) -> dict[str, Any]:
-    columns = (
-        ("live arrays", "name", lambda group: group.name),
-        ("arrays", "num", lambda group: f"{group.arrays:,}"),
-        ("bytes", "num", lambda group: size(group.bytes)),
-        ("no arguments of the step", "num", lambda group: f"{group.others:,}" if group.others else ""),
-        ("their bytes", "num", lambda group: size(group.other_bytes) if group.others else ""),
-    )
     allocator = [
         f"{name.replace('_', ' ')} {human(value) if 'bytes' in name or 'size' in name else f'{value:,}'}"
         for name, value in post_mortem.allocator.items()
     ]
+    explanation = post_mortem.explanation
     return {
         "title": f"{post_mortem.step} ran out of memory at call {post_mortem.call:,}",
         "error": post_mortem.error,
-        "sum": memory_sum(post_mortem),
-        "cause": post_mortem.cause,
-        "ways": post_mortem.ways_out,
-        "held": table(columns, post_mortem.held[:MAX_BARS]),
-        "left": max(len(post_mortem.held) - MAX_BARS, 0),
+        "cause": " ".join(filter(None, (explanation.cause, explanation.evidence))),
         "allocator": " · ".join(allocator),
+        "explained": page_content(explanation),
     }
 
 

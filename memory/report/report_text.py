@@ -477,8 +477,12 @@ def findings(report: ReportRecord) -> RenderableType | None:
         if tried := tried_text(report, finding):
             out.append(Prose(tried, "green", indent=2))
     if len(report.findings) > _FINDINGS:
-        out.append(Prose(f"  and {len(report.findings) - _FINDINGS} more findings", "dim"))
+        out.append(Prose(_more_findings(len(report.findings) - _FINDINGS), "dim"))
     return Group(*out)
+
+
+def _more_findings(count: int) -> str:
+    return f"  and {count} more finding{'s' if count > 1 else ''}"
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
@@ -520,7 +524,7 @@ def _summary_head(report: ReportRecord) -> RenderableType:
 def _cut_findings(report: ReportRecord) -> RenderableType | None:
     lines = [f"! {_cut_message(one_line(finding.message))}" for finding in report.findings[:_SUMMARY_FINDINGS]]
     if len(report.findings) > _SUMMARY_FINDINGS:
-        lines.append(f"  and {len(report.findings) - _SUMMARY_FINDINGS} more findings")
+        lines.append(_more_findings(len(report.findings) - _SUMMARY_FINDINGS))
     return Prose(Text("\n").join(map(Text, lines))) if lines else None
 
 

@@ -20,7 +20,6 @@ from bytescope.memory.devices import live
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.hlo.jax_types import JaxDevice
-from bytescope.memory.messages.explanation import explain
 from bytescope.memory.messages.post_mortem import HeldArrays, PostMortem
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human
@@ -108,7 +107,7 @@ class StepReporter:
                 held=held_arrays(device, list(arguments)),
                 allocator=allocator_stats(device),
                 report=report,
-                explanation=explain(error_text(error), report),
+                text=error_text(error),
             )
             files = write_post_mortem(post_mortem, self._folder, jax.process_index())
             where = f"process {jax.process_index()}: " if jax.process_count() > 1 else ""
@@ -254,13 +253,17 @@ def write_post_mortem(post_mortem: PostMortem, folder: Path, number: int = 0) ->
 
     number: the number of this process in a run of several processes. It is part of the file names unless it is 0.
     """
+    from bytescope.memory.messages import explanation_page
     from bytescope.memory.report import report_page
 
     stem = folder / (f"{FILE_NAME}-{number}" if number else FILE_NAME)
-    texts = {".json": lambda: json.dumps(post_mortem.to_json(), indent=1) + "\n"}
     report = post_mortem.report
-    if report is not None:
-        texts = {".html": lambda: report_page.render(report, post_mortem), **texts}
+    texts = {
+        ".html": lambda: (
+            report_page.render(report, post_mortem) if report else explanation_page.render(post_mortem.explanation)
+        ),
+        ".json": lambda: json.dumps(post_mortem.to_json(), indent=1) + "\n",
+    }
     written = []
     for suffix, text in texts.items():
         with contextlib.suppress(OSError):
@@ -271,13 +274,15 @@ def write_post_mortem(post_mortem: PostMortem, folder: Path, number: int = 0) ->
 
 
 def printed_post_mortem(post_mortem: PostMortem, files: Iterable[str] = (), width: int | None = None) -> str:
-    """Returns a post-mortem as text without colours, up to 40 lines long.
+    """Returns a post-mortem as text without colours, up to 45 lines long.
 
     files: names of the written files, which the text mentions. width: characters per line (default: the terminal's).
     """
-    from bytescope.memory.messages import post_mortem_text
+    from bytescope.memory.messages import explanation_text
     from bytescope.memory.view.console import columns, make_console, put
 
     out = io.StringIO()
-    put(post_mortem_text.render(post_mortem, tuple(files)), make_console(file=out, width=width or columns()))
+    put(
+        explanation_text.render(post_mortem.explanation, tuple(files)), make_console(file=out, width=width or columns())
+    )
     return out.getvalue().rstrip()

@@ -292,10 +292,10 @@ def watch(
 
     The first call compiles the step and prints its predicted bytes. As with `jax.jit`, arguments of other shapes are
     compiled separately. After every `every` calls, one line compares predicted with measured bytes. If the device runs
-    out of memory, a post-mortem of up to 40 lines is printed (the step's report, the live arrays, the allocator and the
-    three cheapest remedies) and written to `memory-post-mortem.html` and `.json`. Then the error is re-raised. Errors
-    that are raised later, when results are read, are explained if they are uncaught, or raised inside `with
-    memory.watch(step) as step:`.
+    out of memory, a post-mortem of up to 45 lines is printed (the cause, where the bytes are, the largest buffers with
+    the live arrays that are not arguments, and the three cheapest remedies) and written to `memory-post-mortem.html`
+    and `.json`. Then the error is re-raised. Errors that are raised later, when results are read, are explained if they
+    are uncaught, or raised inside `with memory.watch(step) as step:`.
 
     Args:
         step: a function, plain or jitted. Without it, the result is a decorator.

@@ -30,7 +30,7 @@ COMMAND_LINES = "support.command_line"
 
 
 def commands() -> list[str]:
-    return [name for names in cli.GROUPS.values() for name in names]
+    return list(cli.COMMANDS)
 
 
 def public_names() -> list[str]:

@@ -39,7 +39,7 @@ def fit(config: str, budget: str, tokens: int) -> dict:
             check=False,
             stdout=sys.stderr,
         )
-        return json.loads(out.read_text())
+        return json.loads(out.read_text())["result"]
 
 
 def held(config: str, keys: dict[str, str]) -> dict:

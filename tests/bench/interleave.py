@@ -201,7 +201,8 @@ def parser(doc: str, *, rounds: int, steps: int, config: str | None = None) -> a
 
 def parse_config(flags: argparse.ArgumentParser) -> tuple[argparse.Namespace, Any, list[str]]:
     """(options, config, overrides as given), read as by `bytescope train`; a mistake is one line."""
-    from bytescope.train.program.config_files import load, split_overrides
+    from bytescope.train.commands.config_arguments import split_overrides
+    from bytescope.train.program.config_files import load
     from bytescope.train.user_errors import UserError
 
     asked, rest = flags.parse_known_args()

@@ -162,7 +162,7 @@ COMMANDS = (
     *("train", "prepare", "generate", "score", "quantize", "export"),
     *("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
     *("compare", "levers", "front", "fit", "pipeline"),
-    *("configs", "targets", "keys", "policies", "completion"),
+    *("list", "configs", "targets", "keys", "policies", "completion"),
 )
 HELP = [
     case("bytescope", "--help", widths=(80,)),

@@ -62,7 +62,7 @@ def quantized(folder: Path, out: Path) -> dict[str, dict]:
         )
         if code:
             raise SystemExit(code)
-        found[name] = json.loads((out / f"{name}.json").read_text())
+        found[name] = json.loads((out / f"{name}.json").read_text())["result"]
     return found
 
 

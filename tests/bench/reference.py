@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+
+from bytescope.train.commands.json_results import COMMANDS_WITH_JSON
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "<!-- Written by tests/bench/reference.py: change the code, then run it. -->\n"
@@ -47,7 +51,7 @@ def stale_pages() -> list[Path]:
 
 def commands_page() -> str:
     """Every command with its arguments, from the parsers."""
-    from bytescope.train.commands.registry import COMMANDS, GROUPS, make_parser
+    from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, make_parser
 
     lines = [
         "# Commands",
@@ -60,6 +64,8 @@ def commands_page() -> str:
     for group, names in GROUPS.items():
         links = ", ".join(f"[{name}](#{name})" for name in names)
         lines.append(f"- **{group}**: {links}")
+    links = ", ".join(f"[{name}](#{name})" for name in LISTS)
+    lines.append(f"- other spellings of `bytescope list NAME`: {links}")
     for name, command in COMMANDS.items():
         parser = make_parser(name)
         lines += ["", f"## {name}", "", f"{sentence(command.summary)}", ""]
@@ -75,7 +81,32 @@ def commands_page() -> str:
         if command.examples:
             examples = [f"bytescope {name} {example}".rstrip() for example in command.examples]
             lines += ["", "```", *examples, "```"]
+    lines += ["", "# JSON", "", *json_section()]
     return HEADER + "\n".join(lines) + "\n"
+
+
+def json_section() -> list[str]:
+    """The keys that the JSON of all commands has, and a link to the JSON Schema of each command."""
+    from bytescope.memory.records.result_envelope import ResultEnvelope
+
+    fields = inspect.cleandoc(ResultEnvelope.__doc__ or "").partition("Fields:\n")[2]
+    rows = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", fields, flags=re.M)
+    links = ", ".join(f"[{name}](schemas/{name}.json)" for name in COMMANDS_WITH_JSON)
+    return [
+        "`--json=FILE` writes an object with these keys. With `--json=-` it is alone on standard output. Files of",
+        "schema 1, which have only the keys of `result`, are still read.",
+        "",
+        *table(("key", "meaning"), [(f"`{name}`", meaning) for name, meaning in rows]),
+        "",
+        f"JSON Schemas: {links}.",
+    ]
+
+
+def schema_file(command: str) -> str:
+    """The JSON Schema of what a command writes with --json."""
+    from bytescope.train.commands.json_results import json_schema
+
+    return json.dumps(json_schema(command), separators=(",", ":")) + "\n"
 
 
 def argument_name(action: argparse.Action) -> str:
@@ -146,8 +177,9 @@ def report_page() -> str:
     lines = [
         "# Fields of a report",
         "",
-        "`bytescope report --json=FILE` and `report.save(FILE)` write these keys, schema 1; `memory.load(FILE)` reads",
-        "them back. A `Report` has an attribute of the same name for each. All sizes are bytes on one device.",
+        "`report.save(FILE)` and `memory.json` of a run have these keys, schema 1. `bytescope report --json=FILE`",
+        "writes them under `result` ([JSON of commands](../../train/reference/commands.md#json)). `memory.load(FILE)`",
+        "reads both. A `Report` has an attribute of the same name for each. All sizes are bytes on one device.",
         "",
         keys.strip(),
     ]
@@ -183,6 +215,10 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     ROOT / "train" / "reference" / "keys.md": keys_page,
     ROOT / "memory" / "reference" / "targets.md": targets_page,
     ROOT / "memory" / "reference" / "report_json.md": report_page,
+    **{
+        ROOT / "train" / "reference" / "schemas" / f"{name}.json": functools.partial(schema_file, name)
+        for name in COMMANDS_WITH_JSON
+    },
 }
 
 if __name__ == "__main__":

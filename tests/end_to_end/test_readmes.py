@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bytescope.memory.commands.budgets import read_budgets
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS
 from support import oracles
@@ -21,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FRONT = ROOT / "README.md"
 TOP = (".github", "configs", "memory", "model", "tests", "train")
 READMES = sorted([*ROOT.glob("*.md"), *itertools.chain.from_iterable((ROOT / top).rglob("*.md") for top in TOP)])
-READERS = {"my.py", "conftest.py"}
+READERS = {"my.py", "conftest.py", "train.py", "scripts/train.py", "launch.py", "bytescope_program.py"}
 # What may stand before a command, and what ends it.
 STARTERS = ("srun", "mpirun", "nice", "time")
 ENDS = ("&&", "||", "|", ";", "&", ">", "2>")
@@ -141,7 +144,7 @@ def test_the_front_page_has_its_commands_and_leads_to_all_others():
     assert [words[0] for words in commands(text)] == ["report", "train", "export", "fit", "train"]
     assert commands(text)[0] == ["report", "llama_8b", "h100:8"]
     reference = (ROOT / "train" / "reference" / "commands.md").read_text(encoding="utf-8")
-    assert re.findall(r"^## (\w+)", reference, flags=re.M) == list(COMMANDS)
+    assert re.findall(r"^## ([\w-]+)", reference, flags=re.M) == list(COMMANDS)
 
 
 def test_the_reference_pages_are_current(monkeypatch):
@@ -164,8 +167,8 @@ def test_a_stale_reference_page_is_seen(monkeypatch, tmp_path):
 @pytest.mark.parametrize("page", READMES, ids=relative)
 def test_files_and_commands_named_in_a_line_exist(page):
     text = page.read_text(encoding="utf-8")
-    known = {name for names in cli.GROUPS.values() for name in names} | {"COMMAND"}
-    unknown = [word for word in re.findall(r"`bytescope (\w+)", text) if word not in known]
+    known = {*COMMANDS, "COMMAND"}
+    unknown = [word for word in re.findall(r"`bytescope ([a-zA-Z][\w-]*)", text) if word not in known]
     assert not missing_files(page, text) + unknown
 
 
@@ -236,11 +239,14 @@ def names(blocks):
 
 SCRIPTS = blocks_of("sh")
 MANIFESTS = [(page, text) for page, text in blocks_of("yaml") if "apiVersion" in text]
-WORKFLOWS = [(page, text) for page, text in blocks_of("yaml") if "apiVersion" not in text]
+WORKFLOWS = [(page, text) for page, text in blocks_of("yaml") if "jobs:" in text]
+HOOKS = [(page, text) for page, text in blocks_of("yaml") if "repos:" in text]
+BUDGETS = [(page, text) for page, text in blocks_of("toml") if "tool.bytescope.budgets" in text]
 
 
 def test_there_are_guides_with_scripts_manifests_and_workflows():
-    assert len(GUIDES) >= 9 and SCRIPTS and MANIFESTS and WORKFLOWS
+    assert len(GUIDES) >= 9 and SCRIPTS and MANIFESTS and WORKFLOWS and HOOKS and BUDGETS
+    assert len(MANIFESTS + WORKFLOWS + HOOKS) == len(blocks_of("yaml"))
 
 
 @pytest.mark.parametrize(("page", "text"), SCRIPTS, ids=names(SCRIPTS))
@@ -267,11 +273,25 @@ def test_manifests_match_the_schema_of_kubernetes(page, text):
         kubernetes_validate.validate(manifest, "1.31", strict=True)
 
 
+@pytest.mark.oracle("jsonschema")
 @pytest.mark.parametrize(("page", "text"), WORKFLOWS, ids=names(WORKFLOWS))
-def test_workflows_have_jobs_with_steps(page, text):
-    workflow = yaml.safe_load(text)
-    for job in workflow["jobs"].values():
-        assert job["runs-on"] and all("run" in step or "uses" in step for step in job["steps"])
+def test_workflows_match_the_schema_of_github(page, text, tmp_path):
+    (tmp_path / "workflow.yml").write_text(text)
+    oracles.check_schema("vendor.github-workflows", [tmp_path / "workflow.yml"])
+
+
+@pytest.mark.parametrize(("page", "text"), HOOKS, ids=names(HOOKS))
+def test_hooks_are_in_the_manifest(page, text):
+    known = {hook["id"] for hook in yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())}
+    assert {hook["id"] for repo in yaml.safe_load(text)["repos"] for hook in repo["hooks"]} <= known
+
+
+@pytest.mark.parametrize(("page", "text"), BUDGETS, ids=names(BUDGETS))
+def test_budgets_are_read(page, text, tmp_path):
+    (tmp_path / "pyproject.toml").write_text(text)
+    for budget in read_budgets(tmp_path / "pyproject.toml"):
+        available = targets.parse(budget.target, JAX_FRACTION).limit_bytes
+        assert 0 < budget.limit_bytes(available) <= available
 
 
 @pytest.mark.oracle("kubernetes")

@@ -276,7 +276,8 @@ def test_out_of_memory_and_a_full_disk_are_explained():
         jax.devices()[0],
         lambda: ["left to try"],
     )
-    assert isinstance(told, DoesNotFit) and told.exit_code == 3 and told.advice == ("left to try",)
+    assert isinstance(told, DoesNotFit) and told.exit_code == 3 and told.advice[-1] == "left to try"
+    assert "out of memory in the step, on cpu" in told.advice and "where the bytes are" in "\n".join(told.advice)
     assert "predicted 1.00 GiB" in str(told) and "limit 2.00 GiB" in str(told)
     full = explain(OSError(errno.ENOSPC, "No space left on device"), report, jax.devices()[0])
     assert type(full) is UserError and "No space left on device. Make room" in str(full)

@@ -45,7 +45,8 @@ def room_of(name: str) -> str:
 
 
 class SourceTree:
-    """The production packages of a checkout: its top-level folders with an __init__.py, except tests."""
+    """The production packages of a checkout: its top-level folders with an __init__.py, except tests. Programs in a
+    folder named examples are not modules of a package: they import other projects."""
 
     def __init__(self, root: Path):
         self.root = root.resolve()
@@ -61,6 +62,8 @@ class SourceTree:
         for package in self.packages:
             for path in sorted((self.root / package).rglob("*.py")):
                 parts = path.relative_to(self.root).with_suffix("").parts
+                if "examples" in parts[:-1]:
+                    continue
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
                 modules[name] = Module(name, path)
         return modules

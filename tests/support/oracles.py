@@ -59,6 +59,7 @@ ORACLES = {
         "nbclient or ipykernel is not installed: pip install 'bytescope[test]'",
     ),
     "equinox": (_plugin("equinox"), "equinox is not installed: pip install 'bytescope[test]'"),
+    "keras": (_plugin("keras"), "keras is not installed: pip install 'bytescope[test]'"),
     "datasets": (_plugin("datasets"), "datasets is not installed: pip install 'bytescope[test]'"),
     "transformers": (
         lambda: all(_plugin(name)() for name in ("torch", "transformers")),
@@ -70,6 +71,8 @@ ORACLES = {
         _plugin("kubernetes_validate"),
         "kubernetes-validate is not installed: pip install 'bytescope[test]'",
     ),
+    "jsonschema": (_plugin("check_jsonschema"), "check-jsonschema is not installed: pip install 'bytescope[test]'"),
+    "precommit": (_plugin("pre_commit"), "pre-commit is not installed: pip install 'bytescope[test]'"),
     "maxtext": (_has_maxtext, "MaxText is not installed: set MAXTEXT_PYTHON to a Python with MaxText and bytescope"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
     **{shell: (partial(_on_the_path, shell), f"{shell} is not installed") for shell in ("bash", "zsh", "fish")},
@@ -102,6 +105,13 @@ def memory_viewer(protos: Sequence[bytes], folder: Path) -> list[tuple[float, fl
     done = subprocess.run([sys.executable, "-c", _ASK, *traces], capture_output=True, text=True, check=True)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     return [(one["peakHeapMib"] * 2**20, one["totalBufferAllocationMib"] * 2**20) for one in found]
+
+
+def check_schema(schema: str, files: Sequence[Path]) -> None:
+    """Fails unless YAML files match a schema that check-jsonschema brings along, such as "vendor.github-actions"."""
+    command = [sys.executable, "-m", "check_jsonschema", f"--builtin-schema={schema}", *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert not done.returncode, done.stdout + done.stderr
 
 
 def require(*names: str) -> None:

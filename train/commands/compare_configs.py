@@ -15,7 +15,6 @@ from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.train.commands.config_arguments import add_subject, with_xla
-from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import POLICY, given_flags
 
 
@@ -63,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if args.program is not None:
         _check_program(args)
         return compare_command.run(args)
+    from bytescope.train.plan.config_factory import FACTORY
+
     args.overrides = with_xla(args, args.overrides)
     if args.what_if:
         return compare_command.compare_what_if(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.commands.arguments import OldFlag
+from bytescope.train.commands import trainer_packages
 
 FILE, FOLDER, CONFIG, TARGET, GRID, NOTHING = "@file", "@folder", "@config", "@target", "@grid", "@any"
 # Name of a positional argument -> kind, and metavar of a flag -> kind. Arguments with choices complete to the choices.
@@ -70,21 +71,31 @@ class Words:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Returns the argument parser of each command, by command name."""
+    """Returns the argument parser of each command, by command name. Commands whose parser needs the trainer's packages
+    are left out if these are not installed."""
     from bytescope.train.commands.registry import COMMANDS, make_parser
 
-    return {name: make_parser(name) for name in COMMANDS}
+    each: dict[str, argparse.ArgumentParser] = {}
+    for name in COMMANDS:
+        try:
+            each[name] = make_parser(name)
+        except ModuleNotFoundError as error:
+            if not trainer_packages.needs_trainer(error):
+                raise
+    return each
 
 
 def gather() -> Words:
-    """Returns the words that shell completion offers.
+    """Returns the words that shell completion offers. Config names, keys and policies are left out if the trainer's
+    packages, which read them, are not installed.
 
     Imports jax, but starts no device.
     """
     from bytescope.train.commands.registry import COMMANDS
     from bytescope.train.source import shipped
 
-    lists, each = _list_flag_kinds(), parsers()
+    trainer = trainer_packages.are_installed()
+    lists, each = _list_flag_kinds(trainer), parsers()
     return Words(
         commands={name: command.summary for name, command in COMMANDS.items()},
         flags={name: _flag_kinds(parser, lists) for name, parser in each.items()},
@@ -92,8 +103,8 @@ def gather() -> Words:
             name: tuple(_value_kind(action) for action in parser._actions if not action.option_strings)
             for name, parser in each.items()
         },
-        keys=_config_key_kinds(),
-        configs=tuple(path.stem for path in shipped()),
+        keys=_config_key_kinds() if trainer else {},
+        configs=tuple(path.stem for path in shipped()) if trainer else (),
         targets=_target_suggestions(),
     )
 
@@ -118,18 +129,21 @@ def _value_kind(action: argparse.Action) -> str:
     return CONFIG if action.dest == "config" else _METAVARS.get(str(action.metavar), NOTHING)
 
 
-def _list_flag_kinds() -> dict[str, str]:
+def _list_flag_kinds(trainer: bool) -> dict[str, str]:
     from bytescope.memory.formulas.model_shape import TARGETS
-    from bytescope.model.remat.policies import POLICIES
     from bytescope.train.plan import levers
     from bytescope.train.plan.fit import fit_space
 
-    return {
-        "--remat": " ".join(["@list", *POLICIES]),
+    kinds = {
         "--levers": " ".join(["@list", *fit_space.LEVERS]),
         "--savings": " ".join(["@list", *levers.STAGES]),
         "--lora-targets": " ".join(["@list", *TARGETS]),
     }
+    if trainer:
+        from bytescope.model.remat.policies import POLICIES
+
+        kinds["--remat"] = " ".join(["@list", *POLICIES])
+    return kinds
 
 
 def _config_key_kinds() -> dict[str, str]:

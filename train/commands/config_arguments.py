@@ -1,4 +1,4 @@
-"""Arguments that several commands share: the config, the target and --lora."""
+"""Arguments that several commands share: the config and its overrides, the target and --lora."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from bytescope.memory.commands.arguments import settle_settings
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.train.commands import trainer_packages
 from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.program import config_files as config
+from bytescope.train.source import NO_CONFIG
+from bytescope.train.user_errors import UserError
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
 XLA_FLAGS = "xla.flags"
@@ -106,7 +108,7 @@ def _move_target(args: argparse.Namespace) -> None:
 def require_config(args: argparse.Namespace) -> None:
     """Raises ReportError if the command line has no config."""
     if not args.config:
-        raise ReportError(config.NO_CONFIG)
+        raise ReportError(NO_CONFIG)
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -130,7 +132,9 @@ def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) ->
       ReportError: --lora is given together with --config.lora.rank=0.
       UserError: the config cannot be read.
     """
-    if not args.lora or config.load_flat(args.config, overrides)[LORA_RANK]:
+    from bytescope.train.program.config_files import load_flat
+
+    if not args.lora or load_flat(args.config, overrides)[LORA_RANK]:
         return overrides
     if LORA_RANK in dict(overrides):
         raise ReportError(
@@ -148,7 +152,43 @@ def with_xla(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> 
     """
     if not args.xla:
         return list(overrides)
+    from bytescope.train.program.config_files import load_flat
+
     parse_flags(args.xla)
-    given = dict(overrides).get(XLA_FLAGS) or config.load_flat(args.config, overrides)[XLA_FLAGS] if args.config else ""
+    given = dict(overrides).get(XLA_FLAGS) or load_flat(args.config, overrides)[XLA_FLAGS] if args.config else ""
     flags = " ".join(filter(None, [given, *args.xla]))
     return [*(pair for pair in overrides if pair[0] != XLA_FLAGS), (XLA_FLAGS, flags)]
+
+
+def suggest_keys(name: str) -> Sequence[str]:
+    """Returns the config keys whose last part is `name`, as suggestions for an unknown flag. Returns none if the
+    trainer's packages, which the config files need, are not installed."""
+    if not trainer_packages.are_installed():
+        return ()
+    from bytescope.train.program.config_files import keys_named
+
+    return keys_named(name)
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Separates config overrides from other arguments. Returns (other arguments, pairs (key, value as text)).
+    Overrides are written `--config.KEY=VALUE` or `--config.KEY VALUE`.
+
+    Raises:
+      UserError: a key has no value.
+    """
+    rest: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    pending = iter(argv)
+    for argument in pending:
+        name = argument.lstrip("-")
+        if not argument.startswith("-") or not name.startswith("config."):
+            rest.append(argument)
+            continue
+        key, equals, text = name.removeprefix("config.").partition("=")
+        if not equals:
+            text = next(pending, "--")
+            if text.startswith("--"):
+                raise UserError(f"--config.{key} has no value: write --config.{key}=VALUE")
+        overrides.append((key, text))
+    return rest, overrides

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
+    add_json,
     check_files,
     keep_old_flag,
     user_path,
     write,
 )
+from bytescope.memory.commands.json_output import FORMULAS, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapter_formulas, training_state, transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
@@ -26,8 +27,7 @@ from bytescope.train.commands.config_arguments import SET_KEY, add_config
 from bytescope.train.plan import config_facts
 from bytescope.train.plan.assumed_model import EXPERTS, LATENT, SHAPE, SWITCHES, checked_number, question_from_flags
 from bytescope.train.plan.config_facts import question_of
-from bytescope.train.program import config_files as configs
-from bytescope.train.source import shipped, title_of
+from bytescope.train.source import NO_CONFIG, shipped, title_of
 
 if TYPE_CHECKING:
     from bytescope.train.plan.estimate_page import Preset
@@ -138,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="update each layer's parameters inside the backward pass, so that few gradients exist at the same time",
     )
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the estimate as JSON")
+    add_json(parser, "the estimate")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -156,9 +156,11 @@ def run(args: argparse.Namespace) -> int:
     if args.params is not None and args.config:
         raise ReportError("a config and --params cannot be combined: give one of the two")
     if args.params is None and not args.config:
-        raise ReportError(f"{configs.NO_CONFIG}, or --params=7e9")
+        raise ReportError(f"{NO_CONFIG}, or --params=7e9")
     recompute = "none"
     if args.config:
+        from bytescope.train.program import config_files as configs
+
         config = configs.load_flat(args.config, args.overrides)
         recompute = _policy_with_formula(config)
         question, notes = _question_of_config(args, config), _mesh_notes(args, config)
@@ -336,8 +338,7 @@ def _estimate_table(estimated: Estimate) -> Any:
 
 
 def _write_files(args: argparse.Namespace, estimated: Estimate, recompute: str) -> None:
-    if args.json:
-        write(args.json, json.dumps(estimated.to_json(), indent=1) + "\n")
+    write_json(args, estimated.to_json(), caveats=(FORMULAS, *estimated.notes))
     if args.html:
         from bytescope.train.plan import estimate_page
 
@@ -353,6 +354,7 @@ def _policy_with_formula(config: Mapping[str, Any]) -> str:
 
 def _shipped_presets() -> dict[str, Preset]:
     from bytescope.train.plan.estimate_page import Preset
+    from bytescope.train.program import config_files as configs
 
     presets = {}
     for path in shipped():

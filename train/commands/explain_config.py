@@ -14,7 +14,6 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import SET_KEY
 from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.program import config_files as configs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         if args.overrides:
             raise ReportError(f"--config.{args.overrides[0][0]} needs a config: give --config=CONFIG, or leave it out")
         return explain_command.run(args)
+    from bytescope.train.program import config_files as configs
+
     explain_command.check_flags(args, ("config", "report", "program", "hlo"))
     configs.load(args.config, args.overrides)
     return explain_command.explain_source(args, _report_step)
@@ -55,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _report_step(args: argparse.Namespace) -> ReportRecord:
     from bytescope.memory.devices import targets
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+    from bytescope.train.program import config_files as configs
 
     report_command.start_platform(args, TRAIN_FRACTION.value)
     target = targets.parse(args.target, TRAIN_FRACTION)

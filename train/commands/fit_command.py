@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
@@ -17,22 +16,24 @@ from bytescope.memory.commands.arguments import (
     keep_old_flag,
     write,
 )
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import levers
-from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
-from bytescope.train.plan.fit import fit_progress, fit_result, fit_space
-from bytescope.train.plan.fit import fit_walk as walks
-from bytescope.train.plan.fit.fit_reach import Reach
-from bytescope.train.plan.fit.fit_step import Step
-from bytescope.train.plan.trials import Trials
-from bytescope.train.program import config_files as configs
+from bytescope.train.plan.fit import fit_space
+
+if TYPE_CHECKING:
+    from bytescope.train.plan.fit import fit_progress
+    from bytescope.train.plan.fit import fit_walk as walks
+    from bytescope.train.plan.fit.fit_reach import Reach
+    from bytescope.train.plan.fit.fit_step import Step
 
 # Number of the fastest candidates that --measure runs.
 MAX_MEASURED = 3
@@ -85,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
     configuration so far is printed and written.
     """
     require_config(args)
+    from bytescope.train.plan.config_factory import check_config
+    from bytescope.train.plan.fit import fit_progress
+    from bytescope.train.plan.fit import fit_walk as walks
+    from bytescope.train.plan.fit.fit_reach import Reach
+    from bytescope.train.plan.trials import Trials
+    from bytescope.train.program import config_files as configs
+
     check(args, [args.target.strip().lower()])
     _check_numbers(args)
     target = targets.to_compile_for(args.target, TRAIN_FRACTION)
@@ -154,6 +162,8 @@ def _measure_finalists(args: argparse.Namespace, walk: walks.Walk, place: Path |
       walk: the finished search.
       place: the cache folder for results; None for no cache.
     """
+    from bytescope.train.plan.fit import fit_progress
+
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
     with progress(len(jobs)) as tell:
@@ -181,7 +191,8 @@ def _show_and_write(
     measured: Mapping[str, Any] | None,
 ) -> int:
     from bytescope.memory.devices.compiler import versions
-    from bytescope.train.plan.fit import fit_view
+    from bytescope.train.plan.fit import fit_result, fit_view
+    from bytescope.train.program import config_files as configs
 
     def flags(keys: Mapping[str, str]) -> str:
         values = configs.load_flat(args.config, [*overrides, *keys.items()])
@@ -189,8 +200,8 @@ def _show_and_write(
 
     out = fit_result.to_json(walk, flags, versions(), measured, reach)
     fit_view.show(out, args.config)
-    if args.json:
-        write(args.json, json.dumps(out, indent=1) + "\n")
+    limit = MemoryLimit(out["budget_bytes"], f"the budget, --budget={args.budget}") if args.budget else None
+    write_json(args, out, limit=limit, caveats=(COMPILED, *predicted_caveat(out["rates"])))
     if args.html:
         write(args.html, fit_view.render_page(out))
     if walk.stopped == "Ctrl-C":

@@ -6,7 +6,6 @@ By default the smallest budget is the peak memory with remat policy `full`, the 
 from __future__ import annotations
 
 import argparse
-import json
 
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
@@ -15,6 +14,7 @@ from bytescope.memory.commands.arguments import (
     keep_old_flag,
     write,
 )
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
@@ -167,7 +167,7 @@ def _show_and_write(args: argparse.Namespace, front: frontier.Front) -> None:
         given=given_flags(front.trials.overrides),
     )
     frontier_view.show(front.points, front.fixed, out)
-    if args.json:
-        write(args.json, json.dumps(out, indent=1) + "\n")
+    rates = next((point.row.rates for point in front.points if point.row.rates), "")
+    write_json(args, out, caveats=(COMPILED, *predicted_caveat(rates)))
     if args.html:
         write(args.html, frontier_view.render_page(out))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from bytescope.memory.commands.arguments import (
     shares_accelerator,
     write,
 )
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
@@ -131,7 +131,7 @@ def _show_and_write(
         levels, left_out, about, done[0]["versions"] if done else versions(), interrupted, args.config, given
     )
     levers_view.show(out)
-    if args.json:
-        write(args.json, json.dumps(out, indent=1) + "\n")
+    rates = next((level.row.rates for level in levels if level.row.rates), "")
+    write_json(args, out, caveats=(COMPILED, *predicted_caveat(rates)))
     if args.html:
         write(args.html, levers_view.render_page(out))

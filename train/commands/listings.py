@@ -6,10 +6,9 @@ The commands do not start jax.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bytescope.memory.commands.targets_command import add_arguments, show_listing
-from bytescope.train.program import config_files as config
 
 __all__ = ["add_arguments", "policies", "run"]
 
@@ -19,9 +18,22 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ReportError if no row contains the text of --grep.
     """
-    headings, rows = LISTINGS[args.command]
-    show_listing(args, headings, rows())
+    headings, names, make_rows = LISTINGS[args.command]
+    rows = list(make_rows())
+    show_listing(args, headings, rows, [dict(zip(names, row)) for row in rows])
     return 0
+
+
+def _purposes() -> Iterable[Sequence[str]]:
+    from bytescope.train.program.config_files import purposes
+
+    return purposes().items()
+
+
+def _keys() -> Iterable[Sequence[str]]:
+    from bytescope.train.program.config_files import describe_keys
+
+    return describe_keys()
 
 
 def policies() -> Mapping[str, str]:
@@ -35,9 +47,13 @@ def policies() -> Mapping[str, str]:
     return {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
 
 
-# Command -> (headings, a function that returns the rows).
-LISTINGS: Mapping[str, tuple[tuple[str, ...], Callable]] = {
-    "configs": (("config", "purpose"), lambda: config.purposes().items()),
-    "keys": (("key", "default", "meaning"), config.describe_keys),
-    "policies": (("policy", "what a block keeps for its backward pass"), lambda: policies().items()),
+# Command -> (headings, JSON keys of the columns, a function that returns the rows).
+LISTINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...], Callable]] = {
+    "configs": (("config", "purpose"), ("config", "purpose"), _purposes),
+    "keys": (("key", "default", "meaning"), ("key", "default", "meaning"), _keys),
+    "policies": (
+        ("policy", "what a block keeps for its backward pass"),
+        ("policy", "keeps"),
+        lambda: policies().items(),
+    ),
 }

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.commands import names_program
+from bytescope.memory.commands.arguments import add_json, check_files
+from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
+from bytescope.memory.errors import ReportError
 from bytescope.train.commands.config_arguments import add_subject, require_config
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope names` to the parser."""
     add_subject(parser)
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the names as JSON")
+    names_program.add_program(parser)
+    add_json(parser, "the names")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,6 +33,16 @@ def run(args: argparse.Namespace) -> int:
 
     The program is traced, but not compiled.
     """
+    if args.program is not None:
+        check_files(args)
+        if args.config:
+            raise ReportError("a config and --program cannot be combined: give one of the two")
+        if args.overrides:
+            raise ReportError(
+                f"--config.{args.overrides[0][0]} cannot be used with --program, because it needs a config: leave it "
+                "out"
+            )
+        return names_program.run(args)
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.memory.view.console import put
@@ -41,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     choose_platform(fraction=TRAIN_FRACTION.value)
     simulate_devices([args.target])
-    program = build_program(args.config, args.overrides, targets.parse(args.target, TRAIN_FRACTION))
+    target = targets.parse(args.target, TRAIN_FRACTION)
+    program = build_program(args.config, args.overrides, target)
     tensors = named_tensors(trace_gradient(program))
     rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
     put(_table(rows))
     for line in excess_warnings(tensors):
         put(Prose(line, "yellow"))
-    if args.json:
-        write(args.json, json.dumps({"names": rows}, indent=1) + "\n")
+    write_json(args, {"names": rows}, target=target.to_json(), caveats=(TRACED,))
     return 0
 
 

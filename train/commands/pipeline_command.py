@@ -6,11 +6,11 @@ Nothing is compiled.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from bytescope.memory.commands.arguments import check_files, user_path, write
+from bytescope.memory.commands.arguments import add_json, check_files, user_path, write
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
 from bytescope.train.pipeline import schedule_figures
 from bytescope.train.pipeline.published_schedules import PUBLISHED
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of layers of the model; if given, the number of layers per stage is shown",
     )
-    parser.add_argument("--json", metavar="FILE", type=user_path, help="write the schedule or the table as JSON")
+    add_json(parser, "the schedule or the table")
     parser.add_argument(
         "--html", metavar="FILE", type=user_path, help="write the schedule or the table as a page that opens offline"
     )
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         papers = [] if args.schedule != ALL else [_published_figures(name, schedules[0]) for name in PUBLISHED]
         out = {"schedules": [_schedule_json(*both) for both in zip(schedules, layers)], "published": papers}
-        write(args.json, json.dumps(out, indent=1) + "\n")
+        write_json(args, out, caveats=("Ticks are counted in the schedules. Nothing was compiled or run.",))
     if args.html:
         from bytescope.train.plan.schedule_page import render
 

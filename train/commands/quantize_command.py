@@ -6,7 +6,8 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
-from bytescope.memory.commands.arguments import Parser, keep_old_flag, user_path
+from bytescope.memory.commands.arguments import Parser, add_json, keep_old_flag, user_path
+from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
@@ -119,9 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--html", type=user_path, metavar="FILE", help="write the results, with the error of each layer, as a page"
     )
-    parser.add_argument(
-        "--json", type=user_path, metavar="FILE", help="write the results, with the error of each layer, as JSON"
-    )
+    add_json(parser, "the results, with the error of each layer,")
     parser.add_argument(
         "--force",
         action="store_true",
@@ -242,8 +241,7 @@ def quantize(args: argparse.Namespace) -> None:
     put(result_view(result))
     if args.html:
         write(args.html, result_page(result))
-    if args.json:
-        write(args.json, result.to_json())
+    write_json(args, result.to_json(), caveats=("Perplexity and errors were measured on the given texts.",))
 
 
 def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:

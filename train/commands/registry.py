@@ -10,13 +10,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import itertools
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.view.text_layout import wrap_command
-from bytescope.train.program.config_files import keys_named, split_overrides
 from bytescope.train.user_errors import UserError
 
 # Columns after which examples in help texts continue on the next line.
@@ -33,11 +33,12 @@ class Subcommand:
     Attributes:
         module: path of the command's module below `bytescope`. The module is imported only when needed, since some
           import jax.
-        group: the group of the overview `bytescope --help` that lists the command.
+        group: the key in HEADINGS of the group in the overview `bytescope --help`.
         summary: what the command does, in one line.
         examples: arguments of example calls, used if the module has no parser of its own.
         reads: what a command without a config reads, such as "reads a trace"; "" for a command with a config. It is
           part of the error message about --config.KEY.
+        is_list: whether `bytescope list NAME` runs the command. The overview then leaves the command out.
     """
 
     module: str
@@ -45,6 +46,7 @@ class Subcommand:
     summary: str
     examples: tuple[str, ...] = ()
     reads: str = ""
+    is_list: bool = False
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"bytescope.{self.module}")
@@ -80,6 +82,12 @@ COMMANDS: Mapping[str, Subcommand] = {
             "maxtext:llama2-7b h100:8 per_device_batch_size=2 remat_policy=full",
         ),
     ),
+    "init-program": Subcommand(
+        "memory.commands.init_command",
+        "measure",
+        "write a program for report from a training script, without data",
+        reads="reads a script",
+    ),
     "explain": Subcommand(
         "train.commands.explain_config",
         "measure",
@@ -92,16 +100,23 @@ COMMANDS: Mapping[str, Subcommand] = {
             "-- python -m my_package.train",
         ),
     ),
+    "mcp": Subcommand(
+        "memory.commands.mcp_command",
+        "measure",
+        "serve report, explain, compare and fit to agents (an MCP server)",
+        ("", "--skill"),
+        reads="takes the config in each call",
+    ),
     "trace": Subcommand(
         "memory.commands.trace_command",
-        "measure",
+        "runs",
         "show where a step's time went, from a profiler trace",
         ("runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json"),
         reads="reads a trace",
     ),
     "page": Subcommand(
         "train.commands.page_command",
-        "measure",
+        "runs",
         "write an HTML page of a run: loss, memory, report, trace",
         ("runs/tiny", "runs/tiny runs/other --html=both.html"),
         reads="reads a run directory",
@@ -110,7 +125,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.names_command",
         "measure",
         "list the tensors that remat policies can save, with bytes",
-        ("llama_8b h200:8", "tiny --json=names.json"),
+        ("llama_8b h200:8", "--program=my_package.train:loss h200:8 --json=names.json"),
     ),
     "diff": Subcommand(
         "memory.commands.diff_command",
@@ -118,6 +133,13 @@ COMMANDS: Mapping[str, Subcommand] = {
         "compare two memory reports, given as JSON files",
         ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
         reads="reads two JSON files",
+    ),
+    "check": Subcommand(
+        "memory.commands.check_command",
+        "measure",
+        "check programs against their memory budgets in pyproject.toml",
+        ("", "train_step --update-baseline", "--baseline=before.json --github"),
+        reads="reads the programs and configs that pyproject.toml names",
     ),
     "estimate": Subcommand(
         "train.commands.estimate_command",
@@ -127,14 +149,14 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
     "calibrate": Subcommand(
         "memory.commands.calibrate_command",
-        "measure",
+        "runs",
         "measure the speeds of this machine's devices for predictions",
         ("--out=rates.json", "--seconds=20"),
         reads="measures devices",
     ),
     "validate": Subcommand(
         "train.commands.validate_command",
-        "measure",
+        "runs",
         "compare predictions with measurements on real GPUs",
         ("--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json"),
     ),
@@ -174,12 +196,20 @@ COMMANDS: Mapping[str, Subcommand] = {
         ("--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html"),
         reads="reads no config",
     ),
+    "list": Subcommand(
+        "train.commands.list_command",
+        "list",
+        "list configs, targets, keys and policies",
+        ("configs", "targets --grep=H100"),
+        reads="reads no config",
+    ),
     "configs": Subcommand(
         "train.commands.listings",
         "list",
         "list the shipped configs",
         ("", "--grep=llama"),
         reads="reads no config",
+        is_list=True,
     ),
     "targets": Subcommand(
         "memory.commands.targets_command",
@@ -187,6 +217,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "list the devices to compile for, with memory and speeds",
         ("", "--grep=H100"),
         reads="reads no config",
+        is_list=True,
     ),
     "keys": Subcommand(
         "train.commands.listings",
@@ -194,6 +225,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "list every config key with its default and meaning",
         ("", "--grep=remat"),
         reads="reads no config",
+        is_list=True,
     ),
     "policies": Subcommand(
         "train.commands.listings",
@@ -201,14 +233,26 @@ COMMANDS: Mapping[str, Subcommand] = {
         "list every remat policy and the tensors that it saves",
         ("", "--grep=offload"),
         reads="reads no config",
+        is_list=True,
     ),
     "completion": Subcommand(
         "train.commands.completion_command", "list", "print a script that completes commands in bash, zsh or fish"
     ),
 }
+# The commands that `bytescope list NAME` runs.
+LISTS = tuple(name for name, command in COMMANDS.items() if command.is_list)
+# Group -> its heading in the overview.
+HEADINGS: Mapping[str, str] = {
+    "measure": "see what uses memory",
+    "plan": "choose what fits",
+    "train": "train and use a model",
+    "runs": "look at runs and check predictions",
+    "list": "look up",
+}
+# Heading -> the commands below it.
 GROUPS: Mapping[str, list[str]] = {
-    group: [name for name, command in COMMANDS.items() if command.group == group]
-    for group in dict.fromkeys(command.group for command in COMMANDS.values())
+    heading: [name for name, command in COMMANDS.items() if command.group == group and not command.is_list]
+    for group, heading in HEADINGS.items()
 }
 
 
@@ -254,14 +298,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     """Parses the arguments of the command `name` with the parser of its module. The result has `overrides`."""
-    from bytescope.train.commands.config_arguments import settle_subject
+    from bytescope.train.commands.config_arguments import settle_subject, split_overrides, suggest_keys
 
     overrides: list[tuple[str, str]] = []
     own_parser = hasattr(COMMANDS[name].load(), "make_parser")
     if not own_parser and any(argument.lstrip("-").startswith("config.") for argument in argv):
         argv, overrides = split_overrides(argv)
     parser = make_parser(name)
-    parser.keys_named = keys_named
+    parser.keys_named = suggest_keys
     args = parser.parse_intermixed_args(argv)  # options may be between config and target
     settle_subject(args)
     args.overrides = overrides
@@ -271,6 +315,7 @@ def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
 
 
 def _unknown_command_message(name: str) -> str:
+    listed = ", ".join(itertools.chain.from_iterable(GROUPS.values()))
     if not name or name.startswith("-"):
-        return f"no command is given: give one of {', '.join(COMMANDS)}"
-    return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + ', '.join(COMMANDS)}"
+        return f"no command is given: give one of {listed}"
+    return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + listed}"

@@ -9,20 +9,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_settings, check_files, refuse_flags, write
+from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.train.commands.config_arguments import add_subject, with_xla
 from bytescope.train.generate import generate_flags
 from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.program import config_files as configs
+from bytescope.train.source import NO_CONFIG
 
 if TYPE_CHECKING:
     from bytescope.memory.formulas.model_facts import ModelFacts
@@ -82,7 +82,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     if len(given) > 1:
         raise ReportError("--program and --hlo cannot be combined: give one of the two")
     if not given and not args.config:
-        raise ReportError(f"{configs.NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
+        raise ReportError(f"{NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
     if given and args.overrides:
         raise ReportError(
             f"--config.{args.overrides[0][0]} cannot be used with --{given[0]}, because it needs a config: leave it out"
@@ -118,6 +118,7 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.open_levers import parse_flags
     from bytescope.train.plan.report_remedies import with_remedies
+    from bytescope.train.program import config_files as configs
 
     target = targets.parse(args.target, TRAIN_FRACTION)
     if args.allocators:
@@ -163,17 +164,15 @@ def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.memory.view.console import put
     from bytescope.train.generate.budget_view import budget_page, budget_view
     from bytescope.train.generate.open_engine import plan
+    from bytescope.train.program import config_files as configs
 
-    planned = plan(
-        args.config, configs.load(args.config, args.overrides), targets.parse(args.target, TRAIN_FRACTION), args
-    )
+    target = targets.parse(args.target, TRAIN_FRACTION)
+    planned = plan(args.config, configs.load(args.config, args.overrides), target, args)
     put(budget_view(planned))
     if args.json:
         reports = {name: report.to_json() for name, report in planned.reports.items()}
-        write(
-            args.json,
-            json.dumps({"config": planned.title, **planned.budget.to_json(), "reports": reports}, indent=1) + "\n",
-        )
+        result = {"config": planned.title, **planned.budget.to_json(), "reports": reports}
+        write_json(args, result, target=target.to_json(), caveats=(COMPILED,))
     if args.html:
         write(args.html, budget_page(planned))
     return 0

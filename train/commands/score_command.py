@@ -6,9 +6,10 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import Parser, check_files, user_path, write
+from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path, write
+from bytescope.memory.commands.json_output import write_json
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
@@ -53,6 +54,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write a JSON line for each text, with its tokens, logprobs and perplexity",
     )
+    add_json(parser, "the scores of all texts")
     return parser
 
 
@@ -66,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     generate_flags.check(args)
     if (args.text is None) == (args.texts is None):
         raise UserError("score needs exactly one of --text and --texts: give --text=TEXT or --texts=FILE")
-    check_files(args, ("out",))
+    check_files(args, ("out", "json"))
     return args
 
 
@@ -110,8 +112,10 @@ def score(args: argparse.Namespace) -> int:
     if args.text is not None:
         _show_tokens(source, scored[0])
     _show(scored)
+    rows = _rows(scored)
     if args.out:
-        write(args.out, _json_lines(scored))
+        write(args.out, "".join(json.dumps(row) + "\n" for row in rows))
+    write_json(args, {"texts": rows}, caveats=("The values were computed on the devices of this machine.",))
     return 0
 
 
@@ -156,8 +160,8 @@ def _show_tokens(source: Source, windows: Sequence[ScoredText]) -> None:
     print()
 
 
-def _json_lines(scored: dict[int, list[ScoredText]]) -> str:
-    lines = []
+def _rows(scored: dict[int, list[ScoredText]]) -> list[dict[str, Any]]:
+    rows = []
     for number, windows in scored.items():
         row = {
             "row": number,
@@ -165,5 +169,5 @@ def _json_lines(scored: dict[int, list[ScoredText]]) -> str:
             "logprobs": [round(float(value), 6) for one in windows for value in one.logprobs],
             "perplexity": math.exp(min(mean_of(windows)[1], 700)),
         }
-        lines.append(json.dumps(row) + "\n")
-    return "".join(lines)
+        rows.append(row)
+    return rows

@@ -85,13 +85,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
-    from bytescope.train.commands.config_arguments import settle_subject
-    from bytescope.train.program.config_files import keys_named, split_overrides
+    from bytescope.train.commands.config_arguments import settle_subject, split_overrides, suggest_keys
     from bytescope.train.program.run_command import DEFAULT
 
     rest, overrides = split_overrides(argv)
     parser = make_parser()
-    parser.keys_named = keys_named
+    parser.keys_named = suggest_keys
     args = parser.parse_args(rest)
     settle_subject(args)
     if args.budget == "":
@@ -224,7 +223,7 @@ def _search_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
             )
         if code or not out.exists():
             raise UserError("the search of --fit failed: correct the error shown above, or train without --fit")
-        best = json.loads(out.read_text())["best"]
+        best = json.loads(out.read_text())["result"]["best"]
     return [*args.overrides, *best["overrides"].items()]
 
 

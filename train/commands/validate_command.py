@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
+    add_json,
     add_rates,
     check_files,
     check_rates,
     user_path,
     write,
 )
+from bytescope.memory.commands.json_output import predicted_caveat, write_json
 from bytescope.memory.compare import row_cache
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
@@ -57,12 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        type=user_path,
-        help="write each measured run, its prediction and the scores as JSON",
-    )
+    add_json(parser, "each measured run, its prediction and the scores")
     parser.add_argument(
         "--html",
         metavar="FILE",
@@ -156,7 +152,7 @@ def _show_and_write(args: argparse.Namespace, result: ValidationResult) -> None:
 
     out = result.to_json()
     validation_view.show(out)
-    if args.json:
-        write(args.json, json.dumps(out, indent=1) + "\n")
+    caveats = (*predicted_caveat(out["rates"]), "Measured seconds and bytes are those of the sources.")
+    write_json(args, out, caveats=caveats)
     if args.html:
         write(args.html, validation_view.render_page(out))

@@ -3,6 +3,7 @@ out of memory.
 """
 
 import contextlib
+import dataclasses
 import errno
 import logging
 import os
@@ -13,8 +14,12 @@ from typing import Any
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import sample
+from bytescope.memory.messages import explanation_text
+from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
+from bytescope.memory.view.console import columns, plain_text
+from bytescope.memory.watching.reporting import error_text, memory_line
 from bytescope.train.launch.runtime import RAISE_FILES, silence_abandoned
 from bytescope.train.user_errors import DoesNotFit, UserError
 
@@ -39,14 +44,20 @@ def too_big(report: ReportRecord) -> str:
     )
 
 
-def _out_of_memory_error(report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
+def _out_of_memory_error(error: BaseException, report: ReportRecord | None, device: Any, advice: Advice) -> DoesNotFit:
     live = sample(device)
     known = [f"predicted {human(report.predicted_bytes)}" if report else "no prediction"]
     if live and live.peak_bytes:
         known.append(f"measured peak {human(live.peak_bytes)}")
     if report and report.limit_bytes:
         known.append(f"limit {human(report.limit_bytes)}")
-    return DoesNotFit(f"out of device memory: {', '.join(known)}", advice())
+    found = PostMortem(
+        "the step", 0, memory_line(error), getattr(device, "device_kind", ""), report=report, text=error_text(error)
+    )
+    # The advice has remedies in the keys of the config.
+    explanation = dataclasses.replace(found.explanation, remedies=())
+    lines = plain_text(explanation_text.render(explanation), columns()).splitlines()
+    return DoesNotFit(f"out of device memory: {', '.join(known)}", ["", *lines, "", *advice()])
 
 
 def explain_disk(error: BaseException | None) -> UserError | None:
@@ -93,7 +104,7 @@ def explain(error: BaseException, report: ReportRecord | None, device: Any, advi
             "again; the run resumes from its last checkpoint"
         )
     if "RESOURCE_EXHAUSTED" in str(error):
-        return _out_of_memory_error(report, device, advice)
+        return _out_of_memory_error(error, report, device, advice)
     return None
 
 

@@ -24,7 +24,7 @@ from bytescope.memory.records.report_record import Subject
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 from bytescope.train.program import config_files as configs
-from bytescope.train.source import title_of
+from bytescope.train.source import NO_CONFIG, title_of
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.compiler import Compilation
@@ -250,7 +250,7 @@ def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         ReportError: no config is named.
     """
     if not overrides.get(CONFIG):
-        raise ReportError(f"{configs.NO_CONFIG}, or --grid=config=A,B")
+        raise ReportError(f"{NO_CONFIG}, or --grid=config=A,B")
     return overrides[CONFIG], [(key, text) for key, text in overrides.items() if key != CONFIG]
 
 

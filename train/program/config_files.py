@@ -15,7 +15,6 @@ from bytescope.memory.errors import MAX_SUGGESTIONS, message_of, nearest, sugges
 from bytescope.train.source import ConfigPath, find_source, shipped
 from bytescope.train.user_errors import UserError
 
-NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 # Names in other programs or in our output -> the last part of our config key.
 SYNONYMS = {
@@ -239,27 +238,3 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     for name in path:
         node = node[name]
     node[leaf] = value
-
-
-def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Separates config overrides from other arguments. Returns (other arguments, pairs (key, value as text)).
-    Overrides are written `--config.KEY=VALUE` or `--config.KEY VALUE`.
-
-    Raises:
-      UserError: a key has no value.
-    """
-    rest: list[str] = []
-    overrides: list[tuple[str, str]] = []
-    pending = iter(argv)
-    for argument in pending:
-        name = argument.lstrip("-")
-        if not argument.startswith("-") or not name.startswith("config."):
-            rest.append(argument)
-            continue
-        key, equals, text = name.removeprefix("config.").partition("=")
-        if not equals:
-            text = next(pending, "--")
-            if text.startswith("--"):
-                raise UserError(f"--config.{key} has no value: write --config.{key}=VALUE")
-        overrides.append((key, text))
-    return rest, overrides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,7 +85,7 @@ class QuantizationResult:
         """Paths of the quantized weights in a layer, such as "attention.w_q", in order."""
         return [row["weight"] for row in self.layers[0]["weights"]]
 
-    def to_json(self) -> str:
-        """Returns the result as the text of a JSON file."""
+    def to_json(self) -> dict[str, Any]:
+        """Returns the result as JSON values."""
         fields = dataclasses.asdict(self)
-        return json.dumps({**fields, "perplexity": {"before": self.before, "after": self.after}}, indent=2) + "\n"
+        return {**fields, "perplexity": {"before": self.before, "after": self.after}}

@@ -13,6 +13,7 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.records import report_record
+from bytescope.memory.records.result_envelope import unwrap
 from bytescope.train.source import CONFIG, MEMORY, METRICS, is_run
 
 PROFILE, PAGE = "profile.json", "index.html"
@@ -176,7 +177,7 @@ def _flatten_finite_numbers(value: Any, prefix: str = "") -> dict[str, float]:
 
 
 def _read_breakdown(path: Path) -> Mapping[str, Any]:
-    breakdown = json.loads(path.read_text(encoding="utf-8"))
+    breakdown = unwrap(json.loads(path.read_text(encoding="utf-8")), "trace")
     _check(breakdown, _BREAKDOWN)
     for name, fields in _ITEMS.items():
         for item in breakdown[name]:

@@ -2,20 +2,22 @@
 
 import contextlib
 import io
-import json
 import os
 import random
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from bytescope.memory.commands import recorded_job
 from bytescope.train.cli import main
 from support import memory_messages as written
+from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick
 
@@ -33,7 +35,7 @@ def test_a_log_is_explained(log, tmp_path, capsys):
     printed = capsys.readouterr().out
     sample = written.gpu_buffers(random.Random(1))
     assert "out of memory, line 101 of the log" in printed and "what to do, the cheapest first" in printed
-    found = json.loads(files[0].read_text())
+    found = read_result(files[0])
     assert found["requested_bytes"] == sample.requested and found["kind"] == "gpu_buffers"
     assert found["culprits"][0]["shape"] == sample.shape and found["remedies"][0]["words"]
     assert sample.shape in files[1].read_text()
@@ -42,7 +44,7 @@ def test_a_log_is_explained(log, tmp_path, capsys):
 def test_standard_input_and_output(log, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log.read_bytes())))
     assert main(["explain", "-", "--json=-"]) == 0
-    assert json.loads(capsys.readouterr().out)["recognized"] is True
+    assert result_of(capsys.readouterr().out)["recognized"] is True
 
 
 def test_nothing_recognized_is_exit_code_1(tmp_path, capsys):
@@ -124,3 +126,73 @@ def test_on_a_terminal_the_command_has_a_terminal_of_its_own():
     text = shown.decode()
     assert job.returncode == 7, text
     assert "[True, True, True]" in text and text.count("typed") >= 2 and "could not allocate 4.66 GiB" in text
+
+
+class Shell:
+    """An interactive bash on a terminal of its own, with job control."""
+
+    def __init__(self):
+        self._ours, theirs = os.openpty()
+        # The process takes the terminal itself: a function before exec would need os.fork, which jax's threads forbid.
+        code = (
+            "import fcntl, os, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+            "os.execvp('bash', ['bash', '--norc', '--noprofile', '-i'])"
+        )
+        self.job = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        os.close(theirs)
+        self.shown = ""
+
+    def type(self, keys):
+        os.write(self._ours, keys.encode())
+
+    def wait(self, words):
+        """Reads until the terminal shows the words, and forgets what it showed up to them."""
+        end = time.monotonic() + 60
+        while words not in self.shown:
+            assert select.select([self._ours], [], [], max(end - time.monotonic(), 0))[0], self.shown
+            self.shown += os.read(self._ours, 4096).decode()
+        before, _, self.shown = self.shown.partition(words)
+        return before
+
+    def close(self):
+        self.job.kill()
+        self.job.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def shell():
+    if shutil.which("bash") is None:
+        pytest.skip("bash is not installed")
+    shell = Shell()
+    yield shell
+    shell.close()
+
+
+def test_ctrl_z_stops_the_command_and_gives_the_prompt_back(shell, tmp_path):
+    (tmp_path / "job.py").write_text(
+        "import sys, os\nprint('pid', os.getpid(), 'is')\nprint('got', input().upper())\n"
+        "sys.exit('RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5000000000 bytes.')\n"
+    )
+    shell.type(f"{sys.executable} -m bytescope.memory explain -- {sys.executable} {tmp_path}/job.py\n")
+    shell.wait("pid ")
+    pid = int(shell.wait(" is"))
+    for _ in range(2):
+        shell.type("\x1a")
+        shell.wait("Stopped")
+        shell.type("echo mark$((40 + 2)); stty -a\n")
+        shell.wait("mark42")
+        assert " -icanon" not in shell.wait("noflsh"), "the terminal is as before the command"
+        end = time.monotonic() + 60  # a busy machine may deliver the signal late
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+            assert time.monotonic() < end, "the command is stopped, too"
+            time.sleep(0.05)
+        shell.type("fg\n")
+        shell.wait("explain -- ")
+    shell.type("typed\n")
+    shell.wait("got TYPED")
+    shell.wait("could not allocate 4.66 GiB")
+    shell.type("echo code$((0 + $?))\n")
+    shell.wait("code1")

@@ -25,6 +25,7 @@ from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
 from bytescope.train.plan import config_factory, run_peak
 from support import programs
+from support.json_results import read_result
 from support.oracles import require
 
 
@@ -54,7 +55,7 @@ def test_report_of_a_proto(step, capsys, tmp_path):
     )
     assert (code, err) == (0, "")
     assert report_text.human(report.peak_bytes) in out and "params" in out and "FITS" in out
-    written = json.loads(json_file.read_text())
+    written = read_result(json_file)
     assert written["breakdown"] == report.to_json()["breakdown"]
     assert written["fits"] is True and written["verdict"] == "fits" and written["limit_bytes"] > 0
     assert "<html" in page.read_text() and (folder / "m.hlo_proto.pb").read_bytes() == proto.read_bytes()
@@ -153,11 +154,14 @@ def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys,
 
 def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_limit):
     require("cuda")
-    words = ["--program=their_steps:described", "h100", "--github", "--json=r.json", "--allocators"]
+    words = ["--program=their_steps:described", "h100", "--github", "--json=r.json", "--html=r.html", "--allocators"]
     code, out, err = run(capsys, "report", *words)
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
-    verdicts = {row["allocator"]: row["verdict"] for row in json.loads(Path("r.json").read_text())["allocators"]}
+    verdicts = {row["allocator"]: row["verdict"] for row in read_result(Path("r.json"))["allocators"]}
     assert verdicts == {"bfc": "exceeds", "bfc, growing": "exceeds", "cuda_async": "fits", "platform": "fits"}
+    page = Path("r.html").read_text()
+    assert 'id="allocators"' in page and "bfc: jit_step requests " in page
+    assert all(f'<th scope="row">{name}</th>' in page for name in verdicts)
     assert "bfc: jit_step requests " in out and "replayed: 3 x jit_step; outside the pool: context 500.00 MiB" in out
     ways = out[out.index("does not fit: ") :]
     assert "reduce the batch" in ways
@@ -178,7 +182,7 @@ def test_report_of_a_config(capsys, tmp_path):
         f"--json={tmp_path / 'r.json'}",
     )
     assert (code, err) == (0, "")
-    written = json.loads((tmp_path / "r.json").read_text())
+    written = read_result(tmp_path / "r.json")
     assert written["config"]["model.d_model"] == 32 and written["target"]["name"] == "cpu:8"
     subject = written["subject"]
     assert subject["name"] == "tiny" and f"--config.{subject['changes'][1]}" == small[1]
@@ -381,7 +385,7 @@ def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp
     code, out, err = run(capsys, "report", f"--hlo={step[0]}", "--target=cpu:1", *files)
     assert (code, err) == (command_arguments.DOES_NOT_FIT, "") and command_arguments.DOES_NOT_FIT == 3
     assert "EXCEEDS" in out and "too much" in out and "bytescope fit" not in out  # there is no config to fit
-    assert json.loads((tmp_path / "r.json").read_text())["fits"] is False
+    assert read_result(tmp_path / "r.json")["fits"] is False
     assert "<html" in (tmp_path / "r.html").read_text() and (tmp_path / "x" / "m.hlo_proto.pb").exists()
 
 

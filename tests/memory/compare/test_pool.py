@@ -24,14 +24,16 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
 from bytescope.memory.view import elements
 from bytescope.train.commands import compare_configs
+from bytescope.train.commands.config_arguments import split_overrides
 from bytescope.train.plan import config_factory, levers_view
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_walk
 from bytescope.train.plan.trials import Trials
-from bytescope.train.program.config_files import load_flat, split_overrides
+from bytescope.train.program.config_files import load_flat
 from bytescope.train.run import loop
 from bytescope.train.user_errors import UserError
+from support.json_results import read_result
 
 ROOT = Path(row_cache.__file__).parents[2]
 SMALL = [
@@ -387,7 +389,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         f"--json={tmp_path / 'c.json'}",
     ]
     assert command.main(words) == 0
-    first = json.loads((tmp_path / "c.json").read_text())
+    first = read_result(tmp_path / "c.json")
     none, full, wrong = first["rows"]
     assert [r["overrides"]["remat.policy"] for r in first["rows"]] == ["none", "full", "custom"]
     assert none["temp_bytes"] > full["temp_bytes"] > 0 and none["residual_bytes"] > full["residual_bytes"]
@@ -411,7 +413,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         )
         == 0
     )
-    again = json.loads((tmp_path / "d.json").read_text())
+    again = read_result(tmp_path / "d.json")
     strip = [{**r, "pareto": None} for r in again["rows"]]
     assert strip == [{**full, "pareto": None}, {**none, "pareto": None}]
     assert "2 from the cache" in capsys.readouterr().out and "<html" in (tmp_path / "d.html").read_text()

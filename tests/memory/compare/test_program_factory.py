@@ -1,6 +1,5 @@
 """compare --program: any function from the values of a grid to a program."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program.user_program import load_function
 from support.browser import Page
+from support.json_results import read_result
 from support.same_process import SameProcess
 
 EXAMPLE = Path(__file__).parents[2] / "support" / "grid_program.py"
@@ -30,7 +30,7 @@ def test_rows_of_any_program_are_compiled_measured_cached_and_drawn(tmp_path, mo
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     grid = ["--grid=remat=none,full", "--grid=width=32,64", "--grid=layers=3"]
     assert compare(*grid, "--measure", f"--json={tmp_path / 'a.json'}") == 0
-    first = json.loads((tmp_path / "a.json").read_text())
+    first = read_result(tmp_path / "a.json")
     rows = {(row["overrides"]["remat"], row["overrides"]["width"]): row for row in first["rows"]}
     assert list(rows) == [("none", 32), ("none", 64), ("full", 32), ("full", 64)], "values have the defaults' types"
     none, full = rows["none", 64], rows["full", 64]
@@ -48,7 +48,7 @@ def test_rows_of_any_program_are_compiled_measured_cached_and_drawn(tmp_path, mo
     monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
     files = [f"--json={tmp_path / 'b.json'}", f"--html={tmp_path / 'b.html'}"]
     assert compare(*grid, "--measure", *files) == 0
-    second = json.loads((tmp_path / "b.json").read_text())
+    second = read_result(tmp_path / "b.json")
     for row in (*first["rows"], *second["rows"]):  # predicted by a CPU's rates, which are measured each time
         row |= dict.fromkeys(key for key in row if "predicted" in key or key in ("least_seconds", "pareto"))
     assert second["rows"] == first["rows"] and "4 from the cache" in capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     assert compare("--grid=remat=some,none", "--grid=width=32", f"--json={tmp_path / 'a.json'}") == 0
-    failed, row = json.loads((tmp_path / "a.json").read_text())["rows"]
+    failed, row = read_result(tmp_path / "a.json")["rows"]
     assert "ValueError: remat=some: give none or full (grid_program.py:" in failed["status"] and row["status"] == "ok"
     assert "best that fits" in capsys.readouterr().out
 

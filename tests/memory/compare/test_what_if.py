@@ -13,6 +13,7 @@ from bytescope.memory.devices import targets, xla_flags
 from bytescope.memory.seconds import ranking
 from bytescope.train.plan.config_factory import FACTORY
 from support.browser import Page
+from support.json_results import read_result
 from support.same_process import SameProcess
 
 GIB = 2**30
@@ -69,7 +70,7 @@ def test_variants_of_a_config_are_ranked_and_told_in_words(tmp_path, monkeypatch
     )
     files = [f"--json={tmp_path / 'w.json'}", f"--html={tmp_path / 'w.html'}"]
     assert command.main(["compare", "tiny", "h100:8", "--what-if", *files]) == 0
-    out = json.loads((tmp_path / "w.json").read_text())
+    out = read_result(tmp_path / "w.json")
     assert [(row["change"], row["effect"]) for row in out["rows"]] == [
         ("optimization level O1", "workspace +1.00 GiB, 10.0% faster"),
         ("as given", ""),
@@ -144,7 +145,7 @@ def test_a_users_program_is_traced_once_and_compiled_with_each_option(tmp_path, 
     monkeypatch.setattr(what_if, "VARIANTS", {name: what_if.VARIANTS[name] for name in tried})
     files, words = [f"--json={tmp_path / 'w.json'}"], ["compare", f"--program={file}:program", "h100", "--jobs=1"]
     assert command.main([*words, "--what-if", *files]) == 0
-    out = json.loads((tmp_path / "w.json").read_text())
+    out = read_result(tmp_path / "w.json")
     rows = {row["change"]: row for row in out["rows"]}
     assert set(rows) == {what_if.AS_GIVEN, "cuBLAS, no Triton products"} and "memory slop 50 %" in out["unchanged"]
     assert rows["cuBLAS, no Triton products"]["effect"] and rows[what_if.AS_GIVEN]["predicted_seconds"] > 0
@@ -152,7 +153,7 @@ def test_a_users_program_is_traced_once_and_compiled_with_each_option(tmp_path, 
     assert "with or without scan" in out["left_out"]
     # The flags are keys of a grid, too, and one that XLA does not know is refused.
     assert command.main([*words, f"--grid={SLOP}=50,95", f"--xla={GEMM}=false", *files]) == 0
-    out = json.loads((tmp_path / "w.json").read_text())
+    out = read_result(tmp_path / "w.json")
     assert [row["overrides"] for row in out["rows"]] == [{SLOP: 50}, {SLOP: 95}]
     assert out["given"] == f"--xla={GEMM}=false" and out["best"]["flags"].startswith(f"--xla={SLOP}=")
     capsys.readouterr()
@@ -164,7 +165,7 @@ def test_a_users_program_is_traced_once_and_compiled_with_each_option(tmp_path, 
 @pytest.mark.oracle("cuda")
 def test_what_if_of_tiny(tmp_path, capsys):
     assert command.main(["compare", "tiny", "h100:2", "--what-if", f"--json={tmp_path / 'w.json'}"]) == 0
-    out = json.loads((tmp_path / "w.json").read_text())
+    out = read_result(tmp_path / "w.json")
     told = {row["change"] for row in out["rows"]} | set(out["unchanged"]) | set(out["left_out"])
     assert set(what_if.VARIANTS) - {what_if.REMAT} < told and {"scan off", what_if.AS_GIVEN} <= told
     assert all(row["effect"] for row in out["rows"] if row["change"] != what_if.AS_GIVEN)

@@ -1,7 +1,5 @@
 """`bytescope names`: shapes, copies, bytes and the cost of making a name again, by hand counts."""
 
-import json
-
 import pytest
 
 from bytescope.memory.__main__ import main
@@ -9,6 +7,7 @@ from bytescope.memory.cost.named_tensors import named_tensors
 from bytescope.model.names import NAMES
 from bytescope.model.remat.policies import ADAPTERS, EXPERTS, LATENTS, QUANTIZED
 from bytescope.train.plan.block_description import trace_gradient
+from support.json_results import read_result
 from support.toy import small_program
 
 
@@ -75,7 +74,7 @@ def test_the_command_divides_over_the_mesh(capsys, tmp_path):
     )
     text = capsys.readouterr().out
     assert code == 0 and "mlp_norm" in text and max(len(line.rstrip()) for line in text.splitlines()) <= 100
-    rows = {row["name"]: row for row in json.loads(out.read_text())["names"]}
+    rows = {row["name"]: row for row in read_result(out)["names"]}
     assert rows["up"]["sharding"] == "B fsdp, F tensor" and rows["mid"]["sharding"] == "B fsdp"
     assert rows["up"]["bytes_per_layer"] == 64 * 128 * 384 * 4 // 8
     assert rows["mid"]["bytes_per_layer"] == 64 * 128 * 128 * 4 // 4

@@ -117,8 +117,8 @@ def test_a_program_that_fits_a_larger_pool_says_how_to_get_it():
 def test_what_lies_outside_of_the_pool_must_fit_the_rest_of_the_gpu():
     target = targets.parse("h100@0.92").to_json()
     rest = target["device_memory_bytes"] - target["limit_bytes"]
-    assert limits.outside_excess(target, target["limit_bytes"], rest) == 0
-    assert limits.outside_excess(target, target["limit_bytes"], rest + 5) == 5
+    assert limits.outside_excess(target, target["limit_bytes"], GIB, rest) == 0
+    assert limits.outside_excess(target, target["limit_bytes"], GIB, rest + 5) == 5
     [note] = limits.pool_notes(target, target["limit_bytes"], GIB, rest + GIB)
     assert "1.00 GiB more than the rest of the GPU: set XLA_CLIENT_MEM_FRACTION=0.9 or less" in note
 

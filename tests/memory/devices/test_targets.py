@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bytescope import memory
+from bytescope.memory import analysis
 from bytescope.memory.devices import chips, limits, platform, targets
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
@@ -167,6 +168,25 @@ def test_the_pool_of_cuda_async_limits_xlas_compiler_but_not_the_program(unset):
     assert targets.parse("v5e").pool_can_grow is False
     unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
     assert targets.parse("h100").pool_can_grow is False
+
+
+@pytest.mark.parametrize("allocator", ["cuda_async", "platform"])
+def test_nccl_and_code_share_the_gpu_with_an_allocator_that_takes_all_of_it(unset, allocator):
+    """A preallocated pool leaves the rest of the GPU for them; without one, the program can take what they need."""
+    unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", allocator)
+    target = targets.parse("h100:8")
+    outside, limit = chips.CONTEXT_BYTES + 2**30, target.limit_bytes
+    most = target.device_memory_bytes - outside
+    assert analysis._verdict(most, target, outside).fits
+    assert analysis._verdict(most + 1, target, outside).verdict == "exceeds" and most + 1 < limit
+    assert limits.outside_excess(target.to_json(), limit, most + 7, outside) == 7
+    [note] = limits.pool_notes(target.to_json(), limit, most + 2**20, outside)
+    assert "CUDA context, NCCL, code), 1.00 MiB more than the program leaves of the GPU" in note
+    assert limits.outside_excess(target.to_json(), 2**30, most + 7, outside) == 0, "a limit that the user chose"
+    unset.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "default")
+    assert (
+        limits.outside_excess(targets.parse("h100:8").to_json(), targets.parse("h100:8").limit_bytes, 0, outside) == 0
+    )
 
 
 def test_a_fraction_that_bytescope_set_is_not_the_users(unset):

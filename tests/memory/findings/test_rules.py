@@ -25,8 +25,15 @@ from bytescope.memory.hlo.shapes import HloShape
 from bytescope.memory.peak.buffer_placement import Activation, PlacedProgram
 from bytescope.memory.program.program_arguments import Argument, Arguments
 from bytescope.memory.records.parallel_records import Collective
-from bytescope.memory.records.report_record import ROWS, Buffer, RecomputedValue, ReportRecord, TimelinePoint
-from bytescope.memory.units import MIB
+from bytescope.memory.records.report_record import (
+    ROWS,
+    Buffer,
+    RecomputedValue,
+    ReportRecord,
+    TimelinePoint,
+    XlaBudget,
+)
+from bytescope.memory.units import GIB, MIB
 from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.program.config_files import flatten
 from support import programs
@@ -101,6 +108,29 @@ def test_xla_remat():
     assert (found.kind, found.bytes) == ("xla_remat", 4 * MIB)
     assert "recomputes 2 values of 4.00 MiB and 4 TFLOP in each call" in found.message
     assert found.message.endswith("fusion.3.remat2 at model.py:7")
+    budget = XlaBudget(limit_bytes=GIB, need_bytes=3 * GIB, margin_bytes=-GIB, unreduced_bytes=4 * GIB)
+    (short,) = findings.find(report(xla_recomputed=values, xla_budget=budget), NOTHING)
+    assert (short.kind, short.bytes) == ("xla_remat_falls_short", GIB), "one finding says both"
+    assert "take 3.00 GiB, from 4.00 GiB, and XLA allows 2.00 GiB; it recomputes 2 values of 4.00 MiB" in short.message
+    reached = dataclasses.replace(budget, margin_bytes=0)
+    assert kinds(report(xla_recomputed=values, xla_budget=reached), NOTHING) == {"xla_remat"}
+
+
+def test_layers_are_counted_by_their_numbers():
+    """32 layers with two equal temporaries in half of them are 32 layers; one layer would hold one or two of them."""
+    names = [f"jit(f)/transpose(jvp(M))/layer_{n}/mlp/w{k}/dot" for n in range(32) for k in range(1 + n % 2)]
+    buffers = [
+        Buffer(f"d.{i}", 32 * MIB, (8, 8), "bfloat16", "workspace", "backward", "mlp", source="m.py:1", op_name=name)
+        for i, name in enumerate(names)
+    ]
+    buffers = [dataclasses.replace(buffer, at_peak=True) for buffer in buffers]
+    peak = 2**31
+    (finding,) = findings.find(report(buffers=buffers, peak=peak), NOTHING)
+    assert finding.kind == "unrolled_layers" and finding.bytes == 48 * 32 * MIB - 48 * MIB
+    assert finding.message.startswith("temporaries of 32 unrolled layers are alive") and "48 x" in finding.message
+    unnamed = [dataclasses.replace(buffer, op_name="jit(f)/transpose(jvp(M))/dot") for buffer in buffers]
+    (finding,) = findings.find(report(buffers=unnamed, peak=peak), NOTHING)
+    assert finding.message.startswith("48 temporaries of unrolled layers are alive")
 
 
 def test_lasting_gathers_and_large_collective():

@@ -1,7 +1,6 @@
 """LoRA by formula: counts and bytes of the papers, a layer by hand, and the command."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -19,6 +18,7 @@ from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ModelShape,
 from bytescope.memory.formulas.training_state import ADAM
 from bytescope.train.plan.config_facts import PRECISIONS, question_of
 from bytescope.train.program.config_files import load_flat
+from support.json_results import read_result
 
 pytestmark = pytest.mark.quick
 
@@ -151,7 +151,7 @@ def test_the_command(capsys, tmp_path):
     out = capsys.readouterr().out
     assert "41,943,040 trained" in " ".join(out.split()) and "frozen parameters" in out
     assert max(map(len, out.splitlines())) <= 100
-    row = json.loads(path.read_text())["policies"]["full"]
+    row = read_result(path)["policies"]["full"]
     assert row["frozen"] == frozen(LLAMA_8B, "nf4") and row["params"] == 4 * 41943040
     main(["estimate", "llama_8b", "--lora-rank=0"])
     assert "frozen" not in capsys.readouterr().out

@@ -22,6 +22,7 @@ from bytescope.train.plan.assumed_model import parse_count
 from bytescope.train.plan.config_facts import OPTIMIZERS, PRECISIONS, question_of
 from bytescope.train.program.config_files import load_flat, purposes
 from support.browser import browse, one_file
+from support.json_results import read_result
 
 LLAMA_8B = Question(
     8_029_995_008,
@@ -116,7 +117,7 @@ def test_the_shipped_config_asks_that_question():
 def test_parameters_alone(capsys, tmp_path):
     code, out, err = run(capsys, "--params=7e9", f"--json={tmp_path / 'a.json'}")
     assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 100
-    document = json.loads((tmp_path / "a.json").read_text())
+    document = read_result(tmp_path / "a.json")
     row = document["policies"]["none"]
     assert row["params"] + row["gradients"] + row["optimizer"] == 112e9
     for number in ("14.00", "84.00", "7,000,000,000 parameters", "assumed"):
@@ -133,7 +134,7 @@ def test_a_screen_is_100_columns_at_every_size(capsys, count, unit):
 
 def test_flags_spread_the_state(capsys, tmp_path):
     run(capsys, "--params=7b", "--zero=2", "--data=64", "--tensor=1", f"--json={tmp_path / 'a.json'}")
-    document = json.loads((tmp_path / "a.json").read_text())
+    document = read_result(tmp_path / "a.json")
     assert sum(document["per_parameter"].values()) == 2 + 14 / 64
     run(
         capsys,
@@ -145,7 +146,7 @@ def test_flags_spread_the_state(capsys, tmp_path):
         "--precision=fp32",
         f"--json={tmp_path / 'a.json'}",
     )
-    document = json.loads((tmp_path / "a.json").read_text())
+    document = read_result(tmp_path / "a.json")
     assert sum(document["per_parameter"].values()) == 12 and document["question"]["layout"]["data"] == 16
 
 
@@ -366,7 +367,7 @@ def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
         words = shlex.split(command)
         code, _, err = run(capsys, *words[2:], f"--json={tmp_path / 'copied.json'}")
         assert (code, err) == (0, ""), command
-        document, shown = json.loads((tmp_path / "copied.json").read_text()), json.loads(shown)
+        document, shown = read_result(tmp_path / "copied.json"), json.loads(shown)
         assert shown["model_flops"] == pytest.approx(document["model_flops"], rel=1e-12)
         for policy, row in shown["policies"].items():
             assert row == pytest.approx({name: document["policies"][policy][name] for name in row}, rel=1e-12), command

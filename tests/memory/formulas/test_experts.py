@@ -1,7 +1,6 @@
 """Mixtures of experts by formula: published counts, layers of two kinds by hand, what the commands say of them."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from bytescope.model.remat.policies import POLICIES
 from bytescope.train.plan.config_facts import PRECISIONS, model_facts, question_of
 from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
+from support.json_results import read_result
 
 pytestmark = pytest.mark.quick
 
@@ -186,7 +186,7 @@ def test_an_estimate_tells_total_and_active(tmp_path, capsys):
         "--expert-parallel=8",
     ]
     assert main(["estimate", "--params=46702526464", *shape, f"--json={tmp_path / 'e.json'}"]) == 0
-    out, document = capsys.readouterr().out, json.loads((tmp_path / "e.json").read_text())
+    out, document = capsys.readouterr().out, read_result(tmp_path / "e.json")
     assert document["parameters"] == {"total": 46_702_526_464, "active": 12_879_659_008}
     assert "46,702,526,464 parameters" in out and "12,879,659,008 active" in out
     assert max(map(len, out.splitlines())) <= 100
@@ -198,7 +198,7 @@ def test_an_estimate_tells_total_and_active(tmp_path, capsys):
 
 def test_a_dense_model_is_active_as_a_whole(tmp_path):
     assert main(["estimate", "--params=7b", f"--json={tmp_path / 'e.json'}"]) == 0
-    assert json.loads((tmp_path / "e.json").read_text())["parameters"] == {"total": 7e9, "active": 7e9}
+    assert read_result(tmp_path / "e.json")["parameters"] == {"total": 7e9, "active": 7e9}
 
 
 def test_a_config_says_its_experts_and_its_attention():

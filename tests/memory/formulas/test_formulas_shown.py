@@ -2,7 +2,6 @@
 
 import dataclasses
 import io
-import json
 import re
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from bytescope.memory.formulas.reconcile import FormulaLine
 from bytescope.memory.records.report_record import load
 from bytescope.memory.view.figures import written_gap
 from bytescope.train.plan.config_grid import ConfigRow as Row
+from support.json_results import read_result
 from support.same_process import SameProcess
 
 MIB = 2**20
@@ -102,7 +102,7 @@ def test_the_report_command(capsys, tmp_path):
     file = tmp_path / "r.json"
     assert main(["report", *SMALL, "--config.remat.policy=full", "--formulas", f"--json={file}"]) == 0
     out = capsys.readouterr().out
-    assert json.loads(file.read_text())["formula"]["residual_bytes"] == 8192
+    assert read_result(file)["formula"]["residual_bytes"] == 8192
     assert load(file).breakdown["residuals"] == 8192, "a report as ever"
     line = next(line for line in out.splitlines() if line.startswith("activations kept"))
     assert line.split() == ["activations", "kept", "8.00", "KiB", "8.00", "KiB", "+0", "B", "+0.0", "%"]
@@ -123,7 +123,7 @@ def test_the_compare_command(tmp_path, monkeypatch, capsys):
         "--jobs=1",
     ]
     assert main([*words, "--formulas"]) == 0
-    dots, custom, wrong = json.loads(out.read_text())["rows"]
+    dots, custom, wrong = read_result(out)["rows"]
     assert dots["formula"]["residual_bytes"] is None and dots["formula"]["model_flops"] == dots["model_flops"]
     assert custom["formula"]["hardware_flops"] == custom["hardware_flops"]
     assert custom["formula"]["residual_bytes"] == 2 * (2 * 16 * 32 * 4 + 2 * 16 * 64 * 4)
@@ -133,4 +133,4 @@ def test_the_compare_command(tmp_path, monkeypatch, capsys):
     assert "no formula" in text and "custom(up)" in text
     words[words.index("--jobs=1")] = "--remat=dots"  # out of the cache
     assert main(words) == 0
-    assert json.loads(out.read_text())["rows"][0]["formula"] is None, "formulas are for those who ask"
+    assert read_result(out)["rows"][0]["formula"] is None, "formulas are for those who ask"

@@ -1,5 +1,6 @@
 """What an explanation says: causes, culprits, shardings, remedies that exist, one screen, and the page."""
 
+import dataclasses
 import importlib
 import mmap
 import random
@@ -17,6 +18,7 @@ from bytescope.memory.messages.remedies import BY_CAUSE, BY_FORM, REMEDIES, reme
 from bytescope.memory.messages.sharding_text import parse_sharding
 from bytescope.memory.view.console import plain_text
 from support import memory_messages as written
+from support.pages.sweep import check_page
 
 pytestmark = pytest.mark.quick
 
@@ -135,8 +137,11 @@ def test_equal_buffers_of_several_layers_are_one_row():
     buffers = [ListedBuffer(2**20, ArrayType("bfloat16", (8, 64)), f"jit(f)/jvp(Net)/h_{i}/mlp/add") for i in (3, 7, 5)]
     (culprit,) = culprits.describe([*buffers], "gpu_buffers")
     assert culprit.count == 3 and culprit.layers == (3, 5, 7) and culprit.bytes == 3 * 2**20
-    assert explanation_text.culprit_name(culprit) == "3 x bfloat16[8,64], layers 3 to 7"
-    assert "source line not in the message" in explanation_text.culprit_origin(culprit)
+    assert explanation_text.culprit_name(culprit) == "3 x bfloat16[8,64]"
+    origin = explanation_text.culprit_origin(culprit)
+    assert "; layers 3 to 7; mlp add; source line not in the message" in origin
+    library = dataclasses.replace(culprit, source="/usr/lib/python3.9/contextlib.py:84")
+    assert explanation_text.culprit_origin(library).endswith("; source line in Python's library")
 
 
 def test_a_rematerialization_warning_becomes_a_need():
@@ -217,3 +222,16 @@ def test_the_page_has_a_bar_for_each_buffer():
     assert page.count('class="c-workspace"') == len(found.culprits) > 0
     assert sample.shape in page and "<script>alert" not in page and found.cause in page
     assert "No message" in memory.explain("").to_html() or "no message" in memory.explain("").to_html()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["gpu_buffers", "tpu_padding", "spmd", "bfc"])
+def test_the_page_is_sound_when_it_is_used(form, browser):
+    page = memory.explain(getattr(written, form)(random.Random(4)).text).to_html()
+    check_page(browser, page)
+    browser.open(page, 1440)
+    if 'id="explained-buffers"' in page:  # a click on a heading sorts the table
+        heading = "document.querySelectorAll('#explained-buffers thead th')[1]"
+        browser.call(f"{heading}.querySelector('button').click()")
+        assert browser.call(f"{heading}.getAttribute('aria-sort')") in ("ascending", "descending")
+    assert not browser.errors()

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from bytescope.memory.findings import finding_rules
-from bytescope.memory.messages import post_mortem_text as text
+from bytescope.memory.messages import explanation_page, explanation_text
 from bytescope.memory.messages.explanation import explain
-from bytescope.memory.messages.post_mortem import _BATCH, HeldArrays, PostMortem, ways_out
+from bytescope.memory.messages.post_mortem import _BATCH, HeldArrays, PostMortem, memory_sum, ways_out
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ROWS, Buffer, Finding, ReportRecord
 from bytescope.memory.report import report_page
@@ -65,6 +65,14 @@ def test_no_finding_that_takes_more_memory_and_none_said_twice():
     assert {spare.kind, saves.kind} <= {rule.__name__ for rule in finding_rules.RULES}, "the findings are called so"
 
 
+def test_attention_scores_are_not_computed_in_parts():
+    name = "jit(f)/jvp(D)/attn/bqhd,bkhd->bhqk/dot_general"
+    scores = dataclasses.replace(WIDE, shape=(8, 512, 512), op_name=name)
+    flash, checkpoint, parts = ways_out(report_of(KEPT, scores, dataclasses.replace(WIDE, source="other.py:3")))
+    assert 'jax.nn.dot_product_attention(..., implementation="cudnn")' in flash.words and flash.bytes == 3 * GIB
+    assert "jax.checkpoint" in checkpoint.words and "of other.py:3 in parts" in parts.words
+
+
 def test_what_the_step_does_not_need_comes_first():
     held = (HeldArrays((8, 8), "float32", 3, 3 * GIB, 2, 2 * GIB), HeldArrays((), "int32", 5, 20, 5, 20))
     first, *_ = ways_out(report_of(KEPT), held)
@@ -116,12 +124,13 @@ def test_it_is_one_screen_whatever_is_held(width):
         ),
     )
     console = Console(width=width, file=io.StringIO(), record=True, markup=False)
-    console.print(text.render(found, ("memory-post-mortem.html",)), crop=False)
+    console.print(explanation_text.render(found.explanation, ("memory-post-mortem.html",)), crop=False)
     shown = console.export_text()
     lines = shown.splitlines()
-    assert len(lines) <= 40 and max(map(len, lines)) <= width
+    assert len(lines) <= 45 and max(map(len, lines)) <= width
     whole = " ".join(shown.split())
-    assert "call 312, on NVIDIA H200" in whole and "45 more shapes" in whole and "largest free block 1.00 MiB" in whole
+    assert "call 312, on NVIDIA H200" in whole and "largest free block 1.00 MiB" in whole
+    assert "memory-post-mortem.html" in whole and "96 more" in whole, "2 buffers and 2 x 2 of the arrays are shown"
     assert f"together {9 * GIB / GIB + sum(group.other_bytes for group in held) / GIB:.2f} GiB of 8.00 GiB" in whole
 
 
@@ -138,10 +147,56 @@ def test_the_json_is_a_report_too(tmp_path):
 
 def test_what_fits_by_the_figures_is_said_to():
     found = PostMortem("step", 1, "RESOURCE_EXHAUSTED", report=report_of(KEPT))
-    assert text.memory_sum(found).startswith("the step takes 6.00 GiB of 8.00 GiB, 2.00 GiB should be left")
-    assert text.memory_sum(dataclasses.replace(found, allocator={"bytes_limit": GIB})).endswith(
-        "of 1.00 GiB, 5.00 GiB too much"
+    assert memory_sum(found).startswith("The step takes 6.00 GiB of 8.00 GiB, 2.00 GiB should be left")
+    assert memory_sum(dataclasses.replace(found, allocator={"bytes_limit": GIB})).endswith(
+        "of 1.00 GiB, 5.00 GiB too much."
     )
+
+
+@pytest.mark.parametrize(
+    ("others", "limit", "cause", "words"),
+    [
+        (0, 8 * GIB, "unknown", "should fit by their figures"),
+        (3 * GIB, 8 * GIB, "device_full", "The step alone fits."),
+        (0, 5 * GIB, "saved_activations", "the forward pass keeps them"),
+    ],
+)
+def test_the_figures_of_the_process_decide_what_the_text_leaves_open(others, limit, cause, words):
+    held = (HeldArrays((3,), "float32", 1, others, 1, others),) if others else ()
+    found = PostMortem("step", 1, "RESOURCE_EXHAUSTED: x", held=held, allocator={"bytes_limit": limit})
+    found = dataclasses.replace(found, report=report_of(KEPT)).explanation
+    assert found.cause_kind == cause and words in found.cause
+    assert found.figures.get("missing", 0) == max(6 * GIB + others - limit, 0)
+    assert ("which may be enough" in plain_text(explanation_text.render(found), 100)) is (cause != "unknown")
+
+
+def test_buffers_of_the_report_and_other_arrays_are_one_list():
+    layers = [
+        dataclasses.replace(KEPT, module=f"Decoder/layer_{n}", bytes=GIB, op_name="jit(f)/jvp(D)/mlp/mul")
+        for n in (3, 4)
+    ]
+    scores = dataclasses.replace(WIDE, shape=(8, 512, 512), op_name="jit(f)/jvp(D)/attn/bqhd,bkhd->bhqk/dot_general")
+    gone = dataclasses.replace(WIDE, at_peak=False)
+    held = (HeldArrays((7,), "int8", 3, 6 * GIB, 2, 4 * GIB),)
+    found = PostMortem(
+        "step", 1, "RESOURCE_EXHAUSTED: x", held=held, report=report_of(*layers, scores, gone)
+    ).explanation
+    rows = [(c.count, c.shape, c.bytes, c.identity, c.category, c.layers) for c in found.culprits]
+    assert rows == [
+        (2, "int8[7]", 4 * GIB, "other", "", ()),
+        (1, "bfloat16[8,512,512]", 3 * GIB, "scores", "workspace", ()),
+        (2, "float32[2,3]", 2 * GIB, "saved", "residuals", (3, 4)),
+    ]
+    page = explanation_page.page_content(found)
+    assert [bar["row"] for bar in page["bars"]] == ["unattributed", "workspace", "residuals"]
+    text = plain_text(explanation_text.render(found), 120)
+    assert (
+        "2 x float32[2,3] " in text
+        and "layers 3 to 4" in text
+        and "live arrays that are not arguments of the step" in text
+    )
+    uncompiled = PostMortem("step", 1, "RESOURCE_EXHAUSTED: x", held=held).explanation
+    assert [(c.count, c.identity) for c in uncompiled.culprits] == [(2, "other"), (1, "argument")]
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -149,13 +204,14 @@ def test_the_buffers_and_the_cause_of_the_exception_are_shown(width):
     sample = memory_messages.gpu_buffers(random.Random(2))
     held = tuple(HeldArrays((number,), "float32", 1, MIB, 1, MIB) for number in range(9))
     report = report_of(KEPT, WIDE)
-    found = PostMortem(
-        "step", 1, "RESOURCE_EXHAUSTED", held=held, report=report, explanation=explain(sample.text, report)
-    )
-    shown = plain_text(text.render(found), width)
-    assert found.cause and f"cause: {found.cause}" in " ".join(shown.split())
-    assert "largest buffers" in shown and len(shown.splitlines()) <= 40
-    assert found.cause in report_page.render(report, found)
+    found = PostMortem("step", 1, "RESOURCE_EXHAUSTED", held=held, report=report, text=sample.text)
+    alone = explain(sample.text, report)
+    assert (found.explanation.cause_kind, found.explanation.cause) == (alone.cause_kind, alone.cause)
+    assert found.explanation.requested_bytes == sample.requested
+    shown = plain_text(explanation_text.render(found.explanation), width)
+    whole = " ".join(shown.split())
+    assert f"cause: {alone.cause} {alone.evidence} " in whole and "The step takes 9.00 GiB" in whole
+    assert "largest buffers" in shown and len(shown.splitlines()) <= 45
+    page = report_page.render(report, found)
+    assert alone.cause in page and 'id="explained-buffers"' in page and alone.culprits[0].shape in page
     assert found.to_json()["post_mortem"]["explanation"]["requested_bytes"] == sample.requested
-    unknown = dataclasses.replace(found, explanation=explain(memory_messages.plain(random.Random(1)).text))
-    assert not unknown.cause and "cause: " not in plain_text(text.render(unknown), width)

@@ -67,11 +67,11 @@ def override_lines() -> list[bytes]:
 
 
 def read_overrides(data: bytes, folder: Path) -> None:
+    from bytescope.train.commands.config_arguments import split_overrides
     from bytescope.train.plan.config_factory import check_config
-    from bytescope.train.program import config_files as config
     from bytescope.train.program.config_files import load_flat
 
-    _, overrides = config.split_overrides(words(data).split("\n"))
+    _, overrides = split_overrides(words(data).split("\n"))
     check_config(CONFIG, overrides)
     strict(load_flat(CONFIG, overrides))
 

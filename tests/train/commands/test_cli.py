@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS, GROUPS
+from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, make_parser
+from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick
 
@@ -17,8 +18,10 @@ def test_every_command_is_in_the_overview_once(capsys):
     assert cli.main([]) == cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     names = [name for group in GROUPS.values() for name in group]
-    assert names == list(COMMANDS)
+    assert sorted([*names, *LISTS]) == sorted(COMMANDS) and len(names) <= 25
     assert all(f"\n  {name} " in text for name in names) and max(map(len, text.splitlines())) <= 80
+    assert "\n  list        list configs, targets, keys and policies\n" in text
+    assert not any(f"\n  {name} " in text for name in LISTS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -62,12 +65,13 @@ def test_the_trainers_config_by_position():
     ("words", "message"),
     [
         (["reprot"], "unknown command 'reprot': did you mean report?"),
-        (["xyzzy"], "of train, prepare, generate, score"),
+        (["xyzzy"], "of report, explain, names, diff"),
         (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
         (["train", "tiny", "--config=char"], "config is given twice"),
         (["fit"], "no config: give --config=FILE"),
         (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
         (["keys", "--grep=qqq"], "--grep=qqq: no row that bytescope keys prints contains this word"),
+        (["list", "keys", "--grep=qqq"], "--grep=qqq: no row that bytescope keys prints contains this word"),
         (["configs", "--config.a=1"], "takes no --config.a"),
         (["prepare"], "required"),
         (["compare", "--jobs=x"], "--jobs"),
@@ -93,6 +97,37 @@ def test_mistakes_are_one_line(words, message, capsys):
 def test_lists(words, expected, capsys):
     assert cli.main(words) == 0
     assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_each_list_has_two_spellings(name, capsys):
+    lists = []
+    for words in ([name], ["list", name]):
+        assert cli.main(words) == 0
+        lists.append(capsys.readouterr().out)
+    assert lists[0] == lists[1] != ""
+
+
+def test_every_command_with_figures_writes_json():
+    without = {"train", "prepare", "generate", "export", "page", "completion"}
+    with_json = {name for name in COMMANDS if "--json" in make_parser(name)._option_string_actions}
+    assert with_json == set(COMMANDS) - without
+
+
+@pytest.mark.parametrize(
+    ("words", "key"), [("keys --grep=remat.policy", "keys"), ("list policies", "policies"), ("configs", "configs")]
+)
+def test_lists_as_json(words, key, tmp_path, capsys):
+    assert cli.main([*words.split(), "--json=-"]) == cli.main([*words.split(), f"--json={tmp_path / 'a.json'}"]) == 0
+    out, table = capsys.readouterr().out.split("\n}\n")
+    rows = result_of(out + "}")[key]
+    assert rows == read_result(tmp_path / "a.json")[key]
+    assert all(next(iter(row.values())) in table for row in rows) and len(rows) > 0
+
+
+def test_annotations_and_json_cannot_share_the_output(capsys):
+    assert cli.main(["diff", "a.json", "b.json", "--github", "--json=-"]) == 2
+    assert "give --json=FILE instead of --json=-" in capsys.readouterr().err
 
 
 def test_every_key_has_a_meaning():

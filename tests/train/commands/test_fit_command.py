@@ -17,6 +17,7 @@ from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.train.plan.fit import fit_walk as walks
 from support.described import WIDE_GPU
 from support.fit_trials import GIB
+from support.json_results import read_result
 from support.same_process import SameProcess
 from support.screen import seen, terminal
 
@@ -75,7 +76,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
             == code
         )
         assert "<html" in (tmp_path / "f.html").read_text()
-        return json.loads((tmp_path / "f.json").read_text()), capsys.readouterr().out
+        return read_result(tmp_path / "f.json"), capsys.readouterr().out
 
     nothing, told = fit("100KiB", 3)
     none, full = [step["allocated_bytes"] for step in nothing["walk"]]
@@ -170,7 +171,7 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
         f"--html={tmp_path / 'f.html'}",
     ]
     assert command.main(words) == 130
-    out = json.loads((tmp_path / "f.json").read_text())
+    out = read_result(tmp_path / "f.json")
     assert out["stopped"] == "Ctrl-C" and out["best"]["allocated_bytes"] == GIB
     assert [step["fits"] for step in out["walk"]] == [False, True] and "<html" in (tmp_path / "f.html").read_text()
     told = capsys.readouterr().out
@@ -183,11 +184,11 @@ def test_an_option_of_xla_is_found_where_little_memory_is_missing(tmp_path, caps
     """Full recomputation lacks 1.5 % of the budget; the step without XLA's latency-hiding scheduler fits."""
     words = ["tiny", "h100:2", *(f"--config.{key}={value}" for key, value in WIDE_GPU.items())]
     assert command.main(["compare", *words, "--remat=full", f"--json={tmp_path / 'c.json'}"]) == 0
-    row = json.loads((tmp_path / "c.json").read_text())["rows"][0]
+    row = read_result(tmp_path / "c.json")["rows"][0]
     budget = int(row["allocated_bytes"] / 1.015)
     asked = [f"--budget={budget}B", "--levers=remat,xla", f"--json={tmp_path / 'f.json'}"]
     assert command.main(["fit", *words, *asked]) == 0
-    out = json.loads((tmp_path / "f.json").read_text())
+    out = read_result(tmp_path / "f.json")
     tried = [step for step in out["walk"] if step["stage"] == "compiler"]
     assert 0 < len(tried) <= 4 and any(step["fits"] for step in tried)
     assert not any(step["fits"] for step in out["walk"] if step["stage"] != "compiler")

@@ -13,6 +13,7 @@ from bytescope.train.generate.request import Request
 from bytescope.train.quantize import quantize_work
 from bytescope.train.quantize.output import Output
 from bytescope.train.weights.folder import Folder
+from support.json_results import read_result
 from support.models import weights
 from support.models.generating import alone, engine_of
 from support.pages.sweep import check_page
@@ -76,7 +77,7 @@ def made(home):
                 )
                 == 0
             )
-            found[name] = json.loads((home / f"{name}.json").read_text())
+            found[name] = read_result(home / f"{name}.json")
     return found
 
 
@@ -188,7 +189,7 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     assert code == 0 and len(calls) == 7  # the first layer was written
     for file in ("model.safetensors", "config.json"):
         assert (home / "again" / file).read_bytes() == (home / "awq" / file).read_bytes()
-    again = json.loads((home / "again.json").read_text())
+    again = read_result(home / "again.json")
     assert again["layers"] == made["awq"]["layers"] and again["after"] == made["awq"]["after"]
 
 

@@ -1,7 +1,6 @@
 """The pool of pages: what the limit leaves, to the byte, and how many sequences it holds."""
 
 import argparse
-import json
 
 import jax
 import pytest
@@ -16,6 +15,7 @@ from bytescope.train.generate.model_source import DTYPES, UNQUANTIZED, describe_
 from bytescope.train.program.config_files import load
 from bytescope.train.user_errors import DoesNotFit
 from support.browser import body
+from support.json_results import read_result
 from support.pages.sweep import check_page
 from support.rows import make_report
 
@@ -108,7 +108,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "weights" in out and "sharded over fsdp 1 x tensor 2" in out
     assert cli.main([*command, "--kv=int8", "--json=narrow.json"]) == 0
-    two, narrow = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("two", "narrow"))
+    two, narrow = (read_result(tmp_path / f"{name}.json") for name in ("two", "narrow"))
     assert two["weights"] < narrow["weights"] and two["pages"] == narrow["pages"] == 8 * 16 + 1
     report = two["reports"]["one token each"]
     assert report["breakdown"]["params"] == two["weights"] and report["breakdown"]["cache"] == two["pool_bytes"]

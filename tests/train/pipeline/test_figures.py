@@ -1,6 +1,5 @@
 """Bubbles and stashes: the published formulas, the simulation of tables, and the command that draws them."""
 
-import json
 from fractions import Fraction
 
 import pytest
@@ -15,6 +14,7 @@ from bytescope.train.pipeline.schedule_figures import (
     stash_by_stage,
 )
 from bytescope.train.pipeline.schedules import make_schedule
+from support.json_results import read_result
 
 pytestmark = pytest.mark.quick
 
@@ -98,7 +98,7 @@ def test_the_command_draws_a_schedule_and_writes_it(capsys, tmp_path):
     assert main(["pipeline", "--stages=2", "--micro-batches=4", "--schedule=1f1b", "--layers=5", *files]) == 0
     out = capsys.readouterr().out
     assert "stage 0  ffXXbb" in out and "stage 1  ·XXXX·" in out and "20.0%" in out
-    (found,) = json.loads((tmp_path / "s.json").read_text())["schedules"]
+    (found,) = read_result(tmp_path / "s.json")["schedules"]
     assert found["stash_slots"] == [3, 1] and found["layers"] == [3, 2] and found["bubble"] == pytest.approx(0.2)
     assert found["forward"][0] == [[0, 0, 0], [-1, -1, -1]]
     page = (tmp_path / "s.html").read_text()

@@ -22,6 +22,7 @@ from bytescope.train.plan.frontier import Fixed, Front, Point
 from bytescope.train.plan.trials import Stopped
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.json_results import read_result
 from support.same_process import SameProcess
 
 GIB = 2**30
@@ -320,7 +321,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         f"--html={tmp_path / 'f.html'}",
     ]
     assert command.main(words) == 0
-    out = json.loads((tmp_path / "f.json").read_text())
+    out = read_result(tmp_path / "f.json")
     points, fixed = out["points"], {policy["policy"]: policy for policy in out["fixed"]}
     assert {"full", "none", "minimal", "dots", "sqrt"} <= set(fixed) and len(points) == 4 and not out["missing"]
     ends = sorted(fixed[name]["allocated_bytes"] for name in (FULL, NONE))
@@ -342,7 +343,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
     assert command.main([*words[:-2], f"--json={tmp_path / 'again.json'}"]) == 0
-    again = json.loads((tmp_path / "again.json").read_text())
+    again = read_result(tmp_path / "again.json")
     assert again["points"] == points and again["fixed"] == out["fixed"] and again["compiled"] == 0
     # What a point's flags say is what was compiled for it.
     flags = re.findall(r"--config\.(\S+?)=([^'\s]*)", points[1]["flags"])

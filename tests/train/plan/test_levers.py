@@ -16,6 +16,7 @@ from bytescope.train.plan import levers, levers_view
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.json_results import read_result
 from support.same_process import SameProcess
 
 GIB = 2**30
@@ -217,7 +218,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         f"--json={tmp_path / 'l.json'}",
     ]
     assert command.main(words) == 0
-    out = json.loads((tmp_path / "l.json").read_text())
+    out = read_result(tmp_path / "l.json")
     assert [one["stage"] for one in out["levels"]] == ["fp32", "selective", "loss"]
     assert "choose one of" in out["left_out"]["full"] and out["first_that_fits"] == "fp32"
     first, selective, loss = out["levels"]

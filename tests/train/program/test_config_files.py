@@ -5,7 +5,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
-from bytescope.train.program.config_files import flatten, load, override, split_overrides
+from bytescope.train.commands.config_arguments import split_overrides
+from bytescope.train.program.config_files import flatten, load, override
 from bytescope.train.program.program import build
 from bytescope.train.source import SHIPPED
 from bytescope.train.user_errors import UserError

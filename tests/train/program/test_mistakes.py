@@ -5,6 +5,7 @@ import os
 import pytest
 
 from bytescope.train import cli
+from bytescope.train.commands.registry import COMMANDS
 from support.models.mistakes import LONE, LONG, OF_MODELS
 
 pytestmark = pytest.mark.quick
@@ -57,6 +58,9 @@ def leave(state):
 def exits():
     return leave, (jnp.ones(3),)
 
+def update():
+    return lambda state: state + 1, (jnp.ones(3),)
+
 def huge():
     return lambda state: state + 1, (jax.ShapeDtypeStruct((WIDE, WIDE), jnp.float32),)
 
@@ -64,6 +68,7 @@ def widened():
     return lambda state: jax.jit(lambda s: s[0] * jnp.zeros((WIDE, WIDE)))(state).sum(), (jnp.ones(3),)
 """
 FILES = {
+    "budgets.toml": '[tool.bytescope.budgets]\nmlp = { program = "a:b", target = "cpu" }\n',
     "exits.py": "import sys\nsys.exit(7)\n",
     "interrupts.py": "raise KeyboardInterrupt\n",
     "empty.py": "",
@@ -208,6 +213,12 @@ MISTAKES = {
         ("tyni", "did you mean tiny?"),
         ("tiny h100 --json=/no/such/folder/x", "no folder"),
         ("tiny h100 --formulas", "unrecognized"),
+        ("tiny --program=a:b", "tiny is not a target"),
+        ("--config=tiny --program=a:b", "a config and --program cannot be combined"),
+        ("--program=a:b --config.train.steps=1", "--config.train.steps cannot be used with --program"),
+        ("--program=nowhere", "does not name a function"),
+        ("--program=step.py:exits cpu", "step.py:exits: SystemExit: 3"),
+        ("--program=step.py:update cpu", "step.py:update: the loss must return a scalar"),
     ],
     "diff": [
         ("", "required"),
@@ -376,6 +387,7 @@ MISTAKES = {
         ("--rates=/no/x", "/no/x"),
         ("--config.model.n_layers=2", "leave it out"),
     ],
+    "list": [("", "required"), ("key", "did you mean keys?"), ("keys --grep=qqq", "no row")],
     "configs": [
         ("--grep=qqq", "--grep=qqq"),
         ("tiny", "unrecognized"),
@@ -522,6 +534,25 @@ MISTAKES["pipeline"] = [
     ("tiny --stages=4 --micro-batches=4", "unrecognized"),
     ("--stages=4 --micro-batches=4 --config.train.steps=1", "takes no --config.train.steps"),
 ]
+MISTAKES["check"] = [
+    ("", "there is no pyproject.toml in "),
+    ("--pyproject=notes.md", "notes.md has no budgets"),
+    ("--pyproject=text.txt", "text.txt is not TOML"),
+    ("--pyproject=missing.toml", "cannot read missing.toml: No such file"),
+    ("--pyproject=/dev/zero", "cannot read /dev/zero: It is a device"),
+    ("--pyproject=.", "cannot read "),
+    ("--pyproject=", "the name is empty"),
+    ("--pyproject=budgets.toml mpl", "there is no budget mpl: did you mean mlp?"),
+    ("--pyproject=budgets.toml --baseline=foreign.json", "the baseline foreign.json has another layout"),
+    ("--pyproject=budgets.toml --baseline=notes.md", "the baseline notes.md is not JSON"),
+    ("--pyproject=budgets.toml --baseline=/dev/zero", "It is a device"),
+    ("--pyproject=budgets.toml --update-baseline", "no budget has a baseline to update"),
+    ("--pyproject=budgets.toml --update-baseline --baseline=b.json", "leave out --baseline"),
+    ("--pyproject=budgets.toml --jobs=0", "give 1 or more"),
+    ("--pyproject=budgets.toml --json=/no/such/folder/x", "no folder"),
+    ("--pyproject=budgets.toml --config.train.steps=1", "takes no --config.train.steps"),
+    ("--pyproject=budgets.toml --githib", "did you mean --github?"),
+]
 ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
 
 
@@ -552,4 +583,4 @@ def test_a_mistake_is_one_line(command, words, message, folder, monkeypatch, cap
 
 
 def test_there_are_enough_of_them():
-    assert len(ROWS) > 200 and set(MISTAKES) - {""} == {name for names in cli.GROUPS.values() for name in names}
+    assert len(ROWS) > 200 and set(MISTAKES) - {""} == set(COMMANDS)

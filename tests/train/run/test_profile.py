@@ -15,6 +15,7 @@ from bytescope.train.run import loop
 from bytescope.train.run.profile import ProfiledUpdates
 from bytescope.train.user_errors import UserError
 from support.command_line import train as main
+from support.json_results import read_result
 from support.toy import small_config
 
 TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
@@ -166,7 +167,7 @@ def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, ca
     shown = capsys.readouterr().out
     table = out[start : out.index("predicted ", start)]
     assert shown.startswith(table) and max(map(len, table.splitlines())) == 100
-    again = json.loads((tmp_path / "again.json").read_text())
+    again = read_result(tmp_path / "again.json")
     taken = dict.fromkeys(key for key in breakdown if key.startswith(("predicted", "at_least")))
     assert {**again, **taken} == {**breakdown, **taken} and len(taken) == 4
 

@@ -11,6 +11,7 @@ from bytescope.memory.seconds import step_schedule
 from bytescope.train import cli
 from bytescope.train.plan.validation import validation_result, validation_runs
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from support.json_results import read_result
 
 pytestmark = pytest.mark.quick
 
@@ -106,7 +107,7 @@ def test_the_command_scores_rows_of_a_published_set(tmp_path, capsys):
     """Answered without a compile; then no row is asked for."""
     words = ["validate", "--set=jax", "--gpus=8", f"--folder={tmp_path}", f"--json={tmp_path / 'v.json'}"]
     assert cli.main(words) == 0
-    assert Pool.asked and json.loads((tmp_path / "v.json").read_text())["rows"]
+    assert Pool.asked and read_result(tmp_path / "v.json")["rows"]
     assert capsys.readouterr().out
     assert cli.main(["validate", "--gpus=7", f"--folder={tmp_path}"]) == 2
 

@@ -1,0 +1,208 @@
+"""bytescope init-program: writes a file with a program for `bytescope report` from a training script.
+
+The script runs in a child process, because it may end, crash or hang. The child answers in a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.commands.arguments import Parser, show_written, user_path, write
+from bytescope.memory.errors import ReportError, in_one_line, message_of
+from bytescope.memory.program import program_file
+
+# Exit code if pieces are missing.
+_MISSING = 1
+_LAST_LINES = 10
+_CHILD = "import sys; from bytescope.memory.commands.init_command import answer; answer(sys.argv[1])"
+
+
+_EXAMPLES = """\
+examples:
+  bytescope init-program train.py h100:8
+  bytescope init-program train.py h100:8 -- --config=small
+  bytescope init-program train.py --value='train.py:40=int32[8,1024]'
+
+exit codes: 0 the file was written, 1 pieces are missing, which are printed,
+2 a mistake in the command or its files, 130 stopped by Ctrl-C"""
+
+
+def make_parser() -> Parser:
+    """Returns the parser of `bytescope init-program`, without the arguments of the script, which follow `--`."""
+    parser = Parser(
+        prog="bytescope init-program",
+        usage="bytescope init-program SCRIPT [TARGET] [options] [-- arguments of the script]",
+        description="Runs a training script up to its first training step, without its data and without an "
+        "accelerator, and writes a file for bytescope report --program. Or prints what is missing, with file and line.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="the training script; its own arguments follow --")
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        default="h100",
+        help="the devices for which the script runs, such as h100:8; the script sees as many devices (default h100)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=user_path,
+        default=Path("bytescope_program.py"),
+        help="the file to write (default bytescope_program.py)",
+    )
+    parser.add_argument(
+        "--value",
+        metavar="LINE=VALUE",
+        action="append",
+        default=[],
+        help="what a line of the script returns where its data is missing: a shape or a number, such as "
+        "train.py:40=int32[8,128], or train.py:40=image:float32[8,28,28],label:int32[8]; repeat the flag for more "
+        "lines",
+    )
+    parser.add_argument(
+        "--without",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="treat an installed package as missing, such as one that loads data; repeat the flag for more packages",
+    )
+    parser.add_argument(
+        "--auto-axes",
+        action="store_true",
+        help="for scripts written before jax 0.9: meshes of jax.make_mesh have axes of the type Auto, not Explicit",
+    )
+    parser.add_argument(
+        "--step", metavar="NAME", help="the function that is the step (default: the first one that trains)"
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=int, default=600, help="stop the script after SECONDS (default 600)"
+    )
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the command line. The arguments of the script follow `--`."""
+    own, script_arguments = list(argv), []
+    if "--" in own:
+        at = own.index("--")
+        own, script_arguments = own[:at], own[at + 1 :]
+    args = make_parser().parse_intermixed_args(own)
+    args.argv, args.overrides = script_arguments, []
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `bytescope init-program`. Returns 0 if the file was written, 1 if pieces are missing; these are printed."""
+    from bytescope.memory.devices import targets
+
+    _check(args)
+    request = {
+        "script": args.script,
+        "argv": args.argv,
+        "values": dict(map(_split_value, args.value)),
+        "without": args.without,
+        "step": args.step,
+        "auto_axes": args.auto_axes,
+        "out": str(args.out),
+        "target": args.target,
+        "devices": targets.parse(args.target).n_devices,
+    }
+    result = _run_child(request, args.timeout)
+    if "error" in result:
+        raise ReportError(result["error"])
+    if "missing" in result:
+        print(f"{args.script}: no program was written; missing:")
+        for place, text in result["missing"]:
+            print(f"  {place or args.script}: {in_one_line(text)}")
+        return _MISSING
+    write(args.out, result["text"])
+    print(f"found {result['step']}")
+    show_written(args.out)
+    print(f"next: bytescope report --program={args.out}:program {args.target}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if not os.path.isfile(args.script):
+        raise ReportError(f"the script {args.script} does not exist: give the path of a Python file")
+    folder = args.out.absolute().parent
+    if not folder.is_dir():
+        raise ReportError(f"cannot write {args.out}: there is no folder {folder}; create it or give another file")
+    if args.out.exists() and not args.out.read_text(errors="replace").startswith(program_file.MARK):
+        raise ReportError(f"{args.out} exists and init-program did not write it: give another file with --out")
+
+
+def _split_value(text: str) -> tuple[str, str]:
+    line, equals, value = text.rpartition("=")
+    if not equals or ":" not in line:
+        raise ReportError(
+            f"--value={text} names no line: write file.py:LINE=dtype[dimensions], as train.py:40=int32[8]"
+        )
+    return line, value
+
+
+def _run_child(request: dict[str, Any], timeout: int) -> dict[str, Any]:
+    """Runs the script in a child process. Returns the child's answer (`answer`)."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer_file, log_file = Path(folder) / "answer.json", Path(folder) / "log.txt"
+        arguments = json.dumps({**request, "answer": str(answer_file)})
+        # The script sees the target's number of devices, whatever this shell simulates.
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(request["devices"])}
+        with log_file.open("wb") as log:
+            try:
+                child = subprocess.run(
+                    [sys.executable, "-c", _CHILD, arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    timeout=timeout,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise ReportError(
+                    f"{request['script']} has not reached a training step after {timeout} s: give a larger --timeout, "
+                    "or arguments of the script after -- that make it start sooner"
+                ) from None
+        if answer_file.exists():
+            answered: dict[str, Any] = json.loads(answer_file.read_text())
+            return answered
+        lines = log_file.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        print("\n".join(lines), file=sys.stderr)
+        raise ReportError(
+            f"{request['script']} ended the process with exit code {child.returncode} before its training step: its "
+            "last lines are above"
+        )
+
+
+def answer(arguments: str) -> None:
+    """Runs the script of a request (JSON) in this process, and writes the answer as JSON: `text` and `step` of the
+    program file, the list `missing`, or `error`."""
+    from bytescope.memory.program.script_capture import capture
+    from bytescope.memory.program.stand_ins import MissingPiece
+
+    request = json.loads(arguments)
+    script, argv = request["script"], request["argv"]
+    options = {key: request[key] for key in ("step", "without", "auto_axes")}
+    try:
+        captured = capture(script, argv, values=request["values"], **options)
+        out, target = Path(request["out"]), request["target"]
+        text = program_file.file_text(captured, script, argv, out=out, target=target, **options)
+        result: dict[str, Any] = {"text": text, "step": f"{captured.defined}, called at {captured.called}"}
+    except MissingPiece as missing:
+        result = {"missing": [(str(place) if place else None, text) for place, text in missing.pieces]}
+    except ReportError as error:
+        result = {"error": message_of(error)}
+    Path(request["answer"]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    os._exit(0)  # threads and exit handlers of the script do not matter

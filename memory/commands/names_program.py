@@ -1,0 +1,96 @@
+"""bytescope names --program: lists the values of a user's loss function that remat policies can save.
+
+`train.commands.names_command` lists the named tensors of a config's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.commands.arguments import show_written
+from bytescope.memory.commands.json_output import TRACED, write_json
+from bytescope.memory.errors import ReportError
+from bytescope.memory.program import user_program
+from bytescope.memory.remat.recognition import Value
+from bytescope.memory.units import human
+from bytescope.memory.view.console import put
+from bytescope.memory.view.text_layout import Prose
+from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Adds --program, which names the user's function that returns the loss and its arguments."""
+    parser.add_argument(
+        "--program",
+        metavar="MODULE:FUNCTION",
+        help="list the values of your own model instead of a config: FUNCTION, in a module or in path/to/file.py, "
+        "returns (loss, (params, batch)); the loss is differentiated by its first argument",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `bytescope names --program`: prints the values that the layers of the loss can keep for the backward pass,
+    and writes the file of --json. Returns the exit code.
+
+    The loss is traced, but not compiled.
+
+    Raises ReportError if the program is not a loss function, or has no layers.
+    """
+    from bytescope.memory.commands.report_command import start_platform
+    from bytescope.memory.remat.layer_discovery import find_layers
+    from bytescope.memory.remat.layer_values import find_values
+    from bytescope.memory.remat.loss_gradient import Loss
+
+    start_platform(args)
+    program = user_program.load(args.program)
+    remedy = "return (loss, (params, batch)), where the loss is not yet differentiated"
+    if not program.args:
+        raise ReportError(f"{args.program} returns a traced program: {remedy}")
+    with user_program.one_line_errors(args.program):  # tracing runs the user's code
+        try:
+            loss = Loss(program.program, program.args, program.options.get("kwargs") or {})
+        except ReportError as error:
+            raise ReportError(f"{args.program}: {error}; {remedy}") from None
+    values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards).values.values()
+    show(list(values))
+    write_json(args, to_json(list(values)), caveats=(TRACED,))
+    show_written(args.json)
+    return 0
+
+
+def show(values: Sequence[Value]) -> None:
+    """Prints one row per value: its checkpoint name, type, number of copies, bytes on one device, and source line."""
+    table = FigureTable(label("name", min_width=16), fixed("value"), figure("copies"), figure("bytes"), label("line"))
+    for value in values:
+        place = Path(value.where).name if value.where else ""
+        table.add(value.name or "-", value.type, str(value.count), human(value.bytes), place)
+    put(Prose("values that a remat policy can save, with the bytes of all copies on one device", "bold"))
+    put(table)
+    if not all(value.name for value in values):
+        put(
+            Prose(
+                "The policy of memory.plan_remat can also save values without a name. For your own policy, name them "
+                "with jax.ad_checkpoint.checkpoint_name.",
+                "dim",
+            )
+        )
+
+
+def to_json(values: Sequence[Value]) -> dict[str, Any]:
+    """Returns the values as {"values": [{"name", "label", "type", "copies", "bytes", "where"}, ...]}. `bytes` are the
+    bytes of all copies on one device."""
+    rows = [
+        {
+            "name": value.name,
+            "label": value.label,
+            "type": value.type,
+            "copies": value.count,
+            "bytes": value.bytes,
+            "where": value.where,
+        }
+        for value in values
+    ]
+    return {"values": rows}

@@ -1,0 +1,72 @@
+"""bytescope init-program: a file that `report` reads, or what is missing; exit codes 0, 1 and 2."""
+
+import pytest
+
+from bytescope.train import cli
+
+SCRIPT = """
+import argparse, sys
+import jax, jax.numpy as jnp
+import no_such_loader
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=8)
+width = parser.parse_args().width
+
+@jax.jit
+def step(w, x):
+    print("traced")
+    return w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+w = jax.random.normal(jax.random.key(0), (16, width))
+assert len(jax.devices()) == 1
+for x in no_such_loader.Loader("train"):
+    w = step(w, x)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_missing_pieces_then_a_file_that_report_reads(folder, capsys):
+    assert cli.main(["init-program", "train.py"]) == 1
+    printed = capsys.readouterr().out
+    assert "train.py:17: the argument x of the call at train.py:18 comes from next(no_such_loader.Loader())" in printed
+    assert not (folder / "bytescope_program.py").exists()
+    words = ["init-program", "train.py", "h100", "--value=train.py:17=float32[4,16]", "--", "--width=32"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert "found step (train.py:10), called at train.py:18" in out
+    assert "next: bytescope report --program=bytescope_program.py:program h100" in out
+    assert "#   w  float32[16,32]\n#   x  float32[4,16]\n" in (folder / "bytescope_program.py").read_text()
+    (folder / "train.py").write_text(SCRIPT.replace("== 1", ">= 1"))  # as many devices as these tests have
+    assert cli.main(["report", "--program=bytescope_program.py:program", "h100", "--json=report.json"]) == 0
+    captured = capsys.readouterr()
+    assert "jit_step on h100" in captured.out and "traced" not in captured.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nope.py"], "the script nope.py does not exist"),
+        (["train.py", "h1000"], "h1000"),
+        (["train.py", "--value=int32[8]"], "names no line"),
+        (["train.py", "--out=nowhere/p.py"], "there is no folder"),
+        (["train.py", "--out=train.py"], "init-program did not write it"),
+    ],
+)
+def test_mistakes_exit_with_2(folder, capsys, words, message):
+    assert cli.main(["init-program", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_a_script_that_crashes_its_process(folder, capsys):
+    (folder / "train.py").write_text("import os\nprint('the last words', flush=True)\nos._exit(7)\n")
+    assert cli.main(["init-program", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert "the last words" in error and "exit code 7" in error

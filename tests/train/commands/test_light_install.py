@@ -1,0 +1,269 @@
+"""The light install: an environment with the packages of `dependencies` alone runs every command that needs no trainer.
+
+The environment is a virtual one. Its site-packages has links to the required distributions of this environment, and
+either links to the source tree or, in the exhaustive test, the wheel that pip builds.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from packaging.requirements import Requirement
+
+from bytescope.memory.devices.compiler import compile_lowered
+from bytescope.train.commands import trainer_packages
+from bytescope.train.commands.registry import COMMANDS
+from support.formats import gpu_space
+from support.json_results import read_result, result_of
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+INSTALL = "needs the trainer's packages: pip install 'bytescope[train]'"
+PROGRAM = """
+import jax, jax.numpy as jnp
+
+def loss(weights, x):
+    return jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None)), x, weights)[0].sum()
+
+def arguments(width):
+    return jax.ShapeDtypeStruct((2, width, width), jnp.float32), jax.ShapeDtypeStruct((4, width), jnp.float32)
+
+def named(width=8):
+    return loss, arguments(width)
+
+def program(width=8):
+    return lambda weights, x: weights - jax.grad(loss)(weights, x), arguments(width), {"donate_argnums": 0}
+"""
+BUDGET = '[tool.bytescope.budgets]\nmlp = { program = "my.py:program", target = "cpu", limit = "1GiB" }\n'
+# Command lines that need no package of the trainer, in the order in which they run. They may read the files of
+# `folder`, and the files that earlier ones write.
+WORKING = [
+    "--help",
+    "--version",
+    "report --program=my.py:program cpu --json=a.json --html=a.html --export=xprof --verbose",
+    "report --hlo=step.hlo.pb cpu --json=b.json",
+    "explain job.log --report=a.json --html=explained.html",
+    "explain job.log --program=my.py:program --target=cpu --json=-",
+    "explain job.log --hlo=step.hlo.pb --target=cpu",
+    "compare --program=my.py:program --grid=width=8,16 cpu --jobs=1 --no-cache --html=c.html --json=-",
+    "report --program=my.py:program cpu --verbose --json=-",
+    "diff a.json b.json --html=d.html --json=-",
+    "names --program=my.py:named cpu --json=-",
+    "names --program=my.py:named cpu --json=names.json",
+    "check --pyproject=pyproject.toml --no-cache --json=check.json",
+    "check --pyproject=pyproject.toml --no-cache --baseline=check.json",
+    "trace card.xplane.pb --report=a.json --html=trace.html --json=-",
+    "page run",
+    "estimate --params=7e9 --json=-",
+    "prepare --source=my.py --out=shards",
+    "pipeline --stages=2 --micro-batches=2 --json=-",
+    "targets",
+    "list targets --json=-",
+    "completion bash",
+    "completion zsh",
+    "completion fish",
+]
+# Wrong command lines whose message must not be about the trainer: line -> part of the message.
+REFUSED = {
+    "report --program=my.py:program cpu --formulas": "--formulas cannot be used with --program",
+    "calibrate --seconds=0": "is not a duration",
+    "report --seq-len=3": "unrecognized arguments: --seq-len",
+    "fit": "no config",
+    "names --program=my.py:program cpu": "not yet differentiated",
+    "report --program=flaxy.py:program cpu": "flaxy.py cannot be imported: ModuleNotFoundError: No module named 'flax'",
+}
+# Command lines that read a config, a run or weights.
+NEEDING_TRAINER = [
+    "report llama_8b",
+    "report tiny cpu --generate",
+    "explain job.log --config=tiny",
+    "compare tiny cpu --remat=none,full",
+    "names tiny cpu",
+    "fit tiny cpu",
+    "estimate llama_8b",
+    "front tiny cpu",
+    "levers tiny cpu",
+    "validate",
+    "train",
+    "generate run --prompt=a",
+    "score run --text=a",
+    "quantize tiny cpu",
+    "export run out",
+    "configs",
+    "keys",
+    "policies",
+    "list configs",
+    "list keys",
+]
+# Runs command lines, given as JSON in standard input; prints [[exit code, standard error, output], ...] as JSON.
+RUNNER = """
+import contextlib, io, json, sys
+from bytescope.train import cli
+
+results = []
+for line in json.load(sys.stdin):
+    err, out = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(line.split())
+    results.append((code, err.getvalue(), out.getvalue()))
+print(json.dumps(results))
+"""
+# Imports every public name, and uses some of them.
+LIBRARY = """
+from bytescope import memory
+for name in memory.__all__:
+    getattr(memory, name)
+import my
+step, args, options = my.program()
+report = memory.analyze(step, *args, target="cpu", **options)
+memory.assert_fits(step, *args, target="cpu", **options)
+report.save("saved.json")
+report.to_html("saved.html")
+assert memory.load("saved.json").peak_bytes == report.peak_bytes > 0
+assert memory.explain("RESOURCE_EXHAUSTED: Out of memory allocating 5 bytes").recognized
+assert memory.plan_remat(*my.named(), budget="1GiB", target="cpu").allocated_bytes > 0
+"""
+
+
+def required() -> set[str]:
+    """Names of the distributions that `dependencies` of pyproject.toml requires, directly or indirectly."""
+    names: set[str] = set()
+    pending = list(PROJECT["dependencies"])
+    while pending:
+        requirement = Requirement(pending.pop())
+        name = requirement.name.lower()
+        if name in names or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            continue
+        names.add(name)
+        pending += metadata.requires(name) or []
+    return names
+
+
+def make_environment(folder: Path) -> tuple[Path, Path]:
+    """Makes a virtual environment with the required distributions. Returns its Python and its site-packages."""
+    venv.create(folder, symlinks=True)
+    packages = next((folder / "lib").glob("python*")) / "site-packages"
+    for name in required():
+        distribution = metadata.distribution(name)
+        for part in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            (packages / part).symlink_to(str(distribution.locate_file(part)))
+    return folder / "bin" / "python", packages
+
+
+def run(python: Path, folder: Path, code: str, stdin: str = "") -> str:
+    """Runs code in `folder` and returns its standard output."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XLA_", "JAX_"))}
+    env |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([python, "-c", code], cwd=folder, env=env, input=stdin, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The user's folder: programs, a log, a dump, a trace and a run."""
+    folder = tmp_path_factory.mktemp("light")
+    (folder / "my.py").write_text(PROGRAM)
+    (folder / "pyproject.toml").write_text(BUDGET)
+    (folder / "flaxy.py").write_text("import flax\n")
+    (folder / "job.log").write_text("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123456789 bytes.\n")
+    shapes = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32)
+    gradient = jax.grad(lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].sum())
+    proto = compile_lowered(jax.jit(gradient).lower(*shapes)).proto
+    (folder / "step.hlo.pb").write_bytes(proto)
+    (folder / "card.xplane.pb").write_bytes(gpu_space(proto, {"dot": "-", "fusion": "-"}))
+    shutil.unpack_archive(ROOT / "tests" / "support" / "kept" / "run.tar.gz", folder, filter="data")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def linked(folder):
+    """The Python of an environment in which `bytescope` is this tree."""
+    python, packages = make_environment(folder / "linked")
+    (packages / "bytescope").mkdir()
+    for name in ("configs", "memory", "model", "train"):
+        (packages / "bytescope" / name).symlink_to(ROOT / name)
+    return python
+
+
+@pytest.fixture(scope="module")
+def results(linked, folder):
+    """Command line -> (exit code, standard error, standard output) in the light install."""
+    lines = [*WORKING, *REFUSED, *NEEDING_TRAINER]
+    return dict(zip(lines, json.loads(run(linked, folder, RUNNER, json.dumps(lines)))))
+
+
+def test_every_command_is_run():
+    """A new command is added to WORKING or NEEDING_TRAINER."""
+    assert {line.split()[0] for line in [*WORKING, *REFUSED, *NEEDING_TRAINER]} >= set(COMMANDS)
+
+
+def test_commands_without_the_trainer_work(results, folder):
+    assert not {line: results[line] for line in WORKING if results[line][0]}
+    values = read_result(folder / "names.json")["values"]
+    assert [(value["type"], value["copies"]) for value in values] == [("float32[4,8]", 2)]
+    assert all((folder / name).is_file() for name in ("a.html", "c.html", "d.html", "explained.html", "trace.html"))
+
+
+@pytest.mark.parametrize("line", [line for line in WORKING if line.endswith("--json=-")])
+def test_json_is_the_only_output(results, line):
+    _, err, out = results[line]
+    assert result_of(out) and not err
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_other_mistakes_are_not_about_the_trainer(results, line):
+    code, err, _ = results[line]
+    assert code == 2 and REFUSED[line] in err and INSTALL not in err
+
+
+@pytest.mark.parametrize("line", NEEDING_TRAINER)
+def test_what_needs_the_trainer_says_so(results, line):
+    code, err, _ = results[line]
+    assert code == 2
+    assert re.fullmatch(rf"error: bytescope \w+( with the config \w+)? {re.escape(INSTALL)}\n", err)
+
+
+def test_the_library_works(linked, folder):
+    run(linked, folder, LIBRARY)
+
+
+def test_the_packages_of_the_extra_are_known():
+    names = {Requirement(text).name for text in PROJECT["optional-dependencies"]["train"]}
+    modules = {"orbax" if name == "orbax-checkpoint" else name.replace("-", "_") for name in names}
+    assert modules == set(trainer_packages.PACKAGES) and trainer_packages.are_installed()
+    assert not names & required()
+
+
+@pytest.mark.exhaustive
+def test_the_wheel_in_a_fresh_environment(results, folder, tmp_path):
+    """pip builds and installs the wheel; its script runs, and so does what needs seconds."""
+    tree = tmp_path / "tree"
+    for name in ("configs", "memory", "model", "train"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    python, packages = make_environment(tmp_path / "env")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(tree)]
+    subprocess.run(pip, check=True)
+    assert (packages / "bytescope" / "memory" / "view" / "templates").is_dir()
+    script = python.with_name("bytescope")
+    for line in ("--help", "report --program=my.py:program cpu", "calibrate --seconds=1"):
+        subprocess.run([script, *line.split()], cwd=folder, stdout=subprocess.DEVNULL, check=True)
+    done = subprocess.run([script, "train"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 2 and INSTALL in done.stderr
+    shutil.rmtree(folder / "shards")
+    lines = [*WORKING, *NEEDING_TRAINER]
+    codes = [code for code, _, _ in json.loads(run(python, folder, RUNNER, json.dumps(lines)))]
+    assert codes == [0] * len(WORKING) + [2] * len(NEEDING_TRAINER)
+    run(python, folder, LIBRARY)

@@ -1,0 +1,456 @@
+"""The keys of the JSON that each command writes with --json: one declaration, from which the JSON Schemas are made.
+
+`RESULTS` has the annotation of the result of each command. Bytes are those of one device, unless a key says otherwise.
+Keys that a record of `bytescope.memory` declares are taken from it.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any, NotRequired, TypedDict
+
+from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.cost.named_tensors import NamedTensor
+from bytescope.memory.messages.explanation_record import ExplanationRecord
+from bytescope.memory.records.json_schema import object_schema, schema_of
+from bytescope.memory.records.report_diff import Change, Measure
+from bytescope.memory.records.report_record import KEYS, ReportRecord
+from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
+from bytescope.memory.seconds.rate_records import DeviceRates
+from bytescope.train.generate.budget import Budget
+from bytescope.train.quantize.quantize_result import QuantizationResult
+
+Values = dict[str, Any]
+
+
+# ---- report
+
+
+class GenerationKeys(TypedDict):
+    """The result of `bytescope report --generate`, in addition to the fields of `Budget`."""
+
+    config: str
+    pool_bytes: int
+    peak_bytes: int
+    token_bytes: int
+    positions: int
+    sequences_of_length: dict[str, int]
+    reports: dict[str, Values]
+
+
+def report_schema() -> dict[str, Any]:
+    """Returns the JSON Schema of a report's keys."""
+    hints = typing.get_type_hints(ReportRecord)
+    keys: dict[str, Any] = {key: hints[key] for key in KEYS} | {"schedule": list[Any]}
+    keys |= {"unseen": keys["runtime_overheads"], "predicted_bytes": int, "unplaced_bytes": int}
+    keys["xla_limit_bytes"] = int | None
+    keys |= {"batch": NotRequired[str], "formula": NotRequired[Values | None]}
+    keys |= {"run": NotRequired[dict[str, int]], "allocators": NotRequired[list[Values]]}
+    return object_schema(keys)
+
+
+# ---- explain, diff, names, trace
+
+
+class RemedyWords(TypedDict):
+    words: str
+    uses: list[str]
+    bytes: int | None
+    flags: str
+
+
+class ExplanationKeys(TypedDict):
+    happened: str
+    remedies: list[RemedyWords]
+
+
+class ChangeKeys(TypedDict):
+    growth: int
+
+
+class DiffResult(TypedDict):
+    changes: list[Annotated[ChangeKeys, Change]]
+    measures: list[Measure]
+    version_changes: dict[str, tuple[str, str]]
+    failed: list[str]
+
+
+class NameKeys(TypedDict):
+    sharding: str
+    bytes_per_layer: int
+    bytes: int
+
+
+class ValueKeys(TypedDict):
+    name: str
+    label: str
+    type: str
+    copies: int
+    bytes: int
+    where: str
+
+
+class NamesResult(TypedDict):
+    names: NotRequired[list[Annotated[NameKeys, NamedTensor]]]
+    values: NotRequired[list[ValueKeys]]
+
+
+class CellKeys(TypedDict):
+    phase: str
+    component: str
+    seconds: float
+
+
+class HostKeys(TypedDict):
+    name: str
+    seconds: float
+    device_idle_seconds: float
+    count: int
+
+
+class TraceResult(TypedDict):
+    program: str
+    steps: list[int]
+    devices: int
+    calls_per_update: int
+    total: float
+    without_pauses: float | None
+    busy: float
+    idle: float
+    cells: list[CellKeys]
+    hidden: dict[str, float]
+    host: list[HostKeys]
+    instructions: list[Values]
+    predicted_seconds: float | None
+    predicted_seconds_low: float | None
+    predicted_seconds_high: float | None
+    at_least_seconds: float | None
+
+
+# ---- compare, levers, front, fit
+
+
+class FlagKeys(TypedDict):
+    flags: str
+
+
+class BestKeys(TypedDict):
+    flags: str
+    task: str
+
+
+class CompiledKeys(TypedDict):
+    config: str
+    given: str
+    target: Values
+    versions: dict[str, str]
+
+
+class CompareResult(CompiledKeys):
+    rows: list[Row]
+    best: Annotated[FlagKeys, Row] | None
+    best_of_each: list[Annotated[BestKeys, Row]]
+    interrupted: bool
+    unchanged: list[str]
+    left_out: dict[str, str]
+
+
+class LevelKeys(TypedDict):
+    stage: str
+    title: str
+    why: str
+    kernel: str
+    flags: str
+    all_flags: str
+    change_bytes: int | None
+
+
+class LeversResult(CompiledKeys):
+    levels: list[Annotated[LevelKeys, Row]]
+    left_out: dict[str, str]
+    first_that_fits: str | None
+    interrupted: bool
+
+
+class FixedKeys(TypedDict):
+    policy: str
+    flags: str
+    allocated_bytes: int | None
+    host_bytes: int | None
+    predicted_seconds: float | None
+    predicted_seconds_low: float | None
+    predicted_seconds_high: float | None
+    predicted_tokens_per_s: float | None
+    predicted_mfu: float | None
+    recompute_flops_fraction: float | None
+
+
+class PointKeys(TypedDict):
+    budget_bytes: int
+    plan: str
+    flags: str
+    programs: int
+    fixed: FixedKeys | None
+
+
+class FrontResult(CompiledKeys):
+    points: list[Annotated[PointKeys, Row]]
+    best: Annotated[PointKeys, Row] | None
+    fixed: list[FixedKeys]
+    cost: str
+    offload: bool
+    less: dict[str, float | None]
+    programs: int
+    compiled: int
+    missing: int
+    interrupted: bool
+
+
+class FitBestKeys(TypedDict):
+    flags: str
+    what: str
+
+
+class StepKeys(TypedDict):
+    stage: str
+    what: str
+    keys: Values
+    allocated_bytes: int | None
+    host_bytes: int | None
+    recompute_flops_fraction: float | None
+    predicted_seconds: float | None
+    predicted_seconds_low: float | None
+    predicted_seconds_high: float | None
+    fits: bool
+    verdict: str
+
+
+class CertificateKeys(TypedDict):
+    keys: Values
+    flags: str
+    what: str
+    allocated_bytes: int
+    missing_bytes: int
+    host_bytes: int
+    host_missing_bytes: int
+    breakdown: dict[str, int]
+
+
+class MeshKeys(TypedDict):
+    layout: str
+    least_seconds: float | None
+    slower: float | None
+    what: str
+    allocated_bytes: int | None
+    predicted_seconds: float | None
+    fits: bool
+    verdict: str
+
+
+class FitResult(CompiledKeys):
+    best: Annotated[FitBestKeys, Row] | None
+    walk: list[StepKeys]
+    certificate: CertificateKeys | None
+    budget_bytes: int
+    host_budget_bytes: int | None
+    batch_tokens: int
+    ties: list[str]
+    rates: str
+    programs: int
+    seconds: float
+    stopped: str
+    reach: list[Values]
+    layouts: list[MeshKeys]
+
+
+# ---- estimate, pipeline, validate, calibrate, quantize, score
+
+
+class PolicyKeys(TypedDict):
+    params: float
+    gradients: float
+    optimizer: float
+    kept: float
+    recomputed: float
+    outside: float
+    activations: float
+    host: float
+    total: float
+    hardware_flops: float
+    frozen: NotRequired[float]
+
+
+class EstimateResult(TypedDict):
+    question: Values
+    parameters: dict[str, float]
+    model_flops: float
+    policies: dict[str, PolicyKeys]
+    per_parameter: dict[str, float]
+    notes: list[str]
+
+
+class ScheduleKeys(TypedDict):
+    name: str
+    stages: int
+    virtual: int
+    micro_batches: int
+    ticks: int
+    placement: list[list[int]]
+    layers: list[Any] | None
+    stash_slots: list[int]
+    stash: list[float]
+    bubble: float
+    bubble_formula: float | None
+    idle: list[float]
+    forward: list[list[list[int]]]
+    backward: list[list[list[int]]]
+    weights: list[list[list[int]]]
+    ends: list[list[int]]
+
+
+class PipelineResult(TypedDict):
+    schedules: list[ScheduleKeys]
+    published: list[Values]
+
+
+class ValidateResult(TypedDict):
+    set: str
+    rates: str
+    versions: dict[str, str]
+    compiled: int
+    left: list[str]
+    elsewhere: list[tuple[str, int]]
+    cohorts: list[Values]
+    sources: list[Values]
+    groups: list[Values]
+    rows: list[Values]
+    unsaid: list[Values]
+
+
+class RatesKeys(TypedDict):
+    format: int
+
+
+class PerplexityKeys(TypedDict):
+    perplexity: dict[str, float]
+
+
+class ScoredText(TypedDict):
+    row: int
+    tokens: list[int]
+    logprobs: list[float]
+    perplexity: float
+
+
+class ScoreResult(TypedDict):
+    texts: list[ScoredText]
+
+
+# ---- lists
+
+
+class ConfigRow(TypedDict):
+    config: str
+    purpose: str
+
+
+class KeyRow(TypedDict):
+    key: str
+    default: str
+    meaning: str
+
+
+class PolicyRow(TypedDict):
+    policy: str
+    keeps: str
+
+
+class TargetRow(TypedDict):
+    target: str
+    device: str
+    platform: str
+    device_memory_bytes: int | None
+    hbm_bytes_per_s: float | None
+    bf16_flops: float | None
+    peak_flops: dict[str, float]
+    note: str
+
+
+class ConfigsResult(TypedDict):
+    configs: list[ConfigRow]
+
+
+class KeysResult(TypedDict):
+    keys: list[KeyRow]
+
+
+class PoliciesResult(TypedDict):
+    policies: list[PolicyRow]
+
+
+class TargetsResult(TypedDict):
+    targets: list[TargetRow]
+
+
+class BudgetEntry(TypedDict):
+    """The check of one program: the program or config with its overrides, its limit, verdict and report."""
+
+    program: NotRequired[str]
+    config: NotRequired[str]
+    keys: Values
+    target: str
+    limit: str
+    verdict: str
+    error: str
+    report: Values | None
+
+
+class CheckResult(TypedDict):
+    schema: int
+    budgets: dict[str, BudgetEntry]
+
+
+# Command -> the annotation of its result. `report` has a schema of its own, since its keys are those of a record that
+# has more fields.
+RESULTS: Mapping[str, Any] = {
+    "explain": Annotated[ExplanationKeys, ExplanationRecord],
+    "diff": DiffResult,
+    "check": CheckResult,
+    "names": NamesResult,
+    "trace": TraceResult,
+    "compare": CompareResult,
+    "levers": LeversResult,
+    "front": FrontResult,
+    "fit": FitResult,
+    "estimate": EstimateResult,
+    "pipeline": PipelineResult,
+    "validate": ValidateResult,
+    "calibrate": Annotated[RatesKeys, DeviceRates],
+    "quantize": Annotated[PerplexityKeys, QuantizationResult],
+    "score": ScoreResult,
+    "configs": ConfigsResult,
+    "keys": KeysResult,
+    "policies": PoliciesResult,
+    "targets": TargetsResult,
+}
+COMMANDS_WITH_JSON = ("report", *RESULTS)
+
+
+def json_schema(command: str) -> dict[str, Any]:
+    """Returns the JSON Schema (draft 2020-12) of the JSON that a command writes with --json."""
+    schema = schema_of(ResultEnvelope)
+    if command == "report":
+        result = {"anyOf": [report_schema(), schema_of(Annotated[GenerationKeys, Budget])]}
+    else:
+        result = schema_of(RESULTS[command])
+    schema["properties"] |= {
+        "schema": {"const": ENVELOPE_SCHEMA},
+        "command": {"const": command},
+        "result": result,
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"bytescope {command} --json",
+        **schema,
+    }

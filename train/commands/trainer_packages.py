@@ -1,0 +1,31 @@
+"""The third-party packages of the extra `train`. The trainer's commands need them; reports on other programs do not."""
+
+import importlib.util
+
+# Import names of the packages in the extra `train` of pyproject.toml.
+PACKAGES = (
+    "flax",
+    "optax",
+    "orbax",
+    "tensorstore",
+    "ml_collections",
+    "grain",
+    "tensorboardX",
+    "tokenizers",
+    "safetensors",
+)
+
+
+def are_installed() -> bool:
+    """Returns whether all packages of the extra `train` can be imported. Imports none of them."""
+    return all(importlib.util.find_spec(name) for name in PACKAGES)
+
+
+def needs_trainer(error: ModuleNotFoundError) -> bool:
+    """Returns whether an import failed because a package of the extra `train` is not installed."""
+    return error.name is not None and error.name.partition(".")[0] in PACKAGES
+
+
+def message(subject: str) -> str:
+    """Returns the error message for `subject`, such as "bytescope levers", which needs the extra `train`."""
+    return f"{subject} needs the trainer's packages: pip install 'bytescope[train]'"
