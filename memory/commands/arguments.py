@@ -171,6 +171,8 @@ def settle_settings(args: argparse.Namespace) -> None:
     subject = args.config_here or args.config
     flags = [name for name in ("program", "hlo") if vars(args).get(name) is not None]
     for word in args.settings:
+        if "=" not in word and not is_adapted(subject):
+            raise ReportError(f"unrecognized arguments: {word}; see --help")
         if "=" not in word:
             raise ReportError(f"unrecognized argument {word}: after the target, only words KEY=VALUE are allowed")
         if flags or not is_adapted(subject):

@@ -69,7 +69,7 @@ def test_the_trainers_config_by_position():
         (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
         (["train", "tiny", "--config=char"], "config is given twice"),
         (["fit"], "no config: give --config=FILE"),
-        (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
+        (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see --help"),
         (["keys", "--grep=qqq"], "--grep=qqq: no row that bytescope keys prints contains this word"),
         (["list", "keys", "--grep=qqq"], "--grep=qqq: no row that bytescope keys prints contains this word"),
         (["configs", "--config.a=1"], "takes no --config.a"),
