@@ -150,7 +150,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         "settings",
         nargs="*",
         metavar="KEY=VALUE",
-        help="keys of the trainer, for a program such as maxtext:llama2-7b",
+        help="keys of MaxText, if CONFIG is a program of MaxText: maxtext:llama2-7b or maxtext:my.yml",
     )
 
 

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory.adapters.trainers import find_adapter, is_adapted
 from bytescope.memory.commands import budgets, github
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
@@ -233,6 +234,8 @@ def _devices(budget: Budget) -> int:
 
 
 def _factory(budget: Budget) -> ProgramFactory:
+    if is_adapted(budget.program):
+        return find_adapter(budget.program)
     if budget.program:
         return load_factory(budget.program)
     try:
@@ -250,8 +253,8 @@ def _overrides(budget: Budget, factory: ProgramFactory) -> Mapping[str, Any]:
         overrides = dict(budget.keys)
     else:
         overrides = _dotted(budget.keys)
-    if budget.config:
-        overrides[CONFIG] = budget.config
+    if budget.config or is_adapted(budget.program):
+        overrides[CONFIG] = budget.config or budget.program
     factory.check(overrides)
     return overrides
 

@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--remat",
         metavar="P,P",
         help="remat policies to compare; the same as --grid=remat.policy=P,P; "
-        "write custom policies in quotes: --remat='none,custom(v,up)+offload(block_in)'",
+        "write custom policies in quotes: --remat='none,custom(v,up)+offload(block_in)'; for MaxText, values of "
+        "remat_policy, or all",
     )
     parser.add_argument(
         "--grid",

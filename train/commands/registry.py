@@ -79,6 +79,7 @@ COMMANDS: Mapping[str, Subcommand] = {
             "llama_8b h200:8 --html=report.html",
             "--program=my_package.train:program h100:8",
             "--hlo=step.after_optimizations.hlo.pb --json=a.json",
+            "maxtext:llama2-7b h100:8 per_device_batch_size=2 remat_policy=full",
         ),
     ),
     "init-program": Subcommand(
@@ -167,6 +168,7 @@ COMMANDS: Mapping[str, Subcommand] = {
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
             "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
             "--program=my_package.train:program --grid=width=256,512 h100:8",
+            "maxtext:llama3-8b h100:8 per_device_batch_size=1 --remat=all",
         ),
     ),
     "levers": Subcommand(
@@ -185,7 +187,12 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.fit_command",
         "plan",
         "find the fastest configuration that fits a memory budget",
-        ("llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro"),
+        (
+            "llama_8b h100:8 --batch-tokens=4194304",
+            "llama_8b rtx4090 --budget=20GiB --levers=remat,micro",
+            "--program=my_package/train.py:program h100:8 --budget=60GiB",
+            "maxtext:llama3-8b h100:8 max_target_length=8192",
+        ),
     ),
     "pipeline": Subcommand(
         "train.commands.pipeline_command",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory.adapters.trainers import find_adapter
 from bytescope.memory.commands import budgets, check_command, github
 from bytescope.memory.commands.budgets import Budget, BudgetResult
 from bytescope.memory.compare import worker_pool
@@ -19,6 +20,7 @@ from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
 from bytescope.train import cli
 from support.budget_project import PYPROJECT, STEP, git, make_project
+from support.json_results import read_result
 
 ROOT = Path(__file__).parents[3]
 
@@ -194,6 +196,19 @@ def test_a_config_without_the_trainer_names_the_extra(monkeypatch):
 
 
 @pytest.mark.quick
+def test_a_program_of_another_trainer_is_made_by_its_adapter(monkeypatch):
+    budget = Budget("a", "maxtext:llama2-7b", "", "h100:8", keys={"scan_layers": True, "steps": 3})
+    adapter = check_command._factory(budget)
+    assert adapter is find_adapter("maxtext:llama2-7b")
+    monkeypatch.setattr(type(adapter), "check", lambda self, overrides: None)  # it needs MaxText
+    assert check_command._overrides(budget, adapter) == {
+        "config": "maxtext:llama2-7b",
+        "scan_layers": "true",
+        "steps": "3",
+    }
+
+
+@pytest.mark.quick
 def test_the_digest_of_a_project_follows_what_decides_a_program(project, tmp_path):
     def digest(written=()):
         return check_command._digest_project(written)
@@ -248,7 +263,7 @@ def test_programs_and_configs_are_checked_and_cached(project, capsys, monkeypatc
     assert "fits" in rows["mlp"] and "exceeds" in rows["tiny"] and "failed" in rows["broken"]
     assert re.search(r"^tiny: exceeds 1.00 MiB: \S+ MiB too much", out, re.M)
     assert "::error title=memory budget broken::" in out and "1 of 3 budgets kept" in summary.read_text()
-    written = json.loads((project / "src" / "out.json").read_text())["result"]["budgets"]
+    written = read_result(project / "src" / "out.json")["budgets"]
     assert {name: entry["verdict"] for name, entry in written.items()} == {
         "mlp": "fits",
         "tiny": "exceeds",
