@@ -133,25 +133,32 @@ async def compare(
 async def fit(
     ctx: Context,
     target: Target,
-    config: Annotated[str, Field(description="a config of bytescope train, such as llama_8b; bytescope list configs")],
+    program: Program = None,
+    config: Config = None,
     overrides: Overrides = None,
     budget: Annotated[
         str | None, Field(description="memory per device, such as 72GiB (default: all that is available)")
     ] = None,
     batch_tokens: Annotated[
-        int | None, Field(description="tokens per update over all devices (default: from the config)")
+        int | None, Field(description="tokens per update over all devices, only with a config (default: its own)")
     ] = None,
     levers: Annotated[
-        list[str] | None, Field(description="settings that may change, such as ['remat', 'micro']")
+        list[str] | None, Field(description="settings that may change, only with a config: ['remat', 'micro']")
     ] = None,
-    lora: Annotated[bool, Field(description="train LoRA adapters instead of the weights")] = False,
-    max_compiles: Annotated[int | None, Field(description="maximum number of programs to compile")] = None,
-    max_seconds: Annotated[float | None, Field(description="seconds after which no new compilation starts")] = None,
+    lora: Annotated[bool, Field(description="train LoRA adapters instead of the weights, only with a config")] = False,
+    max_compiles: Annotated[
+        int | None, Field(description="maximum number of programs to compile, only with a config")
+    ] = None,
+    max_seconds: Annotated[
+        float | None, Field(description="seconds after which no new compilation starts, only with a config")
+    ] = None,
 ) -> dict[str, Any]:
-    """Searches for the fastest configuration of a config that fits the memory of target, by compiling candidates, and
-    returns its flags; if nothing fits, the missing bytes. Takes minutes: set max_seconds for a partial search."""
+    """Searches for the fastest variant that fits the memory of target, by compiling candidates (program or config: give
+    one). For a program: the least recomputation, as a policy for jax.checkpoint. For a config: its flags. If nothing
+    fits: the missing bytes. Takes minutes."""
     flags = make_flags(
         target=target,
+        program=program,
         config=config,
         budget=budget,
         batch_tokens=batch_tokens,

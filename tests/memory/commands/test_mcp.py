@@ -4,13 +4,14 @@ import asyncio
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
 
 import pytest
 
-from bytescope.memory.commands import mcp_command
+from bytescope.memory.commands.mcp_command import skill_text
 from bytescope.train.cli import main
 from bytescope.train.commands import trainer_packages
 from support import memory_messages as written
@@ -205,15 +206,21 @@ def test_without_the_sdk(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "bytescope.memory.commands.mcp_server", raising=False)
     assert main(["mcp"]) == 2
     assert "pip install 'bytescope[mcp]'" in capsys.readouterr().err
-    assert mcp_command.skill_text()
 
 
 @pytest.mark.exhaustive
-def test_a_config_is_fitted(folder):
-    calls = {"fit": CALLS["config"], "budget": ("fit", {"config": "tiny", "target": "cpu", "budget": "1MiB"})}
+def test_programs_are_fitted(folder):
+    (folder / "scanned.py").write_text(re.findall(r"^```python\n(.*?)^```", skill_text(), re.DOTALL | re.MULTILINE)[1])
+    calls = {
+        "config": CALLS["config"],
+        "small": ("fit", {"config": "tiny", "target": "cpu", "budget": "1MiB"}),
+        "program": ("fit", {"program": "scanned.py:program", "target": "cpu"}),
+    }
     plain = {name: value for name, value in environment(folder).items() if name != "PYTHONPATH"}
     found = asyncio.run(call_all(folder, calls, plain))
-    best = answer(found, "fit")["best"]
+    best = answer(found, "config")["best"]
     assert best["fits"] and "--config." in best["flags"] and best["allocated_bytes"] > 0
-    nearest = answer(found, "budget")["nearest"]
-    assert nearest["missing_bytes"] > 0 and answer(found, "budget")["verdict"] == "exceeds"
+    nearest = answer(found, "small")["nearest"]
+    assert nearest["missing_bytes"] > 0 and answer(found, "small")["verdict"] == "exceeds"
+    best = answer(found, "program")["best"]
+    assert best["fits"] and best["allocated_bytes"] > 0 and best["breakdown"]["params"] > 0
