@@ -27,7 +27,8 @@ class Recipe:
 
     Fields:
         module: a module that only the recipe's project has. install: how to get the module.
-        remat: the value of `remat` that recomputes most; None if the project has no such setting.
+        remat: the value of `remat` that recomputes most; None if the project has no such setting, or if a step this
+            small has no residuals at its peak.
     """
 
     module: str
@@ -66,7 +67,7 @@ RECIPES = {
         "tunix",
         "pip install google-tunix",
         {"model": "llama3p2_1b", "layers": 1, "batch": 8, "length": 64},
-        "decoder",
+        remat=None,
     ),
 }
 CHEAP = ("equinox_gpt", "keras_gpt")
