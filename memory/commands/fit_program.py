@@ -301,6 +301,14 @@ def _keeps(labels: Sequence[str]) -> str:
 _LIBRARY_NAMES = ("core_fn", "fun_checkpoint")
 
 
+# Beginnings of the names of primitives with several results. `checkpoint_name` names only one of them.
+_KERNELS = ("dot_product_attention", "pallas_call", "ffi_call", "custom_vjp_call")
+
+
+def _primitive(value: Value) -> str:
+    return "" if value.name else value.key.partition(" ")[0]
+
+
 def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[str]]:
     """Returns (the policy as code, the lines of code for the source of the program).
 
@@ -313,8 +321,9 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
 
     lines = []
     names: dict[str, None] = {}
-    unnamed = [value for value in kept if not value.name]
-    if unnamed:
+    kernels = sorted({_primitive(value) for value in kept if _primitive(value).startswith(_KERNELS)})
+    kept = [value for value in kept if not _primitive(value).startswith(_KERNELS)]
+    if any(not value.name for value in kept):
         lines.append("from jax.ad_checkpoint import checkpoint_name")
     for value in kept:
         own = value.name or re.sub(r"\W+", "_", value.label)
@@ -326,6 +335,10 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
     if not name:
         listed = ", ".join(f'"{one}"' for one in sorted(names))
         policy = f"jax.checkpoint_policies.save_only_these_names({listed})"
+    if kernels:
+        lines.append("# a kernel with several results is kept as a whole, by the name of its primitive")
+        tests = " or ".join(f'primitive.name == "{kernel}"' for kernel in kernels)
+        policy = f"jax.checkpoint_policies.save_from_both_policies({policy}, lambda primitive, *_, **__: {tests})"
     lines.append(f"policy = {policy}")
     in_library = layer.name in _LIBRARY_NAMES or "/site-packages/" in layer.where or not layer.name.isidentifier()
     block = "block" if in_library else layer.name

@@ -41,7 +41,7 @@ def program():
     blocks = eqx.filter_eval_shape(lambda: [Block(key) for key in jax.random.split(jax.random.key(0), LAYERS)])
     optimizer = optax.sgd(0.1)
 
-    @eqx.filter_jit(donate="all")
+    @eqx.filter_jit
     def step(blocks, moments, x):
         value, grads = eqx.filter_value_and_grad(loss)(blocks, x)
         updates, moments = optimizer.update(grads, moments)
