@@ -26,7 +26,7 @@ from bytescope.memory.jaxprs import distinct_jaxprs
 _SMALL_BYTES, _SMALL_PROGRAM, _SMALL_INTERMEDIATE = 2**16, 400, 2**20
 
 
-class AbstractArray(core.Tracer):  # type: ignore[type-arg]
+class AbstractArray(core.Tracer):  # type: ignore[type-arg]  # jax gives the class no type arguments at run time
     """An array without values. Eager operations, jitted functions and isinstance(x, jax.Array) accept it.
 
     A conversion to a Python or numpy value returns zeros and is reported to the trace's `on_value`.

@@ -68,7 +68,7 @@ BLOCK = re.compile(r"^<!-- output: (?P<head>.*?) -->\n```\w*\n(?P<body>.*?)^```$
 REFERENCE = re.compile(r"(?P<name>[\w/]+\.py):(?P<number>\d+)(?P<close>[^\s<]*)\s?(?:<!-- line: (?P<code>.*?) -->)?")
 UNITS = {"B", "KiB", "MiB", "GiB", "GB", "s", "ms", "us", "tok"}
 # Files of the reader or of other projects, whose lines are not checked.
-FOREIGN = ("train.py", "nanodo/train.py")
+FOREIGN = ("step.py", "train.py", "nanodo/train.py")
 VERSION = re.compile(r"\b(jax|jaxlib) \d[\w.]*")
 
 

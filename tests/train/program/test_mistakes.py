@@ -555,6 +555,22 @@ MISTAKES["check"] = [
     ("--pyproject=budgets.toml --config.train.steps=1", "takes no --config.train.steps"),
     ("--pyproject=budgets.toml --githib", "did you mean --github?"),
 ]
+MISTAKES["init-program"] = [
+    ("", "the following arguments are required: SCRIPT"),
+    ("missing.py", "the script missing.py does not exist: give the path of a Python file"),
+    ("text.txt --out=/no/such/folder/x.py", "there is no folder /no/such/folder"),
+    ("text.txt --out=notes.md", "notes.md exists and init-program did not write it"),
+    ("text.txt --value=40", "--value=40 names no line"),
+    ("text.txt h101", "did you mean h100"),
+    ("text.txt --timeout=soon", "soon"),
+    ("text.txt --valeu=train.py:1=int32[8]", "did you mean --value?"),
+    ("text.txt --config.train.steps=1", "unrecognized arguments"),
+]
+MISTAKES["mcp"] = [
+    ("stdio", "unrecognized"),
+    ("--skilz", "did you mean --skill?"),
+    ("--config.train.steps=1", "takes no --config.train.steps"),
+]
 ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
 
 
