@@ -109,7 +109,7 @@ def test_each_list_has_two_spellings(name, capsys):
 
 
 def test_every_command_with_figures_writes_json():
-    without = {"train", "prepare", "generate", "export", "page", "completion", "init-program"}
+    without = {"train", "prepare", "generate", "export", "page", "completion", "init-program", "mcp"}
     with_json = {name for name in COMMANDS if "--json" in make_parser(name)._option_string_actions}
     assert with_json == set(COMMANDS) - without
 
