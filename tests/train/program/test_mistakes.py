@@ -396,7 +396,7 @@ MISTAKES = {
         ("--config.train.steps=1", "takes no"),
     ],
     "targets": [("--gerp=x", "did you mean --grep?")],
-    "mcp": [("--skil", "unrecognized"), ("--config.data.seq_len=8", "takes the config in each call")],
+    "mcp": [("--skills", "did you mean --skill?"), ("--config.data.seq_len=8", "takes the config in each call")],
     "keys": [("--grep", "expected one argument")],
     "completion": [
         ("", "required"),
