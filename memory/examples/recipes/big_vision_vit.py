@@ -91,4 +91,4 @@ def program(config="vit_s16_i1k", variant="", batch=0, size=224, remat="none", f
     return step, (state, rng, {"image": images, "labels": labels})
 
 
-program.how = ("remat", "fsdp")
+program.how = ("remat", "fsdp")  # type: ignore[attr-defined]  # read by bytescope compare

@@ -103,4 +103,4 @@ def program(
     return train_step, (tokens, *state)
 
 
-program.how = ("remat", "fsdp")
+program.how = ("remat", "fsdp")  # type: ignore[attr-defined]  # read by bytescope compare

@@ -90,4 +90,4 @@ def program(batch=32, length=1024, width=1024, layers=12, heads=16, vocab=50257,
     return step.trace(state, (tokens, tokens))
 
 
-program.how = ("remat",)
+program.how = ("remat",)  # type: ignore[attr-defined]  # read by bytescope compare

@@ -105,4 +105,4 @@ def program(
         return step.trace(*arrays)
 
 
-program.how = ("remat", "microbatch", "fsdp", "tensor")
+program.how = ("remat", "microbatch", "fsdp", "tensor")  # type: ignore[attr-defined]  # read by bytescope compare

@@ -89,4 +89,4 @@ def program(
         return steps[0].trace(*nodes, peft_trainer.TrainingInput(tokens, mask))
 
 
-program.how = ("remat", "fsdp", "tp")
+program.how = ("remat", "fsdp", "tp")  # type: ignore[attr-defined]  # read by bytescope compare

@@ -44,6 +44,15 @@ def named(width=8):
 def program(width=8):
     return lambda weights, x: weights - jax.grad(loss)(weights, x), arguments(width), {"donate_argnums": 0}
 """
+SCRIPT = """
+import jax, jax.numpy as jnp
+
+@jax.jit
+def step(w, x):
+    return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+w = step(jnp.zeros((8, 8)), jnp.ones((4, 8)))
+"""
 BUDGET = '[tool.bytescope.budgets]\nmlp = { program = "my.py:program", target = "cpu", limit = "1GiB" }\n'
 # Command lines that need no package of the trainer, in the order in which they run. They may read the files of
 # `folder`, and the files that earlier ones write.
@@ -69,6 +78,8 @@ WORKING = [
     "pipeline --stages=2 --micro-batches=2 --json=-",
     "targets",
     "list targets --json=-",
+    "fit --program=my.py:program cpu --budget=1GiB --json=-",
+    "init-program script.py",
     "mcp --skill",
     "completion bash",
     "completion zsh",
@@ -177,6 +188,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("light")
     (folder / "my.py").write_text(PROGRAM)
     (folder / "pyproject.toml").write_text(BUDGET)
+    (folder / "script.py").write_text(SCRIPT)
     (folder / "flaxy.py").write_text("import flax\n")
     (folder / "job.log").write_text("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123456789 bytes.\n")
     shapes = jax.ShapeDtypeStruct((3, 16, 16), jnp.float32), jax.ShapeDtypeStruct((4, 16), jnp.float32)
@@ -265,6 +277,7 @@ def test_the_wheel_in_a_fresh_environment(results, folder, tmp_path):
     done = subprocess.run([script, "train"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2 and INSTALL in done.stderr
     shutil.rmtree(folder / "shards")
+    (folder / "bytescope_program.py").unlink()
     lines = [*WORKING, *NEEDING_TRAINER]
     codes = [code for code, _, _ in json.loads(run(python, folder, RUNNER, json.dumps(lines)))]
     assert codes == [0] * len(WORKING) + [2] * len(NEEDING_TRAINER)
