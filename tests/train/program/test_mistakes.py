@@ -398,6 +398,7 @@ MISTAKES = {
         ("--config.train.steps=1", "takes no"),
     ],
     "targets": [("--gerp=x", "did you mean --grep?")],
+    "mcp": [("--skills", "did you mean --skill?"), ("--config.data.seq_len=8", "takes the config in each call")],
     "keys": [("--grep", "expected one argument")],
     "completion": [
         ("", "required"),
