@@ -398,7 +398,11 @@ MISTAKES = {
         ("--config.train.steps=1", "takes no"),
     ],
     "targets": [("--gerp=x", "did you mean --grep?")],
-    "mcp": [("--skills", "did you mean --skill?"), ("--config.data.seq_len=8", "takes the config in each call")],
+    "mcp": [
+        ("--skills", "did you mean --skill?"),
+        ("stdio", "unrecognized"),
+        ("--config.data.seq_len=8", "takes the config in each call"),
+    ],
     "keys": [("--grep", "expected one argument")],
     "completion": [
         ("", "required"),
@@ -566,11 +570,6 @@ MISTAKES["init-program"] = [
     ("text.txt --timeout=soon", "soon"),
     ("text.txt --valeu=train.py:1=int32[8]", "did you mean --value?"),
     ("text.txt --config.train.steps=1", "unrecognized arguments"),
-]
-MISTAKES["mcp"] = [
-    ("stdio", "unrecognized"),
-    ("--skilz", "did you mean --skill?"),
-    ("--config.train.steps=1", "takes no --config.train.steps"),
 ]
 ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
 
