@@ -53,9 +53,7 @@ Hlo = Annotated[
     str | None,
     Field(description="an XLA dump: a file *after_optimizations.hlo.pb, or its folder (XLA_FLAGS=--xla_dump_to=DIR)"),
 ]
-Config = Annotated[
-    str | None, Field(description="a config of bytescope train, such as llama_8b; bytescope list configs")
-]
+Config = Annotated[str | None, Field(description="a config of bytescope train, such as llama_8b; bytescope list configs")]
 Scalar = str | int | float | bool
 Overrides = Annotated[
     dict[str, Scalar] | None, Field(description="config keys to set, only with config: {'data.seq_len': 4096}")
@@ -119,7 +117,9 @@ async def compare(
     remat: Annotated[
         list[str] | None, Field(description="remat policies to compare, only with config: ['none', 'full', 'dots']")
     ] = None,
-    what_if: Annotated[bool, Field(description="compare options of XLA for the one program instead of a grid")] = False,
+    what_if: Annotated[
+        bool, Field(description="compare options of XLA for the one program instead of a grid")
+    ] = False,
 ) -> dict[str, Any]:
     """Compiles variants of one program (program or config: give one) for target and compares them: bytes, recomputed
     FLOPs (0 to 1), predicted seconds, whether each fits, and the best. Takes seconds per row."""
@@ -139,9 +139,7 @@ async def fit(
     batch_tokens: Annotated[
         int | None, Field(description="tokens per update over all devices (default: from the config)")
     ] = None,
-    levers: Annotated[
-        list[str] | None, Field(description="settings that may change, such as ['remat', 'micro']")
-    ] = None,
+    levers: Annotated[list[str] | None, Field(description="settings that may change, such as ['remat', 'micro']")] = None,
     lora: Annotated[bool, Field(description="train LoRA adapters instead of the weights")] = False,
     max_compiles: Annotated[int | None, Field(description="maximum number of programs to compile")] = None,
     max_seconds: Annotated[float | None, Field(description="seconds after which no new compilation starts")] = None,

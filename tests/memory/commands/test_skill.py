@@ -72,11 +72,7 @@ def test_the_commands_prove_the_fix(tmp_path):
 def test_a_wrong_change_is_found(tmp_path):
     """The script that compares the losses fails if the change alters the result."""
     script, example = (text for language, text in BLOCKS if language == "python")
-    for name, text in (
-        ("step_before", example),
-        ("step", example.replace("0.1 *", "0.101 *")),
-        ("same_losses", script),
-    ):
+    for name, text in (("step_before", example), ("step", example.replace("0.1 *", "0.101 *")), ("same_losses", script)):
         (tmp_path / f"{name}.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "same_losses.py"],
