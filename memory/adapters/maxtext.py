@@ -22,7 +22,7 @@ import logging
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,7 @@ class MaxTextFactory(TrainerFactory):
     row = MaxTextRow
     policy_key = POLICY
     policies = POLICIES
+    batch_key, scan_key = "per_device_batch_size", "scan_layers"
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
         """Returns the training step for a target, ready to be compiled. Raises ReportError, a one-line message, if
@@ -152,6 +153,18 @@ class MaxTextFactory(TrainerFactory):
         variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("M_")}
         texts = {str(path): path.read_text() for path in _config_files(_model_of(overrides))}
         return {**overrides, **variables, **texts}
+
+    def keys_of_names(self, names: Collection[str], kept: Collection[str]) -> dict[str, str]:
+        """Returns MaxText's keys of a remat policy: `remat_policy=full`, or `custom` with a key for each tensor."""
+        if not kept:
+            return {POLICY: "full"}
+        return {POLICY: "custom", **{name: "device" if name in kept else "remat" for name in sorted(names)}}
+
+    def names_with_keys(self, names: Collection[str]) -> set[str]:
+        """Returns the names of tensors that are keys of MaxText."""
+        with _quiet():
+            known = _import_maxtext("configs.types").MaxTextConfig.model_fields
+        return {name for name in names if name in known}
 
     def check(self, overrides: Mapping[str, Any]) -> None:
         """Raises ReportError if MaxText is not installed, or if it does not know the model, a key or the remat
@@ -216,6 +229,7 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
         settled={ATTENTION: config.attention, "mesh": axes},
         batch=f"{batch} sequences of {length:,} = {batch * length:,} tokens per update",
         policy=keys.get(POLICY, config.remat_policy or "none"),
+        trace=lambda: traced,
         notes=notes,
         findings=lambda report: _findings(report, keys),
     )

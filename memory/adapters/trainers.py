@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.compare.grids import CONFIG
@@ -23,10 +23,27 @@ class TrainerFactory(ProgramFactory):
     Attributes:
         policy_key: the trainer's key of the remat policy.
         policies: the values of this key that `compare --remat=all` compares.
+        batch_key: the trainer's key of the number of sequences on one device.
+        scan_key: the trainer's key that runs the layers in a loop ("true") or unrolled ("false").
     """
 
     policy_key: str
     policies: Sequence[str]
+    batch_key: str
+    scan_key: str
+
+    def keys_of_names(self, names: Collection[str], kept: Collection[str]) -> dict[str, str]:
+        """Returns the trainer's keys of the remat policy that keeps named tensors of the layers on the device, and
+        recomputes all others.
+
+        names: the names of all tensors of the layers for which the trainer has a key (`names_with_keys`). kept: the
+        names of the tensors to keep.
+        """
+        raise NotImplementedError
+
+    def names_with_keys(self, names: Collection[str]) -> set[str]:
+        """Returns the names of tensors for which the trainer has a key that keeps them."""
+        raise NotImplementedError
 
 
 def is_adapted(name: str | None) -> bool:

@@ -25,6 +25,10 @@ _LAST_LINES = 10
 _CHILD = "import sys; from bytescope.memory.commands.init_command import answer; answer(sys.argv[1])"
 
 
+_DESCRIPTION = """\
+Runs a training script up to its first training step, without its data and
+without an accelerator, and writes a file for bytescope report --program.
+Or prints what is missing, with file and line."""
 _EXAMPLES = """\
 examples:
   bytescope init-program train.py h100:8
@@ -39,9 +43,8 @@ def make_parser() -> Parser:
     """Returns the parser of `bytescope init-program`, without the arguments of the script, which follow `--`."""
     parser = Parser(
         prog="bytescope init-program",
-        usage="bytescope init-program SCRIPT [TARGET] [options] [-- arguments of the script]",
-        description="Runs a training script up to its first training step, without its data and without an "
-        "accelerator, and writes a file for bytescope report --program. Or prints what is missing, with file and line.",
+        usage="bytescope init-program SCRIPT [TARGET] [options] [-- SCRIPT ARGUMENTS]",
+        description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

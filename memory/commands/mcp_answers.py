@@ -1,7 +1,7 @@
 """The answers of `bytescope mcp`: the JSON results of commands, shortened for an agent, with their caveats.
 
 A key of an answer has the name and the meaning of the key in the command's JSON. An answer leaves out figures that are
-null and rows of 0 bytes. Its key `caveats` says what the figures do not prove.
+null and rows of 0 bytes. Its key `caveats` says where the figures are from, what the limit is, and what is estimated.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.analysis import pool_notes
-from bytescope.memory.devices import limits
 from bytescope.memory.records.report_record import CARD, METHODS, POOL, ReportRecord
 from bytescope.memory.report.buffer_tables import largest_table
 from bytescope.memory.units import human
 
 # Maximum number of buffers, names, variants or rows in a list of an answer.
 MAX_LISTED = 12
+# Smaller buffers are not listed: share of the peak, 0 to 1.
+MIN_SHARE = 0.01
 REPORT_KEYS = (
     "program",
     "verdict",
     "predicted_bytes",
-    "limit_bytes",
     "allocated_bytes",
     "peak_bytes",
     "host_bytes",
@@ -55,123 +55,104 @@ ROW_KEYS = (
     "what",
 )
 VARIANT_KEYS = ("what", "allocated_bytes", "predicted_seconds", "recompute_flops_fraction", "fits", "verdict")
+ESTIMATED = {
+    POOL: "Estimated, because no compiler reports them, and part of predicted_bytes",
+    CARD: "Estimated, because no compiler reports them, outside of the pool and not in predicted_bytes",
+}
 # Keys of `bytescope explain --json` that repeat the text of other keys or the log.
 EXPLAIN_LEFT_OUT = ("form", "failure", "figures", "words", "messages", "savings")
 
 
-def report_answer(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of the tool `report` for the JSON of `bytescope report`: the verdict, the bytes (on one
-    device), the breakdown, the findings with their remedies, the largest buffers with their source lines, and the notes: a pool
-    fraction with which the program would fit, and figures that are not exact."""
+def report_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer of the tool `report`: the verdict, the bytes (on one device), the breakdown, the findings with
+    their remedies, the largest buffers with their source lines, and the notes, such as a pool fraction with which the
+    program would fit.
+
+    envelope: the JSON of `bytescope report` (`ResultEnvelope.to_json`).
+    """
+    result = envelope["result"]
     report = ReportRecord.from_json(result)
-    buffers = [_pick(row, BUFFER_KEYS) for row in largest_table(report, MAX_LISTED).rows]
+    rows = largest_table(report, MAX_LISTED).rows
+    estimated = []
+    for where, words in ESTIMATED.items():
+        items = [row for row in report.runtime_overheads if row.where == where and row.bytes]
+        if items:
+            estimated.append(f"{words}: {', '.join(f'{row.name} {human(row.bytes)}' for row in items)}.")
+    derived = [] if report.method == "heap_trace" else [f"Live ranges: {METHODS.get(report.method, report.method)}."]
     return {
-        "target": report.target.get("name", ""),
+        **_head(envelope),
         **_pick(result, REPORT_KEYS),
         "breakdown": _largest(report.breakdown),
         "residuals_by_name": dict([*_largest(report.residuals_by_name).items()][:MAX_LISTED]),
         "findings": [_filled(finding) for finding in result["findings"]],
-        "largest_buffers": buffers,
-        "notes": [*pool_notes(report), *report.notes],
+        "largest_buffers": [_pick(row, BUFFER_KEYS) for row in rows if row["bytes"] >= MIN_SHARE * report.peak_bytes],
+        "notes": pool_notes(report),
         "prediction": _pick(report.prediction, PREDICTION_KEYS),
-        "versions": _pick(report.versions, ("jax", "jaxlib")),
-        "caveats": report_caveats(report),
+        "caveats": [*envelope["caveats"], *estimated, *derived],
     }
 
 
-def report_caveats(report: ReportRecord) -> list[str]:
-    """Returns what the figures of a report do not prove, as sentences: that the program was compiled and not run, what
-    its limit is, and which parts are estimates."""
-    target = report.target
-    caveats = _common_caveats(target, report.limit_bytes)
-    if report.method != "heap_trace":
-        caveats.append(f"Live ranges: {METHODS.get(report.method, report.method)}.")
-    for where, words in ((POOL, "in predicted_bytes"), (CARD, "outside of the pool, not in predicted_bytes")):
-        rows = [row for row in report.runtime_overheads if row.where == where and row.bytes]
-        if rows:
-            listed = ", ".join(f"{row.name} {human(row.bytes)}" for row in rows)
-            caveats.append(f"Estimated, because no compiler reports them, and {words}: {listed}.")
-    if report.prediction:
-        caveats.append(_seconds_caveat(report.prediction.get("rates", "")))
-    return caveats
+def compare_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer of the tool `compare`: the bytes on one device and the predicted seconds of each row, and the
+    flags of the best rows.
 
-
-def compare_answer(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of the tool `compare` for the JSON of `bytescope compare`: the bytes on one device and the
-    predicted seconds of each row, and the flags of the best rows."""
-    rows = [_row(row) for row in result["rows"]]
-    best = [_pick(row, ("task", "flags")) for row in result["best_of_each"]]
+    envelope: the JSON of `bytescope compare`.
+    """
+    result = envelope["result"]
     kept = {key: result[key] for key in ("unchanged", "left_out", "interrupted") if result.get(key)}
-    caveats = _common_caveats(result["target"], _one_limit(result["rows"]))
-    caveats += [_seconds_caveat(rates) for rates in dict.fromkeys(row["rates"] for row in result["rows"]) if rates]
     return {
-        "target": result["target"].get("name", ""),
-        "rows": rows,
-        "best_of_each": best,
+        **_head(envelope),
+        "rows": [_row(row) for row in result["rows"]],
+        "best_of_each": [_pick(row, ("task", "flags")) for row in result["best_of_each"]],
         **kept,
-        "caveats": [*caveats, "allocated_bytes are the compiler's; the tool report adds the runtime's overheads."],
+        "caveats": [*envelope["caveats"], "allocated_bytes lack the runtime's overheads, which the tool report adds."],
     }
 
 
-def fit_answer(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of the tool `fit` for the JSON of `bytescope fit`: the best configuration with its flags, or,
-    if nothing fits, the variant nearest to the budget with its missing bytes; and the variants that were tried."""
+def fit_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer of the tool `fit`: the best configuration with its flags, or, if nothing fits, the variant
+    nearest to the budget with its missing bytes; and the variants that were tried.
+
+    envelope: the JSON of `bytescope fit`.
+    """
+    result = envelope["result"]
     best, nearest = result.get("best"), result.get("certificate")
     walk: Sequence[Mapping[str, Any]] = result.get("walk", ())
     tried = sorted(walk, key=lambda row: (not row["fits"], row["predicted_seconds"] or 0.0))
-    kept = ("config", "given", "budget_bytes", "batch_tokens", "ties", "programs", "stopped")
-    caveats = _common_caveats(result["target"], result.get("budget_bytes"))
-    if result.get("rates"):
-        caveats.append(_seconds_caveat(result["rates"]))
     return {
-        "target": result["target"].get("name", ""),
+        **_head(envelope),
         "verdict": "fits" if best else "exceeds",
-        **_pick(result, kept),
+        **_pick(result, ("config", "given", "budget_bytes", "batch_tokens", "ties", "programs", "stopped")),
         "best": _row(best) if best else None,
         "nearest": {**_filled(nearest), "breakdown": _largest(nearest["breakdown"])} if nearest else None,
         "tried": [_pick(row, VARIANT_KEYS) for row in tried[:MAX_LISTED]],
-        "caveats": caveats,
+        "caveats": envelope["caveats"],
     }
 
 
-def explain_answer(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of the tool `explain` for the JSON of `bytescope explain`: the cause, the figures in the
-    message in bytes, the largest buffers that it lists, and the remedies, the cheapest first."""
+def explain_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the answer of the tool `explain`: the cause, the figures in the message in bytes, the largest buffers
+    that it lists, and the remedies, the cheapest first.
+
+    envelope: the JSON of `bytescope explain`.
+    """
+    result = envelope["result"]
     answer = _filled({key: value for key, value in result.items() if key not in EXPLAIN_LEFT_OUT})
-    if "culprits" in answer:
-        answer["culprits"] = [_filled(culprit) for culprit in answer["culprits"][:MAX_LISTED]]
-    if "remedies" in answer:
-        answer["remedies"] = [_filled(remedy) for remedy in answer["remedies"]]
+    for key in ("culprits", "remedies"):
+        if key in answer:
+            answer[key] = [_filled(row) for row in answer[key][:MAX_LISTED]]
     compared = "The log is compared with the report of a program that was compiled, not run."
-    alone = "Only the log was read: no program was compiled, and the cause is what such a message usually means."
-    return {**answer, "recognized": result["recognized"], "caveats": [compared if result.get("match") else alone]}
+    alone = "No program was compiled: the cause is what such a message usually means."
+    caveats = [*envelope["caveats"], compared if result.get("match") else alone]
+    return {**answer, "recognized": result["recognized"], "caveats": caveats}
 
 
-def _common_caveats(target: Mapping[str, Any], limit: int | None) -> list[str]:
-    name = target.get("name") or "an unknown target"
-    caveats = [f"Compiled by XLA for {name} and not run: no memory and no time was measured on a device."]
-    if limit is None:
-        return caveats
-    share = limits.limit_share(target, limit)
-    if share:
-        caveats.append(f"The limit {human(limit)} is {share}; another pool fraction gives another limit.")
-    elif target.get("platform") == "cpu":
-        caveats.append(f"The limit {human(limit)} is free memory of this host, which changes with its load.")
-    elif limit != target.get("limit_bytes"):
-        caveats.append(f"The limit {human(limit)} is the budget that was asked for.")
-    else:
-        reserved = target.get("reserved_bytes") or 0
-        caveats.append(f"The limit {human(limit)} is the device's memory without {human(reserved)} for the runtime.")
-    return caveats
-
-
-def _seconds_caveat(rates: str) -> str:
-    return f"Seconds are predictions between a low and a high value; their rates: {rates}."
-
-
-def _one_limit(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    # The limit of a CPU differs from row to row; the first one stands for all.
-    return next((row["limit_bytes"] for row in rows if row["limit_bytes"]), None)
+def _head(envelope: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the name of the target, the limit in bytes and the versions of the compiler."""
+    head = {"target": (envelope["target"] or {}).get("name", "")}
+    if envelope["limit"]:
+        head["limit_bytes"] = envelope["limit"]["bytes"]
+    return {**head, "versions": _pick(envelope["versions"], ("bytescope", "jax", "jaxlib"))}
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("mcp", "mcp_types", "pydantic"):
             raise
-        raise ReportError("bytescope mcp needs the MCP SDK, version 2 or newer: pip install 'bytescope[mcp]'") from error
+        raise ReportError(
+            "bytescope mcp needs the MCP SDK, version 2 or newer: pip install 'bytescope[mcp]'"
+        ) from error
     make_server().run("stdio")
     return 0

@@ -23,6 +23,7 @@ from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
+from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import mcp_answers
 from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import in_one_line
@@ -32,7 +33,7 @@ PROGRESS_SECONDS = 2.0
 INSTRUCTIONS = """\
 Reports what fills device memory in a compiled JAX program, without the device. Start with explain for an error message
 and with report for a program. Change one thing, call report again and compare the bytes. Sizes are bytes on one device
-(GiB = 2**30). Every answer has caveats: repeat those that matter. `bytescope mcp --skill` prints the whole procedure."""
+(GiB = 2**30). Every answer has caveats: repeat those that matter. bytescope mcp --skill prints the whole procedure."""
 
 Target = Annotated[
     str,
@@ -53,7 +54,10 @@ Hlo = Annotated[
     str | None,
     Field(description="an XLA dump: a file *after_optimizations.hlo.pb, or its folder (XLA_FLAGS=--xla_dump_to=DIR)"),
 ]
-Config = Annotated[str | None, Field(description="a config of bytescope train, such as llama_8b; bytescope list configs")]
+Config = Annotated[
+    str | None,
+    Field(description="a config of bytescope train, such as llama_8b (bytescope list configs), or maxtext:llama2-7b"),
+]
 Scalar = str | int | float | bool
 Overrides = Annotated[
     dict[str, Scalar] | None, Field(description="config keys to set, only with config: {'data.seq_len': 4096}")
@@ -75,7 +79,7 @@ async def report(
     exceeds), predicted and limit bytes, breakdown of the peak, findings with remedies, largest buffers with source
     lines. Takes seconds to minutes."""
     flags = make_flags(target=target, program=program, hlo=hlo, config=config, try_remedies=try_remedies)
-    return mcp_answers.report_answer(await run_command(ctx, "report", [*flags, *config_flags(overrides)]))
+    return mcp_answers.report_answer(await run_command(ctx, "report", [*flags, *config_flags(config, overrides)]))
 
 
 async def explain(
@@ -97,7 +101,7 @@ async def explain(
         raise ToolError("give either text, the message itself, or log, the path of a file")
     flags = make_flags(target=target, program=program, hlo=hlo, config=config)
     name = "-" if log is None else os.path.join(".", log)  # a name that begins with - is no flag
-    result = await run_command(ctx, "explain", [name, *flags, *config_flags(overrides)], text or "")
+    result = await run_command(ctx, "explain", [name, *flags, *config_flags(config, overrides)], text or "")
     return mcp_answers.explain_answer(result)
 
 
@@ -117,15 +121,13 @@ async def compare(
     remat: Annotated[
         list[str] | None, Field(description="remat policies to compare, only with config: ['none', 'full', 'dots']")
     ] = None,
-    what_if: Annotated[
-        bool, Field(description="compare options of XLA for the one program instead of a grid")
-    ] = False,
+    what_if: Annotated[bool, Field(description="compare options of XLA for the one program instead of a grid")] = False,
 ) -> dict[str, Any]:
     """Compiles variants of one program (program or config: give one) for target and compares them: bytes, recomputed
     FLOPs (0 to 1), predicted seconds, whether each fits, and the best. Takes seconds per row."""
     flags = make_flags(target=target, program=program, config=config, remat=remat, what_if=what_if)
     flags += [f"--grid={key}={','.join(map(as_text, values))}" for key, values in (grid or {}).items()]
-    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*flags, *config_flags(overrides)]))
+    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*flags, *config_flags(config, overrides)]))
 
 
 async def fit(
@@ -139,7 +141,9 @@ async def fit(
     batch_tokens: Annotated[
         int | None, Field(description="tokens per update over all devices (default: from the config)")
     ] = None,
-    levers: Annotated[list[str] | None, Field(description="settings that may change, such as ['remat', 'micro']")] = None,
+    levers: Annotated[
+        list[str] | None, Field(description="settings that may change, such as ['remat', 'micro']")
+    ] = None,
     lora: Annotated[bool, Field(description="train LoRA adapters instead of the weights")] = False,
     max_compiles: Annotated[int | None, Field(description="maximum number of programs to compile")] = None,
     max_seconds: Annotated[float | None, Field(description="seconds after which no new compilation starts")] = None,
@@ -156,7 +160,7 @@ async def fit(
         max_compiles=max_compiles,
         max_seconds=max_seconds,
     )
-    return mcp_answers.fit_answer(await run_command(ctx, "fit", [*flags, *config_flags(overrides)]))
+    return mcp_answers.fit_answer(await run_command(ctx, "fit", [*flags, *config_flags(config, overrides)]))
 
 
 def make_server() -> MCPServer:
@@ -182,14 +186,22 @@ def make_flags(**values: str | float | Sequence[str] | None) -> list[str]:
     return flags
 
 
-def config_flags(overrides: Mapping[str, Scalar] | None) -> list[str]:
-    """Returns the flags --config.KEY=VALUE that set config keys."""
-    return [f"--config.{key}={as_text(value)}" for key, value in (overrides or {}).items()]
+def config_flags(config: str | None, overrides: Mapping[str, Scalar] | None) -> list[str]:
+    """Returns the arguments that set keys of a config, --config.KEY=VALUE, or of another trainer's program, KEY=VALUE.
+
+    Raises ToolError if a key of another trainer's program would be a flag.
+    """
+    if flags := [key for key in overrides or {} if key.startswith("-")]:
+        raise ToolError(f"{flags[0]} is not a key: leave the dashes out")
+    prefix = "" if is_adapted(config) else "--config."
+    return [f"{prefix}{key}={as_text(value)}" for key, value in (overrides or {}).items()]
 
 
 async def run_command(ctx: Context, command: str, flags: Sequence[str], stdin: str = "") -> dict[str, Any]:
-    """Runs a command of bytescope with --json=- and returns its result. The client is notified of the progress: the
-    seconds since the start. The command ends with the call if the client cancels the call.
+    """Runs a command of bytescope with --json=- and returns its JSON, the result in its envelope.
+
+    The client is notified of the progress: the seconds since the start. If the client cancels the call, the command is
+    ended.
 
     stdin: the standard input of the command.
 

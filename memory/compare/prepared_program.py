@@ -41,6 +41,8 @@ class PreparedProgram:
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         choices: settings that the program chose for its devices, with reasons, one setting per line.
+        trace: traces the program and returns it, as `compiled_for` takes it without arguments. None if only the
+            compiled program exists.
         notes: sentences about the program for its report, such as what an adapter replaced in it.
         findings: returns the findings of the program's report, with remedies in the trainer's keys.
         measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
@@ -61,6 +63,7 @@ class PreparedProgram:
     batch: str = ""
     policy: str = ""
     choices: str = ""
+    trace: Callable[[], Any] | None = None
     notes: Sequence[str] = ()
     findings: Callable[[ReportRecord], Sequence[Finding]] = lambda report: report.findings
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
@@ -87,12 +90,17 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
 
     traced: list[Any] = []  # the step, traced at the first compile
 
-    def compile_program(flags: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
-        with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):  # the first trace
+    def trace_program() -> Any:
+        with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):
             if not traced:
                 traced.append(trace_step(program.program, program.args, own["kwargs"], target=chosen, options=options))
+            return traced[0]
+
+    def compile_program(flags: Mapping[str, Any] | None = None) -> tuple[Compilation, Target | None]:
+        step = trace_program()
+        with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):
             compiler_options = {**(own["compiler_options"] or {}), **(flags or {})}
-            compilation, judged = compiled_for(traced[0], target=chosen, compiler_options=compiler_options)
+            compilation, judged = compiled_for(step, target=chosen, compiler_options=compiler_options)
             return with_arrays(compilation, program.args, own["kwargs"] or {}), judged
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
@@ -108,6 +116,7 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
         roles=own["roles"] or (),
         names=own["names"] or (),
         tokens_per_update=tokens,
+        trace=trace_program,
         measure=measure,
     )
 

@@ -58,7 +58,7 @@ def compiled_for(
     """
     target = _as_target(target)
     program = trace_step(program, args, kwargs, target=target, options=options)
-    if compiler_options and (_is_compiled(_unwrapped_stage(program)) or isinstance(program, (*_DUMPS, Compilation))):
+    if compiler_options and (_is_compiled(unwrapped_stage(program)) or isinstance(program, (*_DUMPS, Compilation))):
         raise ReportError(
             f"{type_phrase(program)} is compiled already, so the compiler option {next(iter(compiler_options))} cannot "
             f"be set: leave it out, or give the step with its arguments, {_CALLED}"
@@ -67,8 +67,8 @@ def compiled_for(
         return program, target or (targets.parse("local") if program.local else None)
     if isinstance(program, _DUMPS):
         return _compilation_of_dump(_dump(program), target)
-    stage = _unwrapped_stage(program)
-    if _is_traced(stage):
+    stage = unwrapped_stage(program)
+    if is_traced(stage):
         check_sizes(stage.jaxpr)
         lowered = _lower_for(stage, target)
         number = callbacks.count(stage.jaxpr) if any(map(is_described, devices_of(lowered)[:1])) else 0
@@ -196,15 +196,16 @@ def takes_arguments(program: Any) -> bool:
 
 def is_stage(program: Any) -> bool:
     """Returns whether a program is a `jax.stages.Traced`, `Lowered` or `Compiled`, or a wrapper of one."""
-    stage = _unwrapped_stage(program)
-    return _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage)
+    stage = unwrapped_stage(program)
+    return is_traced(stage) or _is_lowered(stage) or _is_compiled(stage)
 
 
-def _unwrapped_stage(program: Any) -> Any:
-    # Flax and equinox wrap the stages of jax in objects of their own.
+def unwrapped_stage(program: Any) -> Any:
+    """Returns the stage of jax inside an object of flax or equinox that wraps it. Other programs are returned
+    unchanged."""
     for name in ("traced", "lowered", "compiled"):
         stage = getattr(program, name, None)
-        if _is_traced(stage) or _is_lowered(stage) or _is_compiled(stage):
+        if is_traced(stage) or _is_lowered(stage) or _is_compiled(stage):
             return stage
     return program
 
@@ -237,7 +238,8 @@ def _is_lowered(program: Any) -> TypeGuard[LoweredStage]:
     return hasattr(program, "compile") and hasattr(program, "compiler_ir")
 
 
-def _is_traced(program: Any) -> TypeGuard[TracedStage]:
+def is_traced(program: Any) -> TypeGuard[TracedStage]:
+    """Returns whether a program is a `jax.stages.Traced`."""
     return hasattr(program, "jaxpr") and hasattr(program, "lower") and hasattr(program, "in_tree")
 
 

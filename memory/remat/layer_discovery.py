@@ -286,10 +286,10 @@ class _PolicyRewriter:
             return equation
         body = equation.params.get("jaxpr")
         if (how, name) == (LOOP, "scan") and mark(body) in self._marks:
-            under = self._once(body, lambda: self._under_new_policy(body, loop=True))
+            under = self._once(body, lambda: under_policy(body, self._policy, loop=True))
             return equation.replace(params={**equation.params, "jaxpr": under})
         if how == CALL and name in INLINED and body is not None and mark(body) in self._marks:
-            under = self._once(body, lambda: self._under_new_policy(body, loop=False))
+            under = self._once(body, lambda: under_policy(body, self._policy, loop=False))
             return equation.replace(params={**equation.params, "jaxpr": under})
         return equation.replace(params={key: self._param(value) for key, value in equation.params.items()})
 
@@ -300,13 +300,18 @@ class _PolicyRewriter:
             return self.closed(value)
         return self.jaxpr(value) if hasattr(value, "eqns") else value
 
-    def _under_new_policy(self, body: Any, loop: bool) -> Any:
-        import jax
-        from jax.extend import core
 
-        # In a loop, jax.checkpoint needs no protection against common subexpression elimination.
-        under = jax.checkpoint(core.jaxpr_as_fun(body), policy=self._policy, prevent_cse=not loop)
-        return jax.make_jaxpr(under)(*input_specs(body.jaxpr))
+def under_policy(body: Any, policy: Any, loop: bool) -> Any:
+    """Returns a ClosedJaxpr that runs another one under `jax.checkpoint` with a remat policy.
+
+    loop: whether `body` is the body of a loop.
+    """
+    import jax
+    from jax.extend import core
+
+    # In a loop, jax.checkpoint needs no protection against common subexpression elimination.
+    under = jax.checkpoint(core.jaxpr_as_fun(body), policy=policy, prevent_cse=not loop)
+    return jax.make_jaxpr(under)(*input_specs(body.jaxpr))
 
 
 def input_specs(jaxpr: Any) -> list[Any]:

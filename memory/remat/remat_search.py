@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from bytescope.memory.remat.remat_problem import (
@@ -70,7 +70,7 @@ class RematSearch:
     def __init__(
         self,
         problem: RematProblem,
-        compile: Callable[[Sequence[LayerPlan]], Sequence[PlanFigures]],
+        compile: Callable[[Sequence[LayerPlan]], Iterable[PlanFigures]],
         tell: Callable[[CompiledPlan], None] = lambda tried: None,
     ):
         self.problem, self._compile, self._tell = problem, compile, tell

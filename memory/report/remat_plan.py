@@ -139,7 +139,7 @@ def _account(plan: RematPlan) -> RenderableType:
     policies = FigureTable(label(POLICIES[0]), figure(POLICIES[1]), figure(POLICIES[2]), fixed(POLICIES[3]))
     for row in _policy_rows(plan):
         policies.add(*row, style="bold" if row[0] == (plan.name or THIS_PLAN) else "")
-    return blocks(Group(head, *map(Prose, _layers(plan))), kept, policies, Prose(USE))
+    return blocks(Group(head, *map(Prose, describe_layers(plan.layers))), kept, policies, Prose(USE))
 
 
 def _account_html(plan: RematPlan) -> str:
@@ -151,7 +151,7 @@ def _account_html(plan: RematPlan) -> str:
         "remat_plan",
         title=title,
         figures=" · ".join(figures),
-        layers=[cut(layer, 300) for layer in _layers(plan)],
+        layers=[cut(layer, 300) for layer in describe_layers(plan.layers)],
         kept_heads=_with_figures(KEPT),
         kept=[[cut(cell) for cell in row] for row in _kept_value_rows(plan)],
         nothing_kept=_nothing_kept(plan),
@@ -174,11 +174,12 @@ def _head(plan: RematPlan) -> list[str]:
     ]
 
 
-def _layers(plan: RematPlan) -> list[str]:
+def describe_layers(layers: Sequence[Layer]) -> list[str]:
+    """Returns one line for each kind of layer: its number, its name, its source line, and how it is checkpointed."""
     return [
         f"{layer.times} x {one_line(layer.name) or 'layer'}"
-        f"{f' at {_relative_place(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
-        for layer in plan.layers
+        f"{f' at {relative_place(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
+        for layer in layers
     ]
 
 
@@ -192,7 +193,7 @@ def _kept_value_rows(plan: RematPlan) -> list[list[str]]:
     for value in () if plan.name else plan.kept:
         several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
         name = f"{value.label} ({several} of them)" if several > 1 else value.label
-        rows.append([name, human(value.bytes), value.type, _relative_place(value.where)])
+        rows.append([name, human(value.bytes), value.type, relative_place(value.where)])
     return rows
 
 
@@ -210,13 +211,20 @@ def _policy_rows(plan: RematPlan) -> list[list[str]]:
 
 
 def _format_flops(flops: int, plan: RematPlan) -> str:
+    return format_flops(flops) + (f" ({flops / plan.model_flops:.1%})" if flops and plan.model_flops else "")
+
+
+def format_flops(flops: int) -> str:
+    """Returns a number of FLOPs with three digits and a unit, such as "12.1 TFLOP"."""
     if not flops:
         return "0 FLOP"
     scale, unit = next(((scale, unit) for scale, unit in _SCALES if flops >= scale), (1, "FLOP"))
-    return f"{flops / scale:.3g} {unit}" + (f" ({flops / plan.model_flops:.1%})" if plan.model_flops else "")
+    return f"{flops / scale:.3g} {unit}"
 
 
-def _relative_place(where: str) -> str:
+def relative_place(where: str) -> str:
+    """Returns the place "file:line" with a short file name: relative to the current folder or to the installed
+    packages, or the cell of a notebook."""
     if notebook_cell(where.rpartition(":")[0]):
         return short_place(where)
     if "/site-packages/" in where:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.analysis import report_of
@@ -32,6 +32,7 @@ from bytescope.memory.remat.remat_problem import (
     SearchOutcome,
 )
 from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
+from bytescope.memory.remat.step_loss import StepLoss
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import MAX_BYTES, human
@@ -176,6 +177,10 @@ class PolicyCompiler:
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
         self.loss, self.optimizer, self._target = loss, optimizer, target
+        self._start(loss, blocks)
+
+    def _start(self, loss: Loss | StepLoss, blocks: Collection[str] = ()) -> None:
+        """Finds the layers of the loss and their values, and compiles the program that recomputes everything."""
         self.layers = find_layers(loss.jaxpr, loss.active, blocks)
         self.values: LayerValues = find_values(self.layers, loss.shards)
         self.built: dict[str, Built] = {}
@@ -204,11 +209,12 @@ class PolicyCompiler:
         compilation, target = compiled_for(traced, target=self._target)
         return Built(policy, Report.of(report_of(compilation, target=target)), flops.count(traced.jaxpr))
 
-    def __call__(self, plans: Sequence[LayerPlan]) -> list[PlanFigures]:
-        """Compiles the program under each plan (a choice of the values that each layer keeps). Returns allocated bytes,
-        host bytes and recomputed FLOPs of each.
+    def __call__(self, plans: Sequence[LayerPlan]) -> Iterator[PlanFigures]:
+        """Compiles the program under each plan (a choice of the values that each layer keeps). Yields allocated bytes,
+        host bytes and recomputed FLOPs of each as soon as it is compiled.
         """
-        return [self._one(plan) for plan in plans]
+        for plan in plans:
+            yield self._one(plan)
 
     def _one(self, plan: LayerPlan) -> PlanFigures:
         name = policy_name(plan) or str(plan)
@@ -226,7 +232,8 @@ class PolicyCompiler:
         built = self.built[name]
         if isinstance(built.policy, RematPolicy) and name != FULL:
             built.policy.check()
-        return PlanFigures(built.report.allocated_bytes, built.report.host_bytes, 0.0, built.counted.recomputed)
+        report, predicted = built.report, built.report.prediction.get("seconds", 0.0)
+        return PlanFigures(report.allocated_bytes, report.host_bytes, predicted, built.counted.recomputed)
 
     def budget(self, budget: str | float | None) -> int:
         """Returns the bytes that the compiled program may allocate: the budget, but at most the target's limit minus

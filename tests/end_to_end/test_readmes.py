@@ -25,6 +25,8 @@ FRONT = ROOT / "README.md"
 TOP = (".github", "configs", "memory", "model", "tests", "train")
 READMES = sorted([*ROOT.glob("*.md"), *itertools.chain.from_iterable((ROOT / top).rglob("*.md") for top in TOP)])
 READERS = {"my.py", "conftest.py", "train.py", "scripts/train.py", "launch.py", "bytescope_program.py"}
+READERS |= {"step.py", "step_before.py", "same_losses.py"}
+READERS |= {"metrics.py", "nanodo/main.py", "nanodo/train.py"}  # of other projects
 # What may stand before a command, and what ends it.
 STARTERS = ("srun", "mpirun", "nice", "time")
 ENDS = ("&&", "||", "|", ";", "&", ">", "2>")

@@ -1,4 +1,7 @@
-"""bytescope fit: finds the fastest configuration that fits a memory budget, by compiling candidates."""
+"""bytescope fit: finds the fastest configuration that fits a memory budget, by compiling candidates.
+
+This module searches the keys of a config; `memory.commands.fit_program` searches the remat policy of other programs.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.commands import fit_program
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
     INTERRUPTED,
     add_compiling,
+    add_settings,
     check,
     keep_old_flag,
     write,
@@ -42,6 +48,8 @@ MAX_MEASURED = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope fit` to the parser."""
     add_subject(parser, "set a config key in all programs; the search does not change this key")
+    fit_program.add_program(parser)
+    add_settings(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
@@ -85,6 +93,12 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code: 0 if a configuration fits, 3 if none fits, 130 after Ctrl-C. After Ctrl-C, the best
     configuration so far is printed and written.
     """
+    if is_adapted(args.config):
+        from bytescope.memory.commands import fit_adapter
+
+        return fit_adapter.run(args)
+    if args.program:
+        return fit_program.run(args)
     require_config(args)
     from bytescope.train.plan.config_factory import check_config
     from bytescope.train.plan.fit import fit_progress

@@ -264,6 +264,69 @@ class FitResult(CompiledKeys):
     layouts: list[MeshKeys]
 
 
+class FitProgramRow(TypedDict):
+    stage: str
+    what: str
+    keys: dict[str, str]
+    allocated_bytes: int | None
+    host_bytes: int | None
+    predicted_seconds: float | None
+    predicted_seconds_low: float | None
+    predicted_seconds_high: float | None
+    predicted_tokens_per_s: float | None
+    recomputed_flops: int | None
+    recompute_flops_fraction: float | None
+    fits: bool
+    verdict: str
+
+
+class KeptValueKeys(TypedDict):
+    label: str
+    name: str
+    type: str
+    count: int
+    bytes: int
+    where: str
+
+
+class FitProgramBest(FitProgramRow):
+    policy: str
+    policy_name: str
+    kept: list[KeptValueKeys]
+    code: list[str]
+    breakdown: dict[str, int]
+    flags: NotRequired[str]
+
+
+class FitProgramCertificate(FitProgramRow):
+    missing_bytes: int
+    breakdown: dict[str, int]
+
+
+class LayerKeys(TypedDict):
+    name: str
+    where: str
+    times: int
+    how: str
+
+
+class FitProgramResult(TypedDict):
+    """The result of `bytescope fit --program`, and of `bytescope fit` for the program of an adapter."""
+
+    program: str
+    best: FitProgramBest | None
+    walk: list[FitProgramRow]
+    certificate: FitProgramCertificate | None
+    layers: list[LayerKeys]
+    budget_bytes: int
+    target: Values
+    versions: dict[str, str]
+    programs: int
+    seconds: float
+    stopped: str
+    rates: str
+
+
 # ---- estimate, pipeline, validate, calibrate, quantize, score
 
 
@@ -422,7 +485,7 @@ RESULTS: Mapping[str, Any] = {
     "compare": CompareResult,
     "levers": LeversResult,
     "front": FrontResult,
-    "fit": FitResult,
+    "fit": FitResult | FitProgramResult,
     "estimate": EstimateResult,
     "pipeline": PipelineResult,
     "validate": ValidateResult,

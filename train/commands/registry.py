@@ -187,7 +187,12 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.fit_command",
         "plan",
         "find the fastest configuration that fits a memory budget",
-        ("llama_8b h100:8 --batch-tokens=4194304", "llama_8b rtx4090 --budget=20GiB --levers=remat,micro"),
+        (
+            "llama_8b h100:8 --batch-tokens=4194304",
+            "llama_8b rtx4090 --budget=20GiB --levers=remat,micro",
+            "--program=my_package/train.py:program h100:8 --budget=60GiB",
+            "maxtext:llama3-8b h100:8 max_target_length=8192",
+        ),
     ),
     "pipeline": Subcommand(
         "train.commands.pipeline_command",

@@ -20,6 +20,7 @@ from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
 from bytescope.train import cli
 from support.budget_project import PYPROJECT, STEP, git, make_project
+from support.json_results import read_result
 
 ROOT = Path(__file__).parents[3]
 
@@ -262,7 +263,7 @@ def test_programs_and_configs_are_checked_and_cached(project, capsys, monkeypatc
     assert "fits" in rows["mlp"] and "exceeds" in rows["tiny"] and "failed" in rows["broken"]
     assert re.search(r"^tiny: exceeds 1.00 MiB: \S+ MiB too much", out, re.M)
     assert "::error title=memory budget broken::" in out and "1 of 3 budgets kept" in summary.read_text()
-    written = json.loads((project / "src" / "out.json").read_text())["result"]["budgets"]
+    written = read_result(project / "src" / "out.json")["budgets"]
     assert {name: entry["verdict"] for name, entry in written.items()} == {
         "mlp": "fits",
         "tiny": "exceeds",

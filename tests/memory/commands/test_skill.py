@@ -1,6 +1,5 @@
 """The skill file for agents: its commands run as they stand on its own example, and do what the text says."""
 
-import json
 import os
 import re
 import subprocess
@@ -12,6 +11,7 @@ import pytest
 from bytescope.memory.commands.mcp_command import skill_text
 from bytescope.train.cli import main
 from bytescope.train.commands import registry
+from support.json_results import read_result
 
 # (language, text) of each fenced block, in the order of the file.
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", skill_text(), re.DOTALL | re.MULTILINE)
@@ -22,7 +22,6 @@ PRINTED = {
     "--json=before.json": "! layer keeps 2.25 GiB for the backward pass",
     "--json=after.json": "TIGHT",
     "diff before.json": "category residuals",
-    "compare": "tokens",
     "same_losses.py": "largest relative difference",
 }
 
@@ -60,7 +59,7 @@ def test_the_commands_prove_the_fix(tmp_path):
         printed[command] = done.stdout
     for part, words in PRINTED.items():
         assert [out for command, out in printed.items() if part in command and words in out], f"{part}: {printed}"
-    before, after = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("before", "after"))
+    before, after = (read_result(tmp_path / f"{name}.json") for name in ("before", "after"))
     assert before["verdict"] == "exceeds" and after["verdict"] == "tight"
     assert after["allocated_bytes"] < 0.4 * before["allocated_bytes"]
     losses = re.findall(r"\d\.\d+", printed[COMMANDS[-1]])
@@ -72,7 +71,11 @@ def test_the_commands_prove_the_fix(tmp_path):
 def test_a_wrong_change_is_found(tmp_path):
     """The script that compares the losses fails if the change alters the result."""
     script, example = (text for language, text in BLOCKS if language == "python")
-    for name, text in (("step_before", example), ("step", example.replace("0.1 *", "0.101 *")), ("same_losses", script)):
+    for name, text in (
+        ("step_before", example),
+        ("step", example.replace("0.1 *", "0.101 *")),
+        ("same_losses", script),
+    ):
         (tmp_path / f"{name}.py").write_text(text)
     done = subprocess.run(
         [sys.executable, "same_losses.py"],

@@ -20,7 +20,7 @@ def test_every_command_is_in_the_overview_once(capsys):
     names = [name for group in GROUPS.values() for name in group]
     assert sorted([*names, *LISTS]) == sorted(COMMANDS) and len(names) <= 25
     assert all(f"\n  {name} " in text for name in names) and max(map(len, text.splitlines())) <= 80
-    assert "\n  list        list configs, targets, keys and policies\n" in text
+    assert "\n  list         list configs, targets, keys and policies\n" in text
     assert not any(f"\n  {name} " in text for name in LISTS)
 
 
@@ -65,7 +65,7 @@ def test_the_trainers_config_by_position():
     ("words", "message"),
     [
         (["reprot"], "unknown command 'reprot': did you mean report?"),
-        (["xyzzy"], "of report, explain, names, diff"),
+        (["xyzzy"], "of report, init-program, explain, names, diff"),
         (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
         (["train", "tiny", "--config=char"], "config is given twice"),
         (["fit"], "no config: give --config=FILE"),
@@ -109,7 +109,7 @@ def test_each_list_has_two_spellings(name, capsys):
 
 
 def test_every_command_with_figures_writes_json():
-    without = {"train", "prepare", "generate", "export", "page", "completion"}
+    without = {"train", "prepare", "generate", "export", "page", "completion", "init-program"}
     with_json = {name for name in COMMANDS if "--json" in make_parser(name)._option_string_actions}
     assert with_json == set(COMMANDS) - without
 

@@ -13,6 +13,7 @@ from bytescope.train.generate import answers
 from bytescope.train.generate.request import Request
 from bytescope.train.generate.text import Growing
 from bytescope.train.user_errors import UserError
+from support.json_results import read_result
 from support.models import checkpoints
 from support.oracles import require
 
@@ -237,7 +238,10 @@ def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch)
     rng = np.random.default_rng(0)
     texts = [rng.integers(2, 97, length).tolist() for length in (2, 9, 17, 100, 64, 30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"tokens": text}) + "\n" for text in texts))
-    assert cli.main(["score", str(folder), "--texts=texts.jsonl", "--out=scores.jsonl", "--chunk=64"]) == 0
+    words = ["score", str(folder), "--texts=texts.jsonl", "--out=scores.jsonl", "--chunk=64", "--json=scores.json"]
+    assert cli.main(words) == 0
+    lines = (tmp_path / "scores.jsonl").read_text().splitlines()
+    assert read_result("scores.json")["texts"] == list(map(json.loads, lines))
     shown = capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(folder)
     every = []

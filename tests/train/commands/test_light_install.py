@@ -69,6 +69,7 @@ WORKING = [
     "pipeline --stages=2 --micro-batches=2 --json=-",
     "targets",
     "list targets --json=-",
+    "mcp --skill",
     "completion bash",
     "completion zsh",
     "completion fish",
@@ -79,6 +80,7 @@ REFUSED = {
     "calibrate --seconds=0": "is not a duration",
     "report --seq-len=3": "unrecognized arguments: --seq-len",
     "fit": "no config",
+    "mcp": "pip install 'bytescope[mcp]'",
     "names --program=my.py:program cpu": "not yet differentiated",
     "report --program=flaxy.py:program cpu": "flaxy.py cannot be imported: ModuleNotFoundError: No module named 'flax'",
 }

@@ -1,0 +1,222 @@
+"""Finds the loss inside a training step, and traces the step with another remat policy for its layers.
+
+The step stays the user's own: its optimizer, its accumulation of gradients, its shardings and its donation are traced
+as they are. Two places of jax are intercepted while the step is traced:
+
+- `StepLoss.find`: the function that the step differentiates. It is traced as one call without a derivative, so that
+  its jaxpr stands in the jaxpr of the step, where the shardings of its inputs are known.
+- `remat_policy`: the primitives of `jax.checkpoint`, of loops and of jitted functions. A layer under `jax.checkpoint`
+  gets the policy in place of its own, as if the policy were written in the source. This covers flax.linen.remat,
+  nnx.remat and equinox.filter_checkpoint, which call `jax.checkpoint`. Other layers are put under `jax.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from bytescope.memory.cost import flops
+from bytescope.memory.errors import ReportError
+from bytescope.memory.jaxprs import distinct_jaxprs
+from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
+from bytescope.memory.remat.layer_discovery import CHECKPOINT, LOOP, Layer, mark, under_policy
+
+# The name of the jitted call that runs the loss while the loss is searched, followed by the number of its inputs that
+# are differentiated.
+_CALL = "bytescope_loss_"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """The loss that a training step differentiates.
+
+    Fields:
+        jaxpr: the loss as a ClosedJaxpr.
+        active: for each input of the loss, whether the step differentiates the loss with respect to it.
+        shards: the shardings of all values in the loss, derived from the shardings of the step's arguments.
+    """
+
+    jaxpr: Any
+    active: tuple[bool, ...]
+    shards: JaxprSharding
+
+    @classmethod
+    def find(cls, trace: Callable[[], Any], shardings: Callable[[Any], Sequence[Any]]) -> StepLoss:
+        """Finds the loss of a step. If the step differentiates several functions, finds the one with the most FLOPs.
+
+        Args:
+            trace: function that traces the step and returns a `jax.stages.Traced`.
+            shardings: function that returns the shardings of the arguments of a `Traced`, None for unknown ones.
+
+        Raises ReportError if the step differentiates nothing.
+        """
+        with _undifferentiated():
+            traced = trace()
+        calls = []
+        for jaxpr in distinct_jaxprs(traced.jaxpr):
+            calls += [each for each in jaxpr.eqns if str(each.params.get("name", "")).startswith(_CALL)]
+        if not calls:
+            raise ReportError(
+                "the step differentiates no function with jax.grad, jax.value_and_grad or jax.vjp, so there is nothing "
+                "to recompute: give a training step"
+            )
+        leaves = [_WithSharding(sharding) for sharding in shardings(traced)]
+        shards = JaxprSharding.from_arguments(traced.jaxpr, leaves)
+        call = max(calls, key=lambda each: flops.count_equation(each).total)
+        inputs, differentiated = len(call.invars), int(call.params["name"].removeprefix(_CALL))
+        active = tuple(number >= inputs - differentiated for number in range(inputs))
+        return cls(call.params["jaxpr"], active, shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithSharding:
+    sharding: Any
+
+
+@contextlib.contextmanager
+def _undifferentiated() -> Iterator[None]:
+    """Context manager: functions that are differentiated inside it are traced as a jitted call with the name `_CALL`,
+    and their gradients are zeros."""
+    import jax
+    from jax._src.interpreters import ad
+
+    linearize: Any = ad.linearize
+    inside = False
+
+    def linearize_call(fun: Callable[..., Any], primals: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:  # the loss itself contains a derivative
+            return linearize(fun, primals, *args, **kwargs)
+
+        def call(*values: Any) -> Any:
+            nonlocal inside
+            values = jax.lax.stop_gradient(values)
+            inside = True
+            try:
+                return _jitted(fun, len(jax.tree.leaves(values)))(*values)
+            finally:
+                inside = False
+
+        return linearize(call, primals, *args, **kwargs)
+
+    with _replaced(ad, "linearize", linearize_call):
+        jax.clear_caches()  # jaxprs that were traced before contain the derivatives
+        try:
+            yield
+        finally:
+            jax.clear_caches()
+
+
+def _jitted(fun: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
+    """Jits a function whose result may contain leaves that are not arrays, such as the auxiliary results of a loss."""
+    import jax
+
+    def run(*values: Any) -> Any:
+        results: list[Any] = []  # the pytree structure, and the leaves that are not arrays
+
+        def arrays(*values: Any) -> list[Any]:
+            leaves, tree = jax.tree.flatten(fun(*values))
+            results.extend((tree, [None if hasattr(leaf, "aval") else leaf for leaf in leaves]))
+            return [leaf for leaf in leaves if hasattr(leaf, "aval")]
+
+        arrays.__name__ = arrays.__qualname__ = f"{_CALL}{differentiated}"
+        left = iter(jax.jit(arrays)(*values))
+        tree, others = results
+        return jax.tree.unflatten(tree, [next(left) if other is None else other for other in others])
+
+    return run
+
+
+@contextlib.contextmanager
+def remat_policy(layers: Sequence[Layer], policy: Any) -> Iterator[None]:
+    """Context manager: in steps that are traced inside it, these layers have a remat policy. Layers that are not under
+    `jax.checkpoint` are put under it.
+
+    Raises ReportError at the end if none of the layers was traced.
+    """
+    import jax
+
+    swap = _Swap({layer.mark for layer in layers}, policy)
+    with contextlib.ExitStack() as stack:
+        for owner, name, hook in swap.hooks(layers[0].how):
+            stack.enter_context(_replaced(owner, name, hook))
+        stack.callback(jax.clear_caches)
+        jax.clear_caches()  # jaxprs that were traced before have other policies
+        yield
+    if not swap.swapped:
+        raise ReportError(
+            f"the layer {layers[0].name or layers[0].where} was not traced again in the step: the step must run the "
+            "same layers each time it is traced"
+        )
+
+
+class _Swap:
+    """Puts a policy into the layers with some marks, when jax binds the primitives that run them.
+
+    Attributes:
+        swapped: number of layers that have got the policy.
+    """
+
+    def __init__(self, marks: set[str], policy: Any):
+        self._marks, self._policy, self.swapped = marks, policy, 0
+        self._bodies: dict[int, tuple[Any, Any]] = {}
+
+    def hooks(self, how: str) -> list[tuple[Any, str, Any]]:
+        """Returns what must be replaced for layers of the kind `how`, as (object, attribute, value)."""
+        from jax.extend.core import primitives
+
+        if how != CHECKPOINT:
+            primitive = primitives.scan_p if how == LOOP else primitives.jit_p
+            return [(primitive, "bind", self._call_hook(primitive.bind, loop=how == LOOP))]
+        bind = self._checkpoint_hook(primitives.remat_p.bind)
+        hooks: list[tuple[Any, str, Any]] = [(primitives.remat_p, "bind", bind)]
+        with contextlib.suppress(ImportError):
+            from jax._src.ad_checkpoint import RematTraced  # jax.checkpoint with the flag jax_remat3
+
+            hooks.append((RematTraced, "__init__", self._traced_hook(RematTraced.__init__)))
+        return hooks
+
+    def _is_layer(self, jaxpr: Any) -> bool:
+        found = mark(jaxpr) in self._marks
+        self.swapped += found
+        return found
+
+    def _checkpoint_hook(self, bind: Any) -> Any:
+        def hooked(*args: Any, **params: Any) -> Any:
+            # The derivative of a layer already has its policy.
+            if not params["differentiated"] and self._is_layer(params["jaxpr"]):
+                params["policy"] = self._policy
+            return bind(*args, **params)
+
+        return hooked
+
+    def _traced_hook(self, init: Any) -> Any:
+        def hooked(prim: Any, jaxpr: Any, policy: Any, *args: Any, **kwargs: Any) -> None:
+            init(prim, jaxpr, self._policy if self._is_layer(jaxpr) else policy, *args, **kwargs)
+
+        return hooked
+
+    def _call_hook(self, bind: Any, loop: bool) -> Any:
+        def hooked(*args: Any, **params: Any) -> Any:
+            body = params["jaxpr"]
+            if id(body) not in self._bodies and self._is_layer(body):
+                self._bodies[id(body)] = body, under_policy(body, self._policy, loop)
+            _, params["jaxpr"] = self._bodies.get(id(body), (None, body))
+            return bind(*args, **params)
+
+        return hooked
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
