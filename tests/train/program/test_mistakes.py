@@ -387,8 +387,6 @@ MISTAKES = {
         ("--rates=/no/x", "/no/x"),
         ("--config.model.n_layers=2", "leave it out"),
     ],
-    "init-program": [("", "required"), ("missing.py", "missing.py")],
-    "mcp": [("--skll", "did you mean --skill?"), ("--config.a=1", "takes no --config.a")],
     "list": [("", "required"), ("key", "did you mean keys?"), ("keys --grep=qqq", "no row")],
     "configs": [
         ("--grep=qqq", "--grep=qqq"),
