@@ -69,7 +69,7 @@ _OTHER_POLICIES = ("custom", "minimal_flash", "minimal_with_quantization", "mini
 # Attention kernels that cannot be lowered here -> the reason. Platform -> the kernel in their place.
 _FLASH_TE = "it is a kernel of Transformer Engine, which cannot be lowered without its GPU"
 _ON_GPU = {
-    "autoselected": "MaxText would select by the devices of this machine",
+    "autoselected": "MaxText would select a kernel for the devices of this machine",
     "flash": "it is a Pallas kernel for TPUs",
     "cudnn_flash_te": _FLASH_TE,
 }
@@ -148,8 +148,9 @@ class MaxTextFactory(TrainerFactory):
         return variants
 
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns what decides a program: the overrides, the text of a config file with the files that it is based on,
-        and the variables M_KEY of the environment, by which MaxText takes values too."""
+        """Returns everything on which the compiled program depends: the overrides, the texts of the user's config
+        file and of the config files that it is based on, and the environment variables named M_ and a key, because
+        MaxText reads values of keys from them."""
         variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("M_")}
         texts = {str(path): path.read_text() for path in _config_files(_model_of(overrides))}
         return {**overrides, **variables, **texts}
@@ -236,10 +237,9 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
 
 
 def _findings(report: ReportRecord, keys: Mapping[str, str]) -> list[Finding]:
-    """Returns the findings of a report with remedies in MaxText's keys, and a finding if the policy `none` recomputes.
-
-    MaxText 0.2.5 reads "none" as no value, and its layers then ask whether the value is not "none"
-    (configs/pyconfig.py:274, layers/nnx_decoders.py:2248).
+    """Returns the findings of a report with remedies in MaxText's keys. Adds a finding if the policy is "none" but
+    the program recomputes: MaxText 0.2.5 converts the text "none" to None (configs/pyconfig.py:274), and its layers
+    are recomputed if the policy is not equal to "none" (layers/nnx_decoders.py:2248).
     """
     findings = [
         dataclasses.replace(finding, remedy=REMEDIES.get(finding.kind, finding.remedy)) for finding in report.findings
@@ -367,7 +367,8 @@ def _model_of(overrides: Mapping[str, Any]) -> str:
 
 
 def _config_files(model: str) -> list[Path]:
-    """Returns the config file of the user with the files that it is based on, outside of MaxText; [] for a model."""
+    """Returns the user's config file `model` and the config files that it is based on, without the files of MaxText
+    itself. Returns [] if `model` is the name of a model."""
     files: list[Path] = []
     path = Path(model)
     while path.suffix == ".yml" and path.is_file() and path not in files:

@@ -192,8 +192,9 @@ class BfcPool:
 
     @property
     def largest_free(self) -> int:
-        """Bytes of the largest request at the lower end that would succeed. If `device_bytes` limits the growth, the
-        largest possible request may be a tenth smaller, because XLA shrinks a refused region in steps of a tenth."""
+        """Bytes of the largest allocation that would succeed now, placed at the low-address end of the pool. If the
+        pool has to grow to the end of the device's memory (`device_bytes`), the true value may be up to a tenth
+        smaller, because XLA asks the device again for a tenth less each time that the device refuses a region."""
         return max(self._largest_chunk(LOWER, GAP), self._growth_bytes())
 
     @property

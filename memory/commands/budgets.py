@@ -91,9 +91,9 @@ class Budget:
     def limit_bytes(self, available: int, is_fixed: bool = True) -> int:
         """Returns the limit in bytes.
 
-        available: bytes that are available on one device of the target. is_fixed: whether `available` is a property of
-        the target. If it is the free memory of this machine, the limit may be larger. Raises ReportError if the limit
-        is not a size, or is larger than `available`.
+        available: bytes that are available on one device of the target. is_fixed: whether `available` is a property
+        of the target; False if it is the free memory of this machine at the moment. Raises ReportError if the limit
+        is not a size. If `is_fixed`, also raises it for a limit that is larger than `available`.
         """
         what = f"{self.name}: limit"
         if self.limit.endswith("%"):

@@ -72,7 +72,8 @@ class AdapterCompiler(StepCompiler):
 
     @property
     def names(self) -> set[str]:
-        """Names of the layers' tensors for which the trainer has a key."""
+        """Checkpoint names of the tensors for which the trainer has a key that says whether the tensor is kept or
+        recomputed."""
         return self._factory.names_with_keys({value.name for value in self.values.values.values() if value.name})
 
     def _make(self, keys: Mapping[str, str]) -> Any:
@@ -91,7 +92,8 @@ class AdapterCompiler(StepCompiler):
         return self._factory.keys_of_names(self.names, set(kept))
 
     def problem(self) -> RematProblem:
-        """Returns the problem of the search, without the policies of jax, which the trainer's keys cannot express."""
+        """Returns the remat problem that the search solves. The policies of `jax.checkpoint_policies` are left out,
+        because no key of the trainer can select them."""
         from bytescope.memory.remat.layer_values import with_names
 
         problem = super().problem()

@@ -166,8 +166,9 @@ def _run_on_terminal(words: Sequence[str]) -> tuple[int, bytes]:
 
 
 def _type(typed: bytes, terminal: int, group: int, suspend: Callable[[], None]) -> None:
-    """Writes typed bytes to the command's terminal. At Ctrl-Z, calls `suspend`, unless the command reads this key
-    itself, or has its own job control and another process group in the foreground.
+    """Writes typed bytes to the command's terminal. At Ctrl-Z, calls `suspend` instead, with two exceptions: the
+    command's terminal is in raw mode, so the command reads the key itself; or the command is a shell that has started
+    another process group in the foreground.
 
     terminal: the file descriptor of the command's terminal. group: the command's process group.
     """

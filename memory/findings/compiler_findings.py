@@ -226,8 +226,8 @@ def _flops_words(flops: int) -> str:
 
 
 def _early_copies(report: JudgedProgram, module: Module) -> list[Buffer]:
-    """Returns the buffers of copies, all computed by one kernel, that are alive at the peak and read only after it. The
-    kernel with the most such bytes is used."""
+    """Returns copies of values that one kernel computes too early: they are alive at the peak, but read only after
+    the peak. If several kernels compute such copies, returns the copies of the kernel with the most bytes."""
     if not report.timeline:
         return []
     order = flatten(module)

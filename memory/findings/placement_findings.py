@@ -18,8 +18,8 @@ from bytescope.memory.units import human
 
 def state_resharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if a step returns updated state in another sharding than the state that it takes. The next call
-    of the step is then compiled again for the new sharding. Its bytes are the bytes that the new sharding adds on one
-    device, 0 if it adds none."""
+    of the step is then compiled again for the new sharding. The bytes of the finding are the bytes that the new
+    sharding adds on one device; 0 if it adds none."""
     root = program.module.root(program.module.entry)
     if root is None or not program.results:
         return None
@@ -50,7 +50,7 @@ def state_resharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 def donated_twice(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if a donated argument is the same array in memory as another argument. jax refuses to run such
-    a call. Its bytes are 0, because the report counts the two arguments as two arrays already."""
+    a call. The bytes of the finding are 0, because the report counts the two arguments as two arrays already."""
     by_path = {argument.path: argument for argument in program.arguments.by_number.values()}
     same = [
         argument
@@ -70,8 +70,8 @@ def donated_twice(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
 
 def on_one_device(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if arrays of the state or the batch are on one device although the program runs on several. The
-    first device then holds each whole array until the step has copied it. Its bytes are those of the whole arrays, less
-    the shards that the step keeps on the first device.
+    first device then holds each whole array until the step has copied it. The bytes of the finding are the bytes of
+    the whole arrays minus the bytes of the shards that the step keeps on the first device.
 
     For a described target, arrays of this machine may be given only for their shapes. Then there is a finding only if
     other arguments are on several devices."""

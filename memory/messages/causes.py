@@ -77,9 +77,9 @@ def decide(
     """Decides the cause of a failed allocation. Returns (a key of `CAUSES`, such as "fragmentation"; the evidence in
     the log as one sentence, "" if there is none).
 
-    messages: all messages of the log. primary: the message that is explained. figures: bytes in the log
-    by name: "requested" (the failed request), "limit" (the capacity) and "total". culprits: the buffers that `primary`
-    lists.
+    messages: all messages of the log. primary: the message that is explained. figures: bytes in the log by name:
+    "requested" (the failed request), "limit" (the capacity) and "total" (all arrays and programs together). culprits:
+    the buffers that `primary` lists.
     """
     form, own = primary.form, primary.figures
     requested = figures.get("requested")

@@ -174,7 +174,8 @@ def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
 
 
 def missing_words(explanation: ExplanationRecord) -> str:
-    """Returns the words in front of the figures that are missing."""
+    """Returns the words that introduce the list of figures that the log does not contain, such as "not in the
+    message"."""
     return "unknown" if explanation.call else NOT_SAID
 
 
@@ -270,8 +271,8 @@ def compared_rows(match: ReportMatch) -> list[tuple[str, int, int | None]]:
 
 
 def shown_match(explanation: ExplanationRecord) -> ReportMatch | None:
-    """Returns the comparison with a report that is shown; None for a failed call, whose own report is the
-    explanation."""
+    """Returns the comparison of the failure with the report of a program, if it is to be shown. Returns None for a
+    failed call of this process, because the explanation of such a call is made from the report already."""
     return None if explanation.call else explanation.match
 
 

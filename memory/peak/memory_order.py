@@ -35,8 +35,9 @@ _MAX_CLUSTER, _MAX_INSTRUCTIONS = 8, 50_000
 
 @dataclasses.dataclass(frozen=True)
 class HeldValue:
-    """A value that is alive at the peak in the compiler's order, but not at the same point of the order with the lowest
-    peak that was found.
+    """A value that the compiler's order of instructions keeps alive at the peak, and that would not be alive there in
+    the better order: the order with the lowest peak that was found, at the instruction where the compiler's order has
+    its peak.
 
     Fields:
         instruction: the instruction that computes the value.

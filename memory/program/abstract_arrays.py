@@ -136,9 +136,8 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]  # jax gives the cla
 
 
 class AbstractTrace(core.Trace):
-    """The trace described above.
-
-    on_value: called with an `AbstractArray` whose values are read.
+    """A jax trace under which eager operations return arrays without values (`AbstractArray`). on_value: called with
+    an array when the code needs its values, such as in an `if`.
     """
 
     def __init__(self, on_value: Callable[[AbstractArray], None]):
@@ -305,8 +304,9 @@ def _has_constraint(jaxpr: Any) -> bool:
 
 
 def _compiled_shardings(args: Sequence[Any], shardings: Sequence[Any], params: Any, wanted: Sequence[Any]) -> list[Any]:
-    """Compiles a jitted function for the CPU devices and returns the shardings that XLA gave its results. Nothing is
-    allocated."""
+    """Compiles the jitted function of a jit equation with the parameters `params` for the CPU devices, and returns
+    the shardings that XLA chose for its results. `wanted` are the shardings that the results were asked to have.
+    Nothing is allocated."""
     specs = []
     for arg, sharding in zip(args, shardings):
         aval = core.typeof(arg)

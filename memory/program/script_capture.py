@@ -655,7 +655,8 @@ def _restored(table: dict[str, Any], key: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_logging() -> Iterator[None]:
-    """Context manager in which the root logger has a handler, as most libraries' imports give it one."""
+    """Context manager in which the root logger has a handler. Without a handler, a call of `logging.info` in the
+    script would set up logging and print to the terminal."""
     handler = logging.NullHandler()
     logging.getLogger().addHandler(handler)
     try:

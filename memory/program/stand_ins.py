@@ -195,7 +195,8 @@ class GivenValues:
         self.used: dict[Place, str] = {}
 
     def find(self, place: Place | None) -> Any:
-        """Returns the value or shapes given for a line, None if there are none."""
+        """Returns the value or the shapes that the user gave by --value for the line of the script at `place`; None
+        if the user gave none."""
         if place is None:
             return None
         for file, line, specs, text in self._specs:
@@ -298,7 +299,8 @@ class StandIn:
         return self._specs.keys() if isinstance(self._specs, dict) else self._next(".keys()")
 
     def items(self) -> Any:
-        """Returns the (name, stand-in) pairs of a batch that is a dict; a stand-in if its names are not known."""
+        """Returns the items of a batch that is a dict, as (name, placeholder) pairs. If the names in the batch are
+        unknown, returns a placeholder for the items."""
         if isinstance(self._specs, dict):
             return [(key, self._component(key)) for key in self._specs]
         return self._next(".items()")

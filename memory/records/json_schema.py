@@ -21,12 +21,10 @@ _PLAIN: Mapping[Any, Mapping[str, Any]] = {
 
 
 def schema_of(hint: Any) -> dict[str, Any]:
-    """Returns the JSON Schema of the values with this annotation.
-
-    Dataclasses and TypedDicts are objects with exactly their keys. `Annotated[Keys, Record]` is an object with the keys
-    of both. Other annotations: str, bool, int, float, None, Any, unions, lists, tuples, and mappings with text as keys.
-
-    Raises TypeError for other annotations.
+    """Returns the JSON Schema of the values that have the type annotation `hint`. Supported annotations: str, bool,
+    int, float, None, Any, unions, lists, tuples, mappings from str, dataclasses and TypedDicts. A dataclass or a
+    TypedDict becomes an object with exactly its keys. `Annotated[Keys, Record]` becomes an object with the keys of
+    the TypedDict `Keys` and of the dataclass `Record`. Raises TypeError for an unsupported annotation.
     """
     if hint in _PLAIN:
         return dict(_PLAIN[hint])

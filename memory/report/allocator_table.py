@@ -98,8 +98,8 @@ def _version(report: ReportRecord) -> tuple[int, int]:
 
 
 def check_target(target: Mapping[str, Any]) -> None:
-    """Raises ReportError unless the target is a GPU, because jax has the replayed allocators only on GPUs. `target`:
-    the target of a report as JSON."""
+    """Raises ReportError if the target is not a GPU. jax uses the allocators that are modelled here only on GPUs.
+    `target`: the target of a report as JSON."""
     if target.get("platform") not in GPU_PLATFORMS or not target.get("device_memory_bytes"):
         raise ReportError(
             f"{target.get('name') or 'no target'} has none of jax's GPU allocators: compile for a GPU, such as h100"
