@@ -131,7 +131,8 @@ class MaxTextFactory(TrainerFactory):
     def split_options(
         self, overrides: Mapping[str, Any], target: Target
     ) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
-        """Splits overrides into keys of MaxText and options of XLA, whose keys are flags of XLA."""
+        """Splits overrides by their names. Returns (the keys of MaxText, the flags of XLA with parsed values; None if
+        there are no flags)."""
         options = {key: parse_value(key, str(text)) for key, text in overrides.items() if is_flag(key)}
         return {key: text for key, text in overrides.items() if key not in options}, options or None
 
@@ -343,8 +344,8 @@ def _mesh_of_slices(config: Any, devices: Sequence[Any]) -> np.ndarray:
 
 
 def _slices(target: Target) -> int:
-    """Returns the number of MaxText's slices: hosts of GPUs, or 1 for a TPU slice and for the rack of an NVLink
-    domain, within which all devices are connected alike."""
+    """Returns the value of MaxText's `num_slices`: the number of hosts for GPUs; 1 for a TPU slice and for a rack of
+    GPUs in one NVLink domain, because all their devices are connected alike."""
     chip = CHIPS.get(base_name(target.name))
     if target.platform not in ("cuda", "rocm") or (chip is not None and chip.max_shape):
         return 1

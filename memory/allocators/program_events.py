@@ -49,8 +49,8 @@ class ProgramCall:
         waiting: sizes of the batches that are already on the device for later calls.
         keeps_results: whether the results of a call stay on the device until the next call has ended.
         makes_state: whether the results become the state of later programs, as the results of an initializer do.
-        replaces_state: whether no argument is donated, so that after the call each result replaces the argument of the
-            same size, which is then freed.
+        replaces_state: True if no argument is donated. Old and new state are then on the device together, and after
+        the call each argument is freed that has a result of its size.
         outside: size of the memory that the program needs outside of the allocator, such as the CUDA context.
     """
 

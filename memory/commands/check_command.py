@@ -142,8 +142,9 @@ def show(results: Sequence[BudgetResult]) -> None:
 def _compared(
     result: BudgetResult, before: Mapping[str, ReportRecord], accepted: Mapping[str, ReportRecord]
 ) -> BudgetResult:
-    """Returns the result with the reports to compare with: `before` is shown, and growth from `accepted`, the budget's
-    own baseline, may fail. Growth from `before` may fail if the budget has no baseline."""
+    """Returns the result with the reports that it is compared with. The change from the report in `before` is shown.
+    The check fails if the program grew too much from the report in `accepted` (the budget's own baseline), or, for a
+    budget without a baseline, from the report in `before`."""
     name = result.budget.name
     limit = accepted.get(name) if result.budget.baseline else before.get(name)
     return dataclasses.replace(result, before=before.get(name), accepted=limit)

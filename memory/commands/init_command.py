@@ -189,8 +189,9 @@ def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
 
 
 def answer(arguments: str) -> None:
-    """Runs the script of a request (JSON) in this process, and writes the answer as JSON: `text` and `step` of the
-    program file, the list `missing`, or `error`."""
+    """Runs the script of a request (JSON) in this process, and writes the answer as JSON. Its keys are `text` (the
+    source of the program file) and `step` (the name of the step); or `missing` (a list of what the script needs and
+    does not have); or `error` (a message)."""
     from bytescope.memory.program.script_capture import capture
     from bytescope.memory.program.stand_ins import MissingPiece
 

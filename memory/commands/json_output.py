@@ -123,7 +123,7 @@ def _own_version() -> dict[str, str]:
 def _limit_of_target(target: Mapping[str, Any], size: int | None) -> MemoryLimit | None:
     from bytescope.memory.devices.limits import limit_share
 
-    if size is None:
+    if not isinstance(size, int):  # unknown, or the report of a damaged file
         return None
     return MemoryLimit(size, limit_share(target, size) or "the memory that is available to programs on one device")
 

@@ -107,8 +107,9 @@ def is_alike(row: Row, base: Row) -> bool:
 def effect(row: Row, base: Row) -> str:
     """Returns how a variant differs from the program as given, such as "workspace -1.20 GiB, 2.1 % slower".
 
-    row: the compiled variant. base: the program as given. The result names the row of the breakdown whose bytes changed
-    most; if no row changed, it names the allocated bytes. "" if one of them was not compiled.
+    row: the compiled variant. base: the program as given. The text names the category of the breakdown, such as
+    "workspace", whose bytes changed most; if no category changed, the allocated bytes. Returns "" if the variant or
+    the program as given was not compiled.
     """
     if not row.ok or not base.ok or row is base:
         return ""

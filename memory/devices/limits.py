@@ -178,11 +178,12 @@ def limit_share(target: Mapping[str, Any], limit: int | None) -> str:
     """
     if not limit or target.get("platform") not in GPU_PLATFORMS or limit != target.get("limit_bytes"):
         return ""
-    fraction = target.get("memory_fraction")
+    fraction, memory = target.get("memory_fraction") or 0.0, target.get("device_memory_bytes") or 0
+    if not all(isinstance(figure, int | float) for figure in (limit, fraction, memory)):
+        return ""  # a damaged report
     if fraction and not target.get("pool_can_grow"):
         source = target.get("memory_fraction_source")
         return f"{100 * fraction:.4g} % of the GPU's memory{f' ({source})' if source else ''}"
-    memory = target.get("device_memory_bytes") or 0
     return f"{100 * limit / memory:.0f} % of the GPU's memory, by its allocator" if limit < memory else ""
 
 

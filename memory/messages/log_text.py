@@ -141,8 +141,8 @@ class Passage:
         return [plain, joined]
 
     def line_at(self, text: str, position: int) -> int:
-        """Returns the line of the log, starting at 1, to which a character position in `text` belongs. `text` is the
-        first text that `texts` returns."""
+        """Returns the number of the line of the log, starting at 1, that contains the character at `position` of
+        `text`. `text` is the first text that the method `texts` returns."""
         return self.lines[min(text.count("\n", 0, position), len(self.lines) - 1)].number
 
 
@@ -179,8 +179,9 @@ def find_passages(log: bytes) -> list[Passage]:
 
 
 def _clean(raw: str, number: int) -> Iterable[LogLine]:
-    """Yields a line of a log without colours and prefixes. The line is split at carriage returns, and at the two
-    characters "\\n" (as in the repr of a Python string) before a known line of a memory message."""
+    """Yields the parts of one line of a log, without colours and prefixes. The line is split at carriage returns. It is
+    also split where a known line of a memory message follows the two characters "\\n", as in the repr of a Python
+    string. `number`: the number of the line in the log."""
     text = _ESCAPES.sub("", raw) if "\x1b" in raw else raw
     text = text.rstrip("\r")
     if "\\n" in text:

@@ -131,7 +131,7 @@ def user_place() -> Place | None:
 
 
 def place_of(file: str, line: int) -> Place:
-    """Returns the place of a line of a file given by its path."""
+    """Returns the `Place` (relative path and line) for the path of a file and a line number."""
     path = os.path.abspath(file)
     below = path.startswith(os.getcwd() + os.sep)
     return Place(os.path.relpath(path) if below else path, line)

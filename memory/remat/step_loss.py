@@ -110,7 +110,9 @@ def _undifferentiated() -> Iterator[None]:
 
 
 def _jitted(fun: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
-    """Jits a function whose result may contain leaves that are not arrays, such as the auxiliary results of a loss."""
+    """Returns `fun`, jitted. The result of `fun` may contain leaves that are not arrays, such as text among the
+    auxiliary results of a loss; the jitted function returns them unchanged. `differentiated` becomes a part of the
+    function's name in the jaxpr."""
     import jax
 
     def run(*values: Any) -> Any:

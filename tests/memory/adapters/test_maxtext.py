@@ -1,11 +1,11 @@
 """MaxText's own step through the commands, in the environment that has MaxText: a small Llama 2 on eight H100s."""
 
-import json
 import os
 import subprocess
 
 import pytest
 
+from support.json_results import result_of
 from support.oracles import MAXTEXT_PYTHON
 
 pytestmark = pytest.mark.oracle("maxtext")
@@ -47,7 +47,7 @@ def run(*words):
 def test_the_report_of_a_step(tmp_path):
     file, policy = tmp_path / "report.json", "remat_policy=minimal_with_context"
     out, errors = run(*COMMAND, "report", "maxtext:llama2-7b", "h100:8", *SMALL, policy, f"--json={file}")
-    report = json.loads(file.read_text())
+    report = result_of(file.read_text())
     assert "note: attention=autoselected is replaced by attention=cudnn_flash_jax" in " ".join(out.split())
     assert "NO-OP" not in out + errors and "INFO" not in out + errors  # MaxText's log
     subject, prediction = report["subject"], report["prediction"]
@@ -66,9 +66,9 @@ def test_the_report_of_a_step(tmp_path):
 
 def test_the_policies_of_a_step(tmp_path):
     file = tmp_path / "compare.json"
-    words = (*SMALL, "--remat=full,none", "--no-cache", f"--json={file}")
+    words = (*SMALL, "--remat=full,none", "--no-cache", "--jobs=1", f"--json={file}")
     out, _ = run(*COMMAND, "compare", "maxtext:llama2-7b", "h100:2x4", *words)
-    result = json.loads(file.read_text())
+    result = result_of(file.read_text())
     full, none = result["rows"]
     assert [row["status"] for row in (full, none)] == ["ok", "ok"]
     assert full["allocated_bytes"] == none["allocated_bytes"]  # `none` recomputes everything in 0.2.5
