@@ -1,14 +1,15 @@
 """Makes MaxText's training step for a described target, from MaxText's own config, shaped inputs, shardings and step.
 
-`maxtext:llama2-7b` names a model of MaxText, `maxtext:my.yml` a config file. The keys are MaxText's. Checked with
-MaxText 0.2.5 (jax 0.12.0, flax 0.12.12).
+The name of a program is `maxtext:` and a model of MaxText, as in `maxtext:llama2-7b`, or a config file, as in
+`maxtext:my.yml`. All other keys are keys of MaxText's config. Checked with MaxText 0.2.5 (jax 0.12.0, flax 0.12.12).
 
 What differs from MaxText's own ahead-of-time compile (`train_compile`):
 
 - The number of devices comes from the target, also for GPUs that are not present.
-- The mesh over several hosts is built here. Described hosts all have the same `slice_index`, which MaxText's function
-  for several slices refuses.
-- An attention kernel that cannot be lowered here is replaced, and a note of the report says so.
+- The mesh over several hosts is built in this module. Described hosts all have the same `slice_index`, which MaxText's
+  function for several slices refuses.
+- An attention kernel that cannot be lowered on this machine is replaced by another one, and a note of the report says
+  so.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 class MaxTextRow(Row):
-    """A row of a comparison of MaxText's steps: values of MaxText's keys, and flags of XLA."""
+    """One training step of MaxText in a comparison, given by values of MaxText's keys and by flags of XLA."""
 
     how = (POLICY, "scan_layers", "param_scan_axis", ATTENTION, "ici_", "dcn_", "num_vocab_tiling", "xla_", *LEVELS)
     policy_key = POLICY
@@ -106,14 +107,16 @@ class MaxTextRow(Row):
         return f"--xla={flags_text({key: value})}" if is_flag(key) else f"{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
-        """Returns the command `bytescope report` of this row."""
+        """Returns the command line of `bytescope report` that compiles the step of this row. The arguments are those of
+        `Row.command`."""
         words = [str(self.overrides.get(CONFIG, source)), str(self.overrides.get("target", target))]
         own = [self.flag(key, value) for key, value in self.overrides.items() if key not in (CONFIG, "target")]
         return " ".join(filter(None, ("bytescope report", shlex.join(words), given, shlex.join(own))))
 
 
 class MaxTextFactory(TrainerFactory):
-    """Makes MaxText's training steps from keys of MaxText and their values, as texts."""
+    """Makes MaxText's training steps. The overrides of a step are keys of MaxText's config and flags of XLA, with their
+    values as texts; the key `config` has the name of the program, such as "maxtext:llama2-7b"."""
 
     reference = "bytescope.memory.adapters.maxtext:FACTORY"
     row = MaxTextRow
@@ -122,8 +125,8 @@ class MaxTextFactory(TrainerFactory):
     batch_key, scan_key = "per_device_batch_size", "scan_layers"
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """Returns the training step for a target, ready to be compiled. Raises ReportError, a one-line message, if
-        MaxText is not installed or refuses the keys."""
+        """Returns MaxText's training step with these overrides, traced for a target and ready to be compiled. Raises
+        ReportError, a one-line message, if MaxText is not installed or refuses the keys."""
         self.check(overrides)
         keys = {key: str(value) for key, value in overrides.items() if key != CONFIG and not is_flag(key)}
         return prepare_step(overrides[CONFIG], keys, target)
@@ -137,8 +140,9 @@ class MaxTextFactory(TrainerFactory):
         return {key: text for key, text in overrides.items() if key not in options}, options or None
 
     def what_if(self, overrides: Mapping[str, Any], platform: str) -> Sequence[Variant]:
-        """Returns the variants of `compare --what-if`: each row of `what_if.VARIANTS` as flags of XLA, and MaxText's
-        keys for the loop over the layers and for the axis of its stacked weights."""
+        """Returns the variants that `compare --what-if` compiles: the loop over the layers switched on or off; weights
+        stacked by layer, if the layers run in a loop; the program as given; and each row of `what_if.VARIANTS` as flags
+        of XLA."""
         scanned = str(overrides.get("scan_layers", "true")).lower() == "true"
         variants = [Variant(f"scan {'off' if scanned else 'on'}", {"scan_layers": str(not scanned).lower()})]
         if scanned and overrides.get("param_scan_axis", "1") != "0":
@@ -157,13 +161,15 @@ class MaxTextFactory(TrainerFactory):
         return {**overrides, **variables, **texts}
 
     def keys_of_names(self, names: Collection[str], kept: Collection[str]) -> dict[str, str]:
-        """Returns MaxText's keys of a remat policy: `remat_policy=full`, or `custom` with a key for each tensor."""
+        """Returns MaxText's keys of the remat policy that keeps the tensors `kept`: `remat_policy=full` if there are
+        none, otherwise `remat_policy=custom` with one key NAME=device or NAME=remat for each of `names`."""
         if not kept:
             return {POLICY: "full"}
         return {POLICY: "custom", **{name: "device" if name in kept else "remat" for name in sorted(names)}}
 
     def names_with_keys(self, names: Collection[str]) -> set[str]:
-        """Returns the names of tensors that are keys of MaxText."""
+        """Returns those of `names` that are also keys of MaxText. Such a key says whether the tensor with this name is
+        kept or recomputed."""
         with _quiet():
             known = _import_maxtext("configs.types").MaxTextConfig.model_fields
         return {name for name in names if name in known}
@@ -254,7 +260,8 @@ def _findings(report: ReportRecord, keys: Mapping[str, str]) -> list[Finding]:
 
 
 def _config_of(name: str, keys: Mapping[str, str], target: Target) -> tuple[Any, tuple[str, ...]]:
-    """Returns MaxText's config for a target, and notes on values that were replaced."""
+    """Returns (MaxText's config for a target, notes). A note is a sentence about a key whose value was replaced, such
+    as the attention kernel."""
     model, given = name.removeprefix(PREFIX), dict(keys)
     own = {
         "run_name": "bytescope",
@@ -263,7 +270,7 @@ def _config_of(name: str, keys: Mapping[str, str], target: Target) -> tuple[Any,
         "dataset_type": "synthetic",
         "log_config": "False",
         "skip_jax_distributed_system": "True",
-        # Without these keys the number of devices is that of the chip's usual host, or of this process.
+        # Without these keys, MaxText uses the number of devices of the chip's usual host, or of this process.
         "internal_compile": "True",
         "internal_compile_num_devices": str(target.n_devices),
         "compile_topology": target.name,
@@ -291,8 +298,8 @@ def _config_of(name: str, keys: Mapping[str, str], target: Target) -> tuple[Any,
 def _trace(config: Any, mesh: Any) -> Any:
     """Returns MaxText's training step, traced with its shaped inputs: the state and a batch.
 
-    The calls are those of MaxText's `train_compile.main`. The contexts are needed: without `logical_axis_rules` nothing
-    is sharded as the config asks.
+    The function makes the same calls as MaxText's `train_compile.main`. The context manager `logical_axis_rules` is
+    needed, because without it nothing is sharded as the config asks.
     """
     import jax
     from flax.core.spmd import logical_axis_rules
@@ -356,7 +363,8 @@ def _slices(target: Target) -> int:
 
 
 def _model_of(overrides: Mapping[str, Any]) -> str:
-    """Returns the model or the config file of a program's name. Raises ReportError if it is missing."""
+    """Returns the name of the program without the prefix "maxtext:", which is a model or the path of a config file.
+    Raises ReportError if it is empty, or if there is no such file."""
     model = str(overrides[CONFIG]).removeprefix(PREFIX)
     if not model:
         raise ReportError(

@@ -15,10 +15,11 @@ ADAPTERS: Mapping[str, str] = {"maxtext": "bytescope.memory.adapters.maxtext"}
 
 
 class TrainerFactory(ProgramFactory):
-    """Makes the programs of a trainer whose configs are not ours. An adapter is a subclass.
+    """Makes the programs of a third-party trainer, such as MaxText, from the trainer's own configs. The adapter for a
+    trainer is a subclass.
 
-    The name of a program, such as "maxtext:llama2-7b", is the value of the key `config`. All other keys are keys of the
-    trainer.
+    In the overrides of a program, the key `config` has the name of the program, such as "maxtext:llama2-7b". All other
+    keys are keys of the trainer or flags of XLA.
 
     Attributes:
         policy_key: the trainer's key of the remat policy.
@@ -33,8 +34,8 @@ class TrainerFactory(ProgramFactory):
     scan_key: str
 
     def keys_of_names(self, names: Collection[str], kept: Collection[str]) -> dict[str, str]:
-        """Returns the trainer's keys of the remat policy that keeps named tensors of the layers on the device, and
-        recomputes all others.
+        """Returns the trainer's keys of the remat policy that keeps the tensors `kept` on the device and
+        recomputes all other tensors of the layers.
 
         names: the names of all tensors of the layers for which the trainer has a key (`names_with_keys`). kept: the
         names of the tensors to keep.
@@ -42,7 +43,8 @@ class TrainerFactory(ProgramFactory):
         raise NotImplementedError
 
     def names_with_keys(self, names: Collection[str]) -> set[str]:
-        """Returns the names of tensors for which the trainer has a key that keeps them."""
+        """Returns those of `names` (checkpoint names of tensors) for which the trainer has a key that says whether the
+        tensor is kept."""
         raise NotImplementedError
 
 
@@ -53,7 +55,7 @@ def is_adapted(name: str | None) -> bool:
 
 
 def find_adapter(name: str) -> TrainerFactory:
-    """Returns the adapter for the name of a program that `is_adapted`."""
+    """Returns the adapter for the program `name`, for which `is_adapted` must be true."""
     factory: TrainerFactory = importlib.import_module(ADAPTERS[name.partition(":")[0]]).FACTORY
     return factory
 

@@ -247,8 +247,8 @@ class BfcPool:
         return max((self._free[end][-1][0] for end in ends if self._free[end]), default=0)
 
     def _take_best_fit(self, needed: int, end: str) -> Chunk | None:
-        """Returns the smallest free chunk of at least `needed` bytes at an end of the pool, or else the gap if it is
-        large enough, and removes it from the list of free chunks (FindChunkPtr)."""
+        """Returns the smallest free chunk of at least `needed` bytes at an end of the pool, or else the gap
+        between the two ends if it is large enough, and removes it from the list of free chunks (FindChunkPtr)."""
         for free in (self._free[end], self._free[GAP]):
             at = bisect.bisect_left(free, (needed, 0))
             if at < len(free):

@@ -50,7 +50,7 @@ class ProgramCall:
         keeps_results: whether the results of a call stay on the device until the next call has ended.
         makes_state: whether the results become the state of later programs, as the results of an initializer do.
         replaces_state: True if no argument is donated. Old and new state are then on the device together, and after
-        the call each argument is freed that has a result of its size.
+            the call each argument is freed that has a result of its size.
         outside: size of the memory that the program needs outside of the allocator, such as the CUDA context.
     """
 

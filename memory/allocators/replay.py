@@ -19,7 +19,8 @@ from bytescope.memory.allocators.program_events import Event, ProgramCall, event
 
 
 class Allocator(Protocol):
-    """Interface of the allocator models `BfcPool` and `PagedMemory`, which describe the attributes. Sizes are bytes."""
+    """Interface of the allocator models `BfcPool` and `PagedMemory`, whose docstrings describe the attributes. Sizes
+    are bytes."""
 
     in_use: int
     peak_in_use: int
@@ -81,7 +82,8 @@ class Replay:
 
 
 def replay(events: Iterable[Event], allocator: Allocator) -> Replay:
-    """Replays the allocations and frees of a run on an allocator, until an allocation fails or the events end."""
+    """Replays the events of a run (allocations and frees) on `allocator`, an empty model of an allocator, until an
+    allocation fails or the events end."""
     handles: dict[int, int] = {}
     peak, peak_program, largest_free, fragmentation, failure = 0, "", allocator.largest_free, 0.0, None
     for event in events:

@@ -128,7 +128,8 @@ class BudgetResult:
 
     @property
     def changes(self) -> tuple[Change, ...]:
-        """The changes from `before`, without buffers if `before` has none; () without an earlier report."""
+        """The changes from the earlier report `before` to `report`. Changes of single buffers are left out if `before`
+        contains no buffers. () if one of the two reports is None."""
         if self.report is None or self.before is None:
             return ()
         changes = report_diff.diff(self.before, self.report)
@@ -136,7 +137,8 @@ class BudgetResult:
 
     @property
     def grown(self) -> tuple[Change, ...]:
-        """The totals that grew by more than the budget allows."""
+        """The changes of totals, such as the peak, from `accepted` to `report` that exceed the budget's `fail_above`;
+        () if `fail_above` or one of the two reports is None."""
         if self.report is None or self.accepted is None or self.budget.fail_above is None:
             return ()
         return report_diff.grew_above(report_diff.diff(self.accepted, self.report), self.budget.fail_above)
@@ -155,12 +157,14 @@ class BudgetResult:
 
     @property
     def change_text(self) -> str:
-        """The growth of the peak in per cent of `before`, such as "+6.1"; "" without an earlier report."""
+        """The change of the peak from `before` to `report` in per cent, such as "+6.1"; "" if there is no earlier
+        report."""
         return self.changes[0].percent_text if self.changes else ""
 
     @property
     def problems(self) -> list[str]:
-        """A sentence for each reason why the budget is not kept: an error, too many bytes, or too much growth."""
+        """A sentence for each reason why the program does not keep its budget: an error, too many bytes, or too much
+        growth."""
         if self.report is None:
             return [self.error]
         problems = []
@@ -259,8 +263,8 @@ def judged(budget: Budget, report: ReportRecord) -> ReportRecord:
 
 
 def to_json(results: Iterable[BudgetResult], *, for_baseline: bool = False) -> dict[str, Any]:
-    """Returns results as JSON values. for_baseline: whether to write only the parts that a baseline needs, for programs
-    that were compiled."""
+    """Returns results as JSON values. for_baseline: True for the baseline file, which has fewer keys of each report,
+    and only the programs that were compiled."""
     out: dict[str, Any] = {}
     for result in results:
         budget = result.budget
@@ -304,8 +308,8 @@ def read_reports(path: Path) -> dict[str, ReportRecord]:
 
 
 def baseline_text(path: Path, results: Sequence[BudgetResult], names: Iterable[str]) -> str:
-    """Returns the new content of the baseline file `path`: the entries of `results`, and those of the file whose names
-    are in `names`, the budgets of pyproject.toml."""
+    """Returns the new content of the baseline file `path`: the entries for `results`, and the present entries of the
+    file for other budgets. `names` are all budgets of pyproject.toml; present entries for other names are dropped."""
     kept: dict[str, Any] = {}
     if path.is_file():
         read_reports(path)

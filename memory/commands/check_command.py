@@ -159,7 +159,8 @@ def _choose(names: Sequence[str], entries: Sequence[Budget]) -> list[Budget]:
 
 
 def _read_baselines(chosen: Sequence[Budget], may_be_missing: bool) -> dict[str, ReportRecord]:
-    """Returns name of a budget -> its report in the baseline, for budgets that are in their baseline."""
+    """Returns name of a budget -> its report in its baseline file, for those of the budgets `chosen` that the file
+    contains. may_be_missing: whether the baseline file may be missing; otherwise ReportError is raised."""
     files = dict.fromkeys(budget.baseline for budget in chosen if budget.baseline)
     reports = {
         file: {} if may_be_missing and not file.is_file() else budgets.read_reports(file) for file in files if file
@@ -174,8 +175,8 @@ def _read_baselines(chosen: Sequence[Budget], may_be_missing: bool) -> dict[str,
 def _compile(
     args: argparse.Namespace, chosen: Sequence[Budget], outputs: Collection[Path | None]
 ) -> tuple[list[BudgetResult], bool]:
-    """Compiles the programs of the budgets in worker processes. Programs that were compiled before come from the cache.
-    outputs: absolute paths of the files that this command writes, which are no sources of a program.
+    """Compiles the programs of the budgets in worker processes. Results of earlier compilations come from the cache.
+    outputs: absolute paths of the files that this command writes. They do not count as sources of a program.
 
     Returns (the results in the order of the budgets, whether Ctrl-C interrupted). A budget that was not compiled
     because of Ctrl-C has no result. A program that cannot be compiled has a result with an error.
@@ -276,7 +277,8 @@ def _as_text(value: Any) -> str:
 
 
 def _check_limit(budget: Budget, factory: ProgramFactory) -> None:
-    """Raises ReportError if the limit is larger than the memory of a target that is not this machine."""
+    """Raises ReportError if the budget's limit is larger than the device memory of its target. If the target is this
+    machine, the limit is not checked."""
     from bytescope.memory.devices import targets
 
     if base_name(budget.target) not in ("local", "cpu"):
@@ -295,8 +297,8 @@ def _result(budget: Budget, answer: Mapping[str, Any]) -> BudgetResult:
 def _digest_project(outputs: Collection[Path | None]) -> str | None:
     """Returns a digest of the source and configuration files in the Git repository of the current folder, except
     ignored files, untracked JSON files (reports, mostly), large files, pyproject.toml and the files that this command
-    writes. Returns None outside a repository, where results are not cached: a program may read files that its module
-    does not show.
+    writes. Returns None outside a repository. Results are then not cached, because the files that a program reads are
+    unknown.
 
     outputs: absolute paths of the files that this command writes.
     """

@@ -76,7 +76,8 @@ def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Nam
     explains its output instead. Returns the exit code of the command; without a command, 0 if a message about memory
     was recognized, else 1.
 
-    make_report: function from the arguments to the report of the program that ran; None if they name no program.
+    make_report: function that takes the arguments and returns the report of the program that ran, or None if the
+    arguments name no program.
     """
     if not vars(args).get("job"):
         return explain_log(args, read_log(args.log), make_report(args))
@@ -98,7 +99,7 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
     given = [name for name in subjects if getattr(args, name) is not None]
     if len(given) > 1:
         raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
-    # These are checked before a log is read or a command runs for hours.
+    # The flags are checked before a log is read or a command runs for hours.
     if args.report is not None:
         report_record.load(args.report)
     if args.program is not None:

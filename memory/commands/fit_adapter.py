@@ -80,7 +80,8 @@ class AdapterCompiler(StepCompiler):
         return self._factory({**self.overrides, **keys}, self._devices)
 
     def policy(self, plan: LayerPlan) -> Any:
-        """Returns the trainer's keys for a plan. The plan that keeps everything keeps all tensors with a name."""
+        """Returns the trainer's keys that express a remat plan. For the plan that recomputes nothing, these keys keep
+        all tensors of `names`."""
         if policy_name(plan) == FULL:
             return self.keys_of(())
         if policy_name(plan) == NONE:
@@ -88,7 +89,8 @@ class AdapterCompiler(StepCompiler):
         return self.keys_of(self.values.values[label].name for label in plan.ranges[0][0].save)
 
     def keys_of(self, kept: Any) -> dict[str, str]:
-        """Returns the trainer's keys that keep the tensors with these names."""
+        """Returns the trainer's keys of the remat policy that keeps the tensors with the names `kept` and recomputes
+        all others."""
         return self._factory.keys_of_names(self.names, set(kept))
 
     def problem(self) -> RematProblem:
@@ -114,11 +116,11 @@ class AdapterCompiler(StepCompiler):
 
 
 class AdapterSearch(ProgramSearch):
-    """The search for the remat policy, the batch and the loop of an adapter's program.
+    """Searches the remat policy and the batch of an adapter's program, and whether its layers run in a loop.
 
     Args:
         factory: makes the programs.
-        overrides: the trainer's keys of the command line, which the search does not change, and the program's name.
+        overrides: the program's name and the trainer's keys from the command line. The search does not change them.
         target: the devices to compile for.
         budget: the memory budget as text; None for all bytes that are available on a device.
     """
@@ -128,7 +130,7 @@ class AdapterSearch(ProgramSearch):
         self._factory, self._overrides = factory, overrides
 
     def run_all(self) -> None:
-        """Compiles the programs of the search. Ctrl-C ends it."""
+        """Compiles the programs of the search, and chooses the fastest that fits. Ctrl-C ends the search."""
         with progress(None) as self._bar:
             try:
                 self._search_batches()
@@ -142,16 +144,17 @@ class AdapterSearch(ProgramSearch):
             self._best = {**row, "policy": "", "policy_name": "", "kept": [], "code": [], "flags": flags}
 
     def _fastest(self) -> dict[str, Any] | None:
-        """Returns the fitting row with the most predicted tokens per second. Of rows that are equally fast, returns the
-        one with the least recomputation, then the fewest bytes."""
+        """Returns the row with the most predicted tokens per second among the programs that fit; None if none fits. Of
+        rows that are equally fast, returns the one with the least recomputation, then the fewest bytes."""
         fitting = [row for row in self.walk if row["fits"]]
         most = max((row["predicted_tokens_per_s"] or 0.0 for row in fitting), default=0.0)
         tied = [row for row in fitting if (row["predicted_tokens_per_s"] or 0.0) * (1 + TIE) >= most]
         return min(tied, key=lambda row: (row["recompute_flops_fraction"], row["allocated_bytes"]), default=None)
 
     def _search_batches(self) -> None:
-        """Searches the policies of the given batch; without one, of the largest power of two that fits with everything
-        recomputed, then of half of it, as long as a smaller batch is faster."""
+        """Searches the remat policies for the batch of the command line. If the command line has none, searches them
+        for the largest power of two that fits with everything recomputed, then for half of this batch, and so on while
+        the smaller batch is faster."""
         key = self._factory.batch_key
         if key in self._overrides:
             compiler = self._compile_batch({})
@@ -176,9 +179,10 @@ class AdapterSearch(ProgramSearch):
             batch //= 2
 
     def _compile_batch(self, keys: Mapping[str, str]) -> AdapterCompiler | None:
-        """Compiles the program of a batch with everything recomputed. Returns its compiler, None if it does not fit.
+        """Compiles the program with one batch and everything recomputed. Returns the compiler for this batch; None if
+        the program does not fit.
 
-        keys: the key of the batch with its value, {} for the batch of the command line.
+        keys: the trainer's key of the batch with its value; {} for the batch of the command line.
         """
         self.label(_words({**keys, self._factory.policy_key: "full"}))
         compiler = AdapterCompiler(self._factory, {**self._overrides, **keys}, self._target)
@@ -190,8 +194,8 @@ class AdapterSearch(ProgramSearch):
         return compiler if row["fits"] else None
 
     def _policies(self, compiler: AdapterCompiler) -> None:
-        """Searches the least recomputation that fits for one batch, unless the batch cannot be faster than the best
-        program so far even without recomputation."""
+        """Searches the least recomputation with which the batch of `compiler` fits. Does nothing if this batch cannot
+        be faster than the best program so far, even without recomputation."""
         fastest, counted = self._fastest(), compiler.full.counted
         possible = _tokens_per_s(compiler.full) * counted.total / max(counted.total - counted.recomputed, 1)
         if fastest is not None and possible < (fastest["predicted_tokens_per_s"] or 0.0):
@@ -211,7 +215,8 @@ class AdapterSearch(ProgramSearch):
         RematSearch(compiler.problem(), compiler, tell).run(self.budget, most=MAX_COMPILES)
 
     def _other_loop(self) -> None:
-        """Compiles the best program, or the smallest one if nothing fits, with its layers unrolled."""
+        """Compiles the best program so far with unrolled layers; if no program fits, the smallest one. Does nothing if
+        the command line says whether the layers are unrolled."""
         key = self._factory.scan_key
         if key in self._overrides:
             return
@@ -236,5 +241,6 @@ def _tokens_per_s(built: Built) -> float:
 
 
 def _words(keys: Mapping[str, str]) -> str:
-    """Returns keys as short text. Tensors that are recomputed are left out."""
+    """Returns the trainer's keys as short text, such as "remat_policy=custom decoder_layer_input=device". Keys of
+    tensors that are recomputed are left out."""
     return " ".join(f"{key}={value}" for key, value in keys.items() if value != "remat")

@@ -50,7 +50,7 @@ CONFIG_FLAGS = ("batch_tokens", "levers", "lora", "measure", "max_compiles", "ma
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a user's program: --program and --only-names."""
+    """Adds the flags for a user's own program: --program and --only-names."""
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class ProgramSearch:
-    """The search for the remat policy of a program, with its rows.
+    """Searches the remat policy of a program, and records a row for each program that it compiles.
 
     Args:
         name: the name of the program.
@@ -119,7 +119,7 @@ class ProgramSearch:
     def run(self, make: Callable[[], PreparedProgram]) -> None:
         """Compiles the program as it is written, then with the policies of the search. Ctrl-C ends the search.
 
-        make: makes the program; each call traces it again.
+        make: function that makes the program. Each call traces the program again.
         """
         from bytescope.memory.commands.report_command import make_report
         from bytescope.memory.report.remat_planning import Built
@@ -196,7 +196,7 @@ class ProgramSearch:
         return row
 
     def label(self, what: str) -> None:
-        """Shows on the progress bar what is compiled now."""
+        """Shows on the progress bar which program is compiled now. what: its policy in a few words."""
         if self._bar is not None:
             self._bar([what], len(self.walk))
 
@@ -285,8 +285,8 @@ def _value_to_json(value: Value) -> dict[str, Any]:
 
 
 def describe_plan(plan: Any) -> str:
-    """Describes a plan in a few words: the name of its policy in `jax.checkpoint_policies`, or the values that it
-    keeps."""
+    """Describes a remat plan in a few words: the name of its policy in `jax.checkpoint_policies`, or the values that
+    the plan keeps."""
     from bytescope.memory.report.remat_planning import BUILT_IN, policy_name
 
     name = policy_name(plan)
@@ -355,7 +355,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
 
 
 def show_head(name: str, target: Target, budget: int, layers: Sequence[Layer]) -> None:
-    """Prints what is searched: the program, the target, the budget and the layers."""
+    """Prints the program, the target, the budget and the layers of a search."""
     from rich.console import Group
 
     from bytescope.memory.report.remat_plan import describe_layers

@@ -141,7 +141,8 @@ def figures_of_best(out: Mapping[str, Any]) -> str:
 
 
 def large_parts(row: Mapping[str, Any]) -> str:
-    """Returns the parts of a program's memory that are more than 1 % of it, such as "params 2.1 GiB, ..."."""
+    """Returns the parts of a program's memory that have more than 1 % of its bytes, such as "params 2.1 GiB, ...". row:
+    a row of the search with its `breakdown`."""
     large = []
     for name in ROWS:
         count = row["breakdown"].get(name, 0)

@@ -19,7 +19,7 @@ from bytescope.memory.commands.arguments import Parser, show_written, user_path,
 from bytescope.memory.errors import ReportError, in_one_line, message_of
 from bytescope.memory.program import program_file
 
-# Exit code if pieces are missing.
+# Exit code if the script needs pieces (packages, data, shapes) that are missing.
 _MISSING = 1
 _LAST_LINES = 10
 _CHILD = "import sys; from bytescope.memory.commands.init_command import answer; answer(sys.argv[1])"
@@ -105,7 +105,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope init-program`. Returns 0 if the file was written, 1 if pieces are missing; these are printed."""
+    """Runs `bytescope init-program`. Returns 0 if the file was written; 1 if the script needs something that is
+    missing, such as the shape of a batch. All missing pieces are printed."""
     from bytescope.memory.devices import targets
 
     _check(args)
@@ -155,7 +156,8 @@ def _split_value(text: str) -> tuple[str, str]:
 
 
 def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
-    """Runs the script in a child process. Returns the child's answer (`answer`)."""
+    """Runs the script of a request in a child process. Returns the answer, whose keys the function `answer` describes.
+    Raises ReportError if the child has not answered after `timeout` seconds, or ended without an answer."""
     with tempfile.TemporaryDirectory() as folder:
         answer_file, log_file = Path(folder) / "answer.json", Path(folder) / "log.txt"
         arguments = json.dumps({**request, "answer": str(answer_file)})

@@ -148,7 +148,8 @@ def explain_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _head(envelope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the name of the target, the limit in bytes and the versions of the compiler."""
+    """Returns the keys with which every answer begins: the target's name, the limit in bytes and the versions of the
+    packages. envelope: the JSON of a command."""
     head = {"target": (envelope["target"] or {}).get("name", "")}
     if envelope["limit"]:
         head["limit_bytes"] = envelope["limit"]["bytes"]

@@ -196,7 +196,7 @@ def make_flags(**values: str | float | Sequence[str] | None) -> list[str]:
 def config_flags(config: str | None, overrides: Mapping[str, Scalar] | None) -> list[str]:
     """Returns the arguments that set keys of a config, --config.KEY=VALUE, or of another trainer's program, KEY=VALUE.
 
-    Raises ToolError if a key of another trainer's program would be a flag.
+    Raises ToolError if a key begins with "-", because the command would read it as a flag.
     """
     if flags := [key for key in overrides or {} if key.startswith("-")]:
         raise ToolError(f"{flags[0]} is not a key: leave the dashes out")
@@ -243,8 +243,8 @@ async def run_command(ctx: Context, command: str, flags: Sequence[str], stdin: s
 
 
 def error_text(line: Sequence[str], code: int, stderr: str) -> str:
-    """Returns the error of a command without a result, in one line: the line `error: ...` of its standard error, or,
-    if it crashed, its last line and how to see the rest.
+    """Returns the error of a command without a result, in one line: the line `error: ...` of the standard error. If the
+    command crashed, returns the last line of the standard error, and how to see the other lines.
 
     line: the command line. code: the exit code.
     """

@@ -25,16 +25,16 @@ from bytescope.memory.errors import ReportError
 # Bytes of output that are kept, the last ones: a job that ran for weeks fails at its end.
 MAX_KEPT = 64 * 2**20
 _CHUNK = 1 << 16
-# Seconds without output after which the end of the command counts, though a process that it left behind may still hold
-# its output open.
+# After the command has ended, its output is read until these seconds pass without output: a process that the command
+# left behind may still hold the output open.
 _PATIENCE = 0.5
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# Signals that a terminal sends to all processes of its foreground group, and so to the command itself.
+# A terminal sends these signals to all processes of its foreground group, so the command gets them anyway.
 _BY_TERMINAL = (signal.SIGINT, signal.SIGQUIT)
 
 
 class _Kept:
-    """The last bytes of an output, at least `MAX_KEPT` if there were as many."""
+    """Keeps the last bytes of an output: at least `MAX_KEPT` bytes, or all of a shorter output."""
 
     def __init__(self) -> None:
         self._parts: collections.deque[bytes] = collections.deque()

@@ -88,7 +88,7 @@ def is_same_program(answer: Mapping[str, Any], other: Mapping[str, Any]) -> bool
 
 def is_alike(row: Row, base: Row) -> bool:
     """Returns whether a variant and the program as given differ by less than `SMALLEST_CHANGE` in bytes and predicted
-    seconds. False if the seconds of one of them are unknown.
+    seconds. False if the seconds of the variant or of the program as given are unknown.
 
     row: the compiled variant. base: the program as given.
     """
