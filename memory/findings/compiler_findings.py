@@ -25,7 +25,7 @@ from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedPro
 from bytescope.memory.units import human
 
 REMAT_SETTING = "jax_compiler_enable_remat_pass"
-# Minimum number of equal temporaries that are the copies of unrolled layers, and maximum number of names in a sentence.
+# Minimum number of equal temporaries that count as those of unrolled layers, and maximum number of names in a sentence.
 _MIN_LAYERS, _NAMED = 4, 3
 _NUMBERS = re.compile(r"\d+")
 # Minimum fraction of the scheduler's bytes that are operands of deferred weight gradients.
@@ -40,7 +40,7 @@ def scheduler_peak(report: JudgedProgram, program: PlacedProgram) -> RuleResult 
     """Returns a finding if XLA's latency-hiding scheduler defers weight gradients past the peak, so that their operands
     stay alive, and an order of least memory would need fewer bytes. The bytes are an estimate.
 
-    Other buffers that the order holds are not found: XLA's order without the scheduler often holds them too.
+    Only operands of weight gradients count: XLA often keeps other buffers alive without this scheduler too.
     """
     budget = report.xla_budget
     size = budget.scheduler_bytes or 0
@@ -112,16 +112,17 @@ def unrolled_layers(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 
 def _numbered_layers(group: list[Buffer]) -> int:
-    """Returns the number of layers from which equal temporaries are, by the numbers in their op_names; 0 if the names
-    have no numbers that differ. A layer may have several equal temporaries, which its names may also number."""
+    """Returns the number of layers that equal temporaries come from: the number of different layer numbers in their
+    op_names; 0 if no number differs. If several numbers differ, such as a second number for several temporaries of one
+    layer, the number with the most values counts."""
     numbers = [_NUMBERS.findall(b.op_name) for b in group]
     layers = max((len(set(column)) for column in zip(*numbers, strict=True)), default=0)
     return layers if layers > 1 else 0
 
 
 def xla_remat(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if XLA's rematerialization pass recomputes values because the program would not fit
-    otherwise. If this is not enough, `xla_remat_falls_short` is the finding."""
+    """Returns a finding if XLA's rematerialization pass recomputes values because the program would not fit otherwise.
+    Returns None if the pass misses its limit; then `xla_remat_falls_short` returns a finding."""
     values = report.xla_recomputed
     if not values or _missed_bytes(report):
         return None
@@ -198,7 +199,8 @@ def arguments_above_limit(report: JudgedProgram, program: PlacedProgram) -> Rule
 
 
 def _disabled(report: JudgedProgram, name: str) -> str:
-    # A compiler option replaces the value that jax sets for jax_compiler_enable_remat_pass=False, so that is repeated.
+    # The compiler option replaces the list that jax sets for jax_compiler_enable_remat_pass=False, so it repeats the
+    # list.
     passes = [*report.xla_budget.disabled_passes, name]
     return f'compiler_options={{"{DISABLED_PASSES}": "{",".join(passes)}"}} of jax.jit'
 
@@ -259,7 +261,8 @@ def _copy_kernels(module: Module) -> Iterator[Instruction]:
 
 
 def _first_read(flow: Flow, value: Instruction, order: dict[int, int]) -> int:
-    """Returns the position in the schedule at which a kernel first reads a value; -1 if none does."""
+    """Returns the first position in the schedule at which a kernel reads `value`; -1 if none does. order: instruction
+    id -> position in the schedule."""
     pending, seen, found = [value], set[int](), list[int]()
     while pending:
         for user in flow.users.get(pending.pop().id, ()):
@@ -267,7 +270,7 @@ def _first_read(flow: Flow, value: Instruction, order: dict[int, int]) -> int:
                 seen.add(user.id)
                 pending.append(user)
             elif user.opcode not in _PASSING and user.id in order:
-                # A loop's position follows its body: the loop begins with the first instruction of its body.
+                # The position of a loop is after its body, but the loop begins with the first instruction of the body.
                 inside = [order[id] for body in user.called for id in _scheduled(flow.module, body) if id in order]
                 found.append(min([order[user.id], *inside]))
     return min(found, default=-1)

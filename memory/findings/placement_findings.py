@@ -73,8 +73,8 @@ def on_one_device(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
     first device then holds each whole array until the step has copied it. The bytes of the finding are the bytes of
     the whole arrays minus the bytes of the shards that the step keeps on the first device.
 
-    For a described target, arrays of this machine may be given only for their shapes. Then there is a finding only if
-    other arguments are on several devices."""
+    For a described target, arrays of this machine may be given only for their shapes. For such a target, there is a
+    finding only if other arguments are on several devices."""
     given = [argument.devices for argument in program.arguments.by_number.values()]
     described = bool(report.target.get("is_described"))
     if program.module.devices < 2 or (described and max(given, default=0) < 2):

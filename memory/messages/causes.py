@@ -254,9 +254,8 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
 def sentence(cause: str, form: str) -> str:
     """Returns the sentence that explains a cause to the user.
 
-    cause: a key of `CAUSES`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`);
-        some
-    forms have a sentence of their own.
+    cause: a key of `CAUSES`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`).
+    Some forms have another sentence than their cause.
     """
     return _SENTENCES.get((cause, form), CAUSES[cause])
 

@@ -174,8 +174,8 @@ def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
 
 
 def missing_words(explanation: ExplanationRecord) -> str:
-    """Returns the words that introduce the list of figures that the log does not contain, such as "not in the
-    message"."""
+    """Returns the words that are printed before the names of the unknown sizes: "not in the message", or "unknown" for
+    a failed call of this process."""
     return "unknown" if explanation.call else NOT_SAID
 
 

@@ -131,8 +131,8 @@ class Passage:
     lines: tuple[LogLine, ...]
 
     def texts(self) -> list[str]:
-        """Returns the passage as one text with the lines of the log. If a terminal may have wrapped long lines, also
-        returns a second text in which these lines are joined."""
+        """Returns the texts in which messages are searched: the lines of the passage as one text, and, if a terminal
+        may have wrapped long lines, a second text in which the wrapped lines are joined."""
         plain = "\n".join(line.text for line in self.lines)
         width = max((line.length for line in self.lines), default=0)
         if width < _MIN_WRAPPED or sum(line.length == width for line in self.lines[:-1]) == 0:

@@ -18,8 +18,8 @@ class Remedy(NamedTuple):
     Fields:
         words: advice to the user in one to three sentences.
         uses: names of the functions, environment variables and flags of JAX and XLA that occur in `words`.
-        saves: key of `Explanation.savings` for the bytes that the remedy can free, such as "logits"; "" if a message
-            does not show how many bytes it frees.
+        saves: key of `Explanation.savings` for the bytes that the remedy can free, such as "logits"; "" if the message
+            does not show how many bytes the remedy frees.
         bytes: maximum bytes on one device that the remedy frees, for a remedy for one program; otherwise None.
         flags: the command-line flags that apply the remedy, "" if there are none.
     """
@@ -250,8 +250,7 @@ def remedies_for(cause: str, form: str, space: str = "", listed: Container[str] 
     """Returns the remedies for a cause, the cheapest first.
 
     cause: a key of `BY_CAUSE`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`).
-        space: the
-    memory space of a TPU, such as "vmem"; "" if unknown. listed: keys of `Explanation.savings`, such as
+    space: the memory space of a TPU, such as "vmem"; "" if unknown. listed: keys of `Explanation.savings`, such as
     "logits" if the message lists logits.
     """
     names = BY_FORM.get((cause, space)) or BY_FORM.get((cause, form)) or BY_CAUSE[cause]

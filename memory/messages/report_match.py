@@ -121,7 +121,8 @@ def _find_subject(
     buffers: Sequence[MatchedBuffer],
 ) -> tuple[str, str, str]:
     """Decides what failed. Returns (a key of `SUBJECTS`, such as "step"; the evidence as a sentence, "" if there is
-    none; the names of the programs that created the listed buffers, "" if unknown)."""
+    none; the names of the programs that created the listed buffers, "" if unknown). The arguments are those of
+    `match_report`; `buffers` are the report's buffers that match a buffer in the log."""
     if cause in NOT_THE_SIZE:
         return cause, "", ""
     requested, temp = figures.get("requested"), report.xla.temp_bytes
@@ -159,9 +160,9 @@ def _find_subject(
 
 
 def _in_report(culprit: Culprit, report: ReportRecord) -> MatchedBuffer | None:
-    """Returns the report's buffers that have the dtype and shape of a listed buffer and are alive at the peak, as one
-    record; None if there are none. If some of them come from the same operation as the listed buffer, only these
-    count."""
+    """Returns the report's buffers that are alive at the peak and have the dtype and shape of the listed buffer
+    `culprit`, as one record; None if there are none. If some of the report's buffers come from the same operation as
+    `culprit`, only these are counted."""
     found = [buffer for buffer in report.buffers if buffer.at_peak and culprit.shape and _type(buffer) == culprit.shape]
     same = [buffer for buffer in found if culprit.op_name and buffer.op_name.endswith(culprit.operation)]
     chosen = same or found

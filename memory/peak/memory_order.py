@@ -35,9 +35,8 @@ _MAX_CLUSTER, _MAX_INSTRUCTIONS = 8, 50_000
 
 @dataclasses.dataclass(frozen=True)
 class HeldValue:
-    """A value that the compiler's order of instructions keeps alive at the peak, and that would not be alive there in
-    the better order: the order with the lowest peak that was found, at the instruction where the compiler's order has
-    its peak.
+    """A value that is alive at the peak of the compiler's order of instructions, although it need not be: in the order
+    with the lowest peak that was found, the value is not alive while the same instruction runs.
 
     Fields:
         instruction: the instruction that computes the value.
@@ -357,8 +356,8 @@ class _EagerOrder:
 
     def find_move(self, buffer: int) -> tuple[int, list[int]]:
         """Finds a group of instructions that frees a buffer if the group runs now: all remaining instructions that use
-        the buffer, followed by instructions that the group makes ready, each the only remaining successor of one in the
-        group. The group ends where the live bytes are lowest.
+        the buffer, followed by instructions that the group makes ready, each of which is the only remaining successor
+        of an instruction in the group. The group ends where the live bytes are lowest.
 
         Returns (the maximum bytes by which the live bytes rise while these instructions run, ids of the instructions);
         (0, []) if the live bytes would not fall by at least `min_gain`.

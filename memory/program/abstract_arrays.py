@@ -22,7 +22,8 @@ from jax.extend.core import jaxpr_as_fun
 
 from bytescope.memory.jaxprs import distinct_jaxprs
 
-# Results of at most so many bytes, by programs of at most so many equations, are computed.
+# An operation is computed if its results have at most the first number of bytes, its program has at most the second
+# number of equations, and no value inside the program has more bytes than the third number.
 _SMALL_BYTES, _SMALL_PROGRAM, _SMALL_INTERMEDIATE = 2**16, 400, 2**20
 
 
@@ -66,28 +67,28 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]  # jax gives the cla
         return format(self._zeros()[()], spec) if not self.aval.shape else repr(self)
 
     def item(self, *args: int) -> Any:
-        """Returns 0, as numpy's `item`."""
+        """Returns 0 as a Python number of the array's kind, as numpy's `item` returns an element."""
         return self._zeros().item(*args)
 
     def tolist(self) -> Any:
-        """Returns zeros in nested lists."""
+        """Returns zeros in nested lists, as numpy's `tolist` returns the elements."""
         return self._zeros().tolist()
 
     @property
     def sharding(self) -> Any:
-        """The sharding, or the default device if jax may place the array."""
+        """The array's sharding. If the array is not committed to a sharding: a sharding on the first device."""
         return self.given_sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     @property
     def committed(self) -> bool:
-        """True if jax may not move the array to other devices."""
+        """Whether the array is committed to its sharding. If False, jax may move the array to other devices."""
         return self.given_sharding is not None
 
     _committed = committed
 
     @property
     def is_fully_addressable(self) -> bool:
-        """True: one process."""
+        """True, because all devices belong to this process."""
         return True
 
     @property
@@ -97,7 +98,7 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]  # jax gives the cla
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array over all devices."""
+        """Bytes of the whole array, without its copies on several devices."""
         return _bytes_of(self.aval)
 
     def devices(self) -> set[Any]:
@@ -105,13 +106,14 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]  # jax gives the cla
         return self.sharding.device_set
 
     def addressable_data(self, index: int) -> AbstractArray:
-        """Returns the part of the array on one device."""
+        """Returns an abstract array with the shape of one shard. All shards have this shape, so `index` is not used."""
         shape = self.sharding.shard_shape(self.aval.shape)
         return self._trace.array(shape, self.aval.dtype, None)
 
     @property
     def addressable_shards(self) -> list[Any]:
-        """The parts of the array on the devices, as jax's `Shard` without values."""
+        """The shards of the array, one for each device. They have attributes of jax's `Shard`; `data` is an abstract
+        array."""
         shards = []
         for number, (device, index) in enumerate(self.sharding.devices_indices_map(self.aval.shape).items()):
             part = self.addressable_data(number)
@@ -121,23 +123,24 @@ class AbstractArray(core.Tracer):  # type: ignore[type-arg]  # jax gives the cla
     global_shards = addressable_shards
 
     def block_until_ready(self) -> AbstractArray:
-        """Returns the array."""
+        """Returns the array, which has no values to wait for."""
         return self
 
     def copy_to_host_async(self) -> None:
-        """Does nothing."""
+        """Does nothing, because the array has no values."""
 
     def delete(self) -> None:
-        """Does nothing."""
+        """Does nothing, because the array has no memory."""
 
     def is_deleted(self) -> bool:
-        """Returns False."""
+        """Returns False: an array without memory is never deleted."""
         return False
 
 
 class AbstractTrace(core.Trace):
-    """A jax trace under which eager operations return arrays without values (`AbstractArray`). on_value: called with
-    an array when the code needs its values, such as in an `if`.
+    """A jax trace under which eager operations return arrays without values (`AbstractArray`).
+
+    on_value: function that is called with such an array when the code needs its values, for example in an `if`.
     """
 
     def __init__(self, on_value: Callable[[AbstractArray], None]):
@@ -153,15 +156,17 @@ class AbstractTrace(core.Trace):
         return core.trace_ctx.trace is self
 
     def current(self) -> Any:
-        """Context manager: eager code runs under this trace."""
+        """Returns a context manager inside which eager code runs under this trace."""
         return core.set_current_trace(self)
 
     def stage_value(self, val: Any) -> Any:
-        """Returns the value."""
+        """Returns `val` unchanged."""
         return val
 
     def process_primitive(self, primitive: Any, args: Sequence[Any], params: Any, /) -> Any:
-        """Computes an operation with a small result. Returns abstract arrays for other operations."""
+        """Runs an operation. If all arguments have values and the results are small, returns jax's results. Otherwise
+        returns abstract arrays with the shapes, dtypes and shardings of the results. params: the operation's
+        parameters."""
         with core.set_current_trace(core.eval_trace):
             avals, _ = primitive.abstract_eval(*(core.typeof(arg) for arg in args), **params)
             avals = list(avals) if primitive.multiple_results else [avals]
@@ -172,20 +177,20 @@ class AbstractTrace(core.Trace):
         return results if primitive.multiple_results else results[0]
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **_: Any) -> Any:
-        """Calls the function, operation by operation."""
+        """Calls `fun` with the arguments `tracers`, operation by operation under this trace."""
         with self.current():
             return fun.call_wrapped(*tracers)
 
     def process_custom_vjp_call(self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **_: Any) -> Any:
-        """Calls the function, operation by operation."""
+        """Calls `fun` with the arguments `tracers`, operation by operation under this trace."""
         with self.current():
             return fun.call_wrapped(*tracers)
 
 
 @contextlib.contextmanager
 def zeros_like_sharded() -> Iterator[None]:
-    """Context manager in which `jnp.zeros_like` of an abstract array keeps the array's sharding. jax does so for its
-    own arrays, but not for tracers."""
+    """Context manager in which `jnp.zeros_like` of an abstract array keeps the array's sharding. jax keeps the sharding
+    of its own arrays, but not of tracers."""
     real = lax.full_like
 
     def full_like(x: Any, fill_value: Any, dtype: Any = None, shape: Any = None, sharding: Any = None) -> Any:
@@ -202,12 +207,13 @@ def zeros_like_sharded() -> Iterator[None]:
 
 
 def outside_traces() -> Any:
-    """Context manager in which eager code is computed as jax does without an `AbstractTrace`."""
+    """Returns a context manager inside which jax computes eager code as usual, without an `AbstractTrace`."""
     return core.set_current_trace(core.eval_trace)
 
 
 def spec_of(value: Any) -> Any:
-    """Returns the ShapeDtypeStruct of an array, with its sharding if it is committed; other values unchanged."""
+    """Returns the ShapeDtypeStruct of an array, with the array's sharding if the array is committed. Returns other
+    values unchanged."""
     if isinstance(value, AbstractArray):
         aval, sharding = value.aval, value.given_sharding
     elif isinstance(value, jax.Array) and not isinstance(value, core.Tracer):
@@ -244,7 +250,8 @@ def _bodies(params: Any) -> Iterator[Any]:
 
 
 def _result_shardings(primitive: Any, args: Sequence[Any], params: Any, avals: Sequence[Any]) -> list[Any]:
-    """Returns the sharding of each result, None for a result that is not committed to devices."""
+    """Returns the sharding of each result of an operation; None for a result that is not committed to devices. params:
+    the operation's parameters. avals: the types of the results."""
     if primitive.name == "device_put":
         placed = []
         for arg, device in zip(args, params["devices"]):
@@ -304,9 +311,12 @@ def _has_constraint(jaxpr: Any) -> bool:
 
 
 def _compiled_shardings(args: Sequence[Any], shardings: Sequence[Any], params: Any, wanted: Sequence[Any]) -> list[Any]:
-    """Compiles the jitted function of a jit equation with the parameters `params` for the CPU devices, and returns
-    the shardings that XLA chose for its results. `wanted` are the shardings that the results were asked to have.
-    Nothing is allocated."""
+    """Compiles a jitted function for the CPU devices and returns the shardings of its results. No array is allocated.
+
+    args: the arguments of the function, with the `shardings` that they are committed to (None: not committed). params:
+    the parameters of jax's jit primitive, with the function's jaxpr. wanted: the sharding that the caller asks for each
+    result; None if XLA chooses the sharding.
+    """
     specs = []
     for arg, sharding in zip(args, shardings):
         aval = core.typeof(arg)

@@ -12,7 +12,7 @@ from typing import Any
 from bytescope.memory.program.script_capture import CapturedStep
 from bytescope.memory.units import human
 
-# Arrays of one argument that the file lists.
+# Maximum number of arrays that the file lists for one argument of the step.
 _MAX_ARRAYS = 24
 # The first line of a written file, by which the command recognizes it.
 MARK = '"""A training step for bytescope report, written by bytescope init-program.'

@@ -46,9 +46,9 @@ _SETTINGS = {
     "TRANSFORMERS_OFFLINE": "1",
     "JAXTYPING_DISABLE": "1",
 }
-# Calls with unknown arguments at one line after which the script is in its training loop.
+# Maximum number of calls with unknown arguments at one line. After more calls, the line is taken for the training loop.
 _MAX_SKIPPED = 2000
-# Names that jax removed or renamed without a change of meaning: name -> its successor, below jax.
+# Names that jax removed or renamed without a change of meaning: name -> its successor, both without "jax.".
 _RENAMED = {
     "tree_map": "tree.map",
     "tree_leaves": "tree.leaves",
@@ -65,14 +65,14 @@ class CapturedStep:
     Fields:
         traced: the step traced with its arguments (`jax.stages.Traced`).
         name: the name of the jitted function.
-        defined: the function's name, with its file and line if they are the user's.
-        called: the line of the script that calls it.
-        static: the static arguments, "name = value".
-        updates: whether the step returns updated values. False if it returns gradients only.
-        assumptions: (place, what was assumed) about values that the script read before the step.
-        packages: package that has stand-ins -> the line that imports it.
-        values: line -> the value that the user gave for it.
-        renamed: old names of jax that the script uses.
+        defined: the function's name, followed by its file and line if the file is the user's.
+        called: the line of the script that calls the step.
+        static: the static arguments, each as "name = value".
+        updates: whether the step returns updated values of its arguments. False if it only returns gradients.
+        assumptions: (line of the script, what was assumed) about values that the script read before the step.
+        packages: package that was replaced by placeholders (`StandIn`) -> the line that imports the package.
+        values: line of the script -> the text of the value or shape that the user gave for this line.
+        renamed: names that the script uses and that this version of jax no longer has, such as jax.tree_map.
     """
 
     traced: Any
@@ -88,7 +88,8 @@ class CapturedStep:
 
 
 class StepFound(BaseException):
-    """Ends the script when its step is found. Not an Exception, so that the script does not catch it."""
+    """Raised to end the script when its training step is found. It is no subclass of Exception, so that an `except
+    Exception` in the script does not catch it."""
 
 
 def captured_step(
@@ -107,10 +108,12 @@ def captured_step(
     Args:
         script: the script's file.
         argv: the script's arguments.
-        step: the name of the step's function; None takes the first function that trains.
-        values: values that are not known without the data: "file.py:text of the line" or "file.py:LINE" -> the shape of
-            a batch, "int32[8,128]" or "image:float32[8,28,28],label:int32[8]", or a whole number.
-        without: installed packages that are replaced by stand-ins.
+        step: the name of the step's function; None takes the first jitted function that computes gradients and returns
+            updated values of its arguments.
+        values: what lines of the script return whose data is missing. Key: the line, as "file.py:LINE" or "file.py:text
+            of the line". Value: the shape of a batch, as "int32[8,128]" or "image:float32[8,28,28],label:int32[8]", or
+            a whole number.
+        without: names of installed packages that are replaced by placeholders, as missing packages are.
         auto_axes: whether jax.make_mesh makes axes of the type Auto by default, as before jax 0.9, instead of Explicit.
         folder: the folder in which the script runs; None is the working folder.
 
@@ -134,7 +137,8 @@ def capture(
     without: Sequence[str] = (),
     auto_axes: bool = False,
 ) -> CapturedStep:
-    """As `captured_step`, but returns a `CapturedStep`. Raises MissingPiece if the script does not reach the step."""
+    """As `captured_step` in the working folder, but returns a `CapturedStep`. Raises MissingPiece if the script does
+    not reach a training step."""
     if not os.path.isfile(script):
         raise ReportError(f"the script {script} does not exist: give the path of a Python file")
     linecache.checkcache()  # the script may have changed since an earlier run in this process
@@ -257,10 +261,11 @@ def _equation_sources(equation: Any, inputs: Sequence[set[int]]) -> list[set[int
 
 
 class _Capturing:
-    """The state of a script that runs under interception.
+    """What is known about a script that runs while functions of jax are replaced.
 
-    found: the training step. gradients: a function that returns gradients only, in case there is no step.
-    unknown: call of a jitted function -> its arguments that have no known shape. skipped: how often it was called.
+    found: the training step, once it is found. gradients: a function that only returns gradients, for a script without
+    a step. unknown: line that calls a jitted function -> the arguments of the call that have no known shape. skipped:
+    line that calls a jitted function -> number of such calls.
     """
 
     def __init__(self, step: str | None, values: GivenValues, auto_axes: bool):
@@ -288,15 +293,16 @@ class _Capturing:
         self.run.assume(f"reads a value of type {kind}, taken as 0")
 
     def seen_text(self) -> str:
-        """Returns the jitted functions that the script called, for a message."""
+        """Returns the names of the jitted functions that the script called, as the end of an error message."""
         if not self.seen:
             return ": it calls no jitted function from Python"
         return "; it calls " + ", ".join(f"{name} ({place})" for name, place in self.seen.items())
 
     def observe(self, traced: Any, static: Sequence[str]) -> None:
-        """Looks at the program of a call from Python. Raises StepFound if it is the training step.
+        """Checks whether `traced`, a function that the script calls, is the training step. If it is, stores the step
+        and raises StepFound.
 
-        static: the static arguments of the call.
+        static: the static arguments of the call, each as "name = value".
         """
         jaxpr = traced.jaxpr.jaxpr
         name = _function_name(traced)
@@ -316,7 +322,8 @@ class _Capturing:
 
     @contextlib.contextmanager
     def intercepting(self) -> Iterator[None]:
-        """Context manager in which jax's functions are replaced and eager code runs on abstract arrays."""
+        """Context manager in which functions of jax, such as jax.jit, are replaced, and eager code runs on abstract
+        arrays."""
         import jax
         import jax.experimental.multihost_utils
         import jax.experimental.pjit
@@ -354,8 +361,8 @@ class _Capturing:
         return WrappedJit(real(*args, **options), self)
 
     def known(self, tree: Any, names: Sequence[str] = ()) -> Any:
-        """Returns a pytree with stand-ins replaced by zeros of their known shapes. Raises MissingPiece with all
-        stand-ins whose shape is not known.
+        """Returns a pytree in which zeros replace each placeholder (`StandIn`) whose shape is known. Raises
+        MissingPiece with all placeholders whose shape is unknown.
 
         names: the names of the parameters, if the pytree is (args, kwargs).
         """
@@ -373,8 +380,9 @@ class _Capturing:
         return jax.tree.unflatten(structure, known)
 
     def skipped_call(self, unknown: MissingPiece) -> Any:
-        """Records a call whose arguments have no known shapes, and returns the scalar 0: it may be an evaluation
-        before the step. Raises MissingPiece after many calls, as in a training loop."""
+        """Records a call of a jitted function whose arguments have no known shapes, and returns the scalar 0 as its
+        result, because the call may be an evaluation before the training step. Raises MissingPiece after many calls at
+        one line, because this line is then the training loop."""
         import jax
 
         place = user_place()
@@ -385,7 +393,7 @@ class _Capturing:
         return jax.numpy.zeros(())
 
     def all_unknown(self) -> list[tuple[Place | None, str]]:
-        """Returns the arguments without known shapes of all calls."""
+        """Returns (line, problem with its remedy) for each argument without a known shape in the recorded calls."""
         return [piece for pieces in self.unknown.values() for piece in pieces]
 
     def _device_functions(self) -> list[tuple[Any, str, Any]]:
@@ -469,11 +477,12 @@ class _Capturing:
 
 
 class _UnknownShapes(MissingPiece):
-    """Arguments that are stand-ins without known shapes."""
+    """Raised if arguments of a jitted function are placeholders (`StandIn`) without known shapes."""
 
 
 class WrappedJit:
-    """A function that jax.jit or jax.pmap returned. Calls from Python are observed; calls from traced code are not."""
+    """A function that jax.jit or jax.pmap returned. If the script calls it from Python, the function is traced to find
+    the training step. If traced code calls it, the call is passed on unchanged."""
 
     def __init__(self, real: Any, capturing: _Capturing):
         functools.update_wrapper(self, real, updated=())
@@ -500,7 +509,7 @@ class WrappedJit:
         return getattr(self._real.lower, "__qualname__", "").startswith("pmap.")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Traces the function and looks at its program; then calls it, on abstract arrays."""
+        """Traces the function and checks whether it is the training step. If not, calls it on abstract arrays."""
         capturing = self._capturing
         if not capturing.trace.is_current():
             return self._real(*args, **kwargs)
@@ -560,17 +569,18 @@ class WrappedJit:
 
 
 class _LoweredFunction:
-    """The result of `lower`, and of its `compile`: called, it returns abstract arrays of the results' types."""
+    """The result of `WrappedJit.lower`, and of its method `compile`. If it is called, it returns abstract arrays with
+    the shapes and dtypes of the function's results."""
 
     def __init__(self, traced: Any, capturing: _Capturing):
         self._traced, self._capturing = traced, capturing
 
     def compile(self, *args: Any, **kwargs: Any) -> _LoweredFunction:
-        """Returns the function. Nothing is compiled."""
+        """Returns this object. Nothing is compiled."""
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns abstract arrays of the results' types."""
+        """Returns abstract arrays with the shapes, dtypes and shardings of the function's results."""
         import jax
 
         def result(spec: Any) -> Any:
@@ -579,11 +589,11 @@ class _LoweredFunction:
         return jax.tree.map(result, self._traced.out_info)
 
     def cost_analysis(self) -> dict[str, float]:
-        """Returns no costs."""
+        """Returns {}, because nothing is compiled."""
         return {}
 
     def memory_analysis(self) -> None:
-        """Returns None."""
+        """Returns None, because nothing is compiled."""
 
     def as_text(self, *args: Any, **kwargs: Any) -> str:
         """Returns the jaxpr as text."""
@@ -594,7 +604,8 @@ class _LoweredFunction:
 
 
 def _argument_name(path: Any, names: Sequence[str]) -> str:
-    """Returns the name of an argument for a message. path: the keys in (args, kwargs)."""
+    """Returns the name of an argument for a message. path: the path of the argument in the pytree (args, kwargs).
+    names: the names of the function's parameters."""
     import jax
 
     if not path or not hasattr(path[0], "idx") or len(path) < 2:
@@ -605,13 +616,14 @@ def _argument_name(path: Any, names: Sequence[str]) -> str:
 
 
 def _function_name(traced: Any) -> str:
-    """Returns the name of the function that a user wrote: jax's description has it for wrappers of libraries too."""
+    """Returns the name of the function that the user wrote. If a library wraps the function, the name comes from jax's
+    description of the source."""
     described = str(traced.jaxpr.jaxpr.debug_info.func_src_info or "").split(" at ")[0]
     return described if described.isidentifier() else traced.fun_name
 
 
 def _definition(traced: Any, name: str) -> str:
-    """Returns "function (file:line)". A wrapper of a library has only its name."""
+    """Returns "name (file:line)" for a function in the user's code; only the name for a function in a library."""
     place = str(traced.jaxpr.jaxpr.debug_info.func_src_info or "").rpartition(" at ")[2]
     file, _, line = place.rpartition(":")
     if not line.isdigit() or not is_user_file(os.path.abspath(file)):

@@ -79,9 +79,9 @@ NEEDED = frozenset(
 )
 # Packages that send or write metrics: they have stand-ins even where they are installed.
 TRACKERS = ("wandb", "mlflow", "neptune", "comet_ml", "clearml", "tensorboardX", "aim", "trackio", "swanlab")
-# The number that the length of a stand-in is taken as, and the elements of a missing token file.
+# The length of a placeholder of unknown length, and the number of elements of a missing token file.
 LENGTH, FILE_ELEMENTS = 1_000_000, 2**24
-# The elements of a loop over a stand-in. `next` has no end.
+# Number of iterations of a loop over a placeholder. `next` can be called without end.
 _ELEMENTS = 4
 _ITEM = re.compile(r"\s*(?:(\w+)\s*:)?\s*(\w+)\s*\[([\d,\s]*)\]\s*(?:,|$)")
 _OWN = str(Path(__file__).parents[1])
@@ -93,8 +93,8 @@ class Place:
     """A line of the user's code.
 
     Fields:
-        file: its path, relative to the working folder if it is below it.
-        line: the line's number.
+        file: path of the file, relative to the working folder if the file is inside this folder.
+        line: number of the line, starting at 1.
     """
 
     file: str
@@ -110,9 +110,10 @@ class Place:
 
 
 class MissingPiece(BaseException):
-    """Something that the step needs and that is not known. Not an Exception, so that the script does not catch it.
+    """Raised if the training step needs something that is not known, such as the shape of a batch. It is no subclass of
+    Exception, so that an `except Exception` in the script does not catch it.
 
-    pieces: (place, problem with its remedy) of each missing piece.
+    pieces: (line of the script, problem with its remedy) for each missing piece.
     """
 
     def __init__(self, pieces: Sequence[tuple[Place | None, str]]):
@@ -138,7 +139,8 @@ def place_of(file: str, line: int) -> Place:
 
 
 def is_user_file(path: str) -> bool:
-    """Returns whether a code object's file is neither a library's nor Python's nor this package's."""
+    """Returns whether a file, named as in a code object, is the user's: not a file of an installed package, of Python
+    itself or of this package."""
     if path.startswith(("<", _OWN)) or "site-packages" in path or "dist-packages" in path:
         return False
     return not path.startswith(_LIBRARIES)
@@ -148,10 +150,9 @@ def is_user_file(path: str) -> bool:
 
 
 def parse_value(text: str) -> Any:
-    """Parses a value: a whole number, or the shape of a batch, such as `int32[8,128]`; several shapes separated by
-    commas for a tuple, `name:dtype[shape]` items for a dict. Returns an int or ShapeDtypeStructs. Raises ReportError if
-    the text has another form.
-    """
+    """Parses the value that the user gives for a line of the script: a whole number, "int32[8,128]" for an array,
+    "int32[8],int32[8]" for a tuple of arrays, or "x:int32[8],y:int32[8]" for a dict. Returns an int, or
+    ShapeDtypeStructs for arrays. Raises ReportError if the text has another form."""
     import jax
 
     if text.strip().isdigit():
@@ -180,7 +181,7 @@ def parse_value(text: str) -> Any:
 
 
 class GivenValues:
-    """The values and shapes that the user gave for lines of code.
+    """The values and shapes that the user gave for lines of the script whose data is missing (--value).
 
     given: `file.py:LINE` or `file.py:text of the line` -> the value as text (`parse_value`).
     """
@@ -212,13 +213,14 @@ _ARRAY_ATTRIBUTES = frozenset(name for name in dir(np.ndarray) if not name.start
 
 
 class StandIn:
-    """An object of a missing package, or a value that such an object returned.
+    """A placeholder for an object of a missing package, or for a value that such an object would return.
 
     Fields:
-        _name: the expression that made it, such as "tfds.load()".
-        _place: the line that made it.
-        _run: what happens in the script (`Run`).
-            _specs: the int or ShapeDtypeStructs that the user gave for the line; None if none are given.
+        _name: the expression that made the placeholder, such as "tfds.load()".
+        _place: the line of the script that made the placeholder.
+        _run: what is known about the script (`Run`).
+        _specs: the int or the ShapeDtypeStructs that the user gave for this line, or for the line of the placeholder
+            from which this one was made; None if the user gave none.
     """
 
     def __init__(self, name: str, run: Run, specs: Any = None):
@@ -295,7 +297,7 @@ class StandIn:
         return self._next(f"[{key!r}]" if isinstance(key, (int, str)) else "[...]")
 
     def keys(self) -> Any:
-        """Returns the names of a batch that is a dict; a stand-in if its names are not known."""
+        """Returns the names in a batch that is a dict. If the names are unknown, returns a placeholder for them."""
         return self._specs.keys() if isinstance(self._specs, dict) else self._next(".keys()")
 
     def items(self) -> Any:
@@ -370,7 +372,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 
 
 def missing_shape(value: StandIn, what: str) -> tuple[Place | None, str]:
-    """Returns the missing piece for a stand-in whose shape is not known.
+    """Returns (line of the script, problem with its remedy) for a placeholder whose shape is not known.
 
     what: the name of the array that needs a shape, for the message.
     """
@@ -380,8 +382,8 @@ def missing_shape(value: StandIn, what: str) -> tuple[Place | None, str]:
 
 
 def resolve(value: StandIn) -> Any:
-    """Returns the pytree of zeros that a stand-in with known shapes stands for. Raises MissingPiece if its shape is not
-    known."""
+    """Returns zeros in the place of a placeholder (`StandIn`): a pytree of numpy arrays with the shapes that the user
+    gave, or the int that the user gave. Raises MissingPiece if the user gave neither."""
     import jax
 
     if value._specs is None:
@@ -396,14 +398,14 @@ def resolve(value: StandIn) -> Any:
 
 @dataclasses.dataclass
 class Run:
-    """What stand-ins know about the script that runs.
+    """What is known about a running script. All placeholders (`StandIn`) of the script share this record.
 
     Fields:
-        values: the values that the user gave.
-        in_traced_code: returns whether the running code is traced by jax.
-        as_jax: converts a numpy array to a jax array.
-        assumptions: (place, what was assumed), each once, in order.
-        packages: missing package -> the line that imports it first.
+        values: the values and shapes that the user gave for lines of the script.
+        in_traced_code: function that returns whether the running code is traced by jax.
+        as_jax: function that converts a numpy array to a jax array.
+        assumptions: (line of the script, what was assumed) -> None. Each key occurs once, in order.
+        packages: package that placeholders replace -> the line that imports it first.
     """
 
     values: GivenValues
@@ -433,10 +435,10 @@ class _StandInModule(ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports stand-ins: as the first finder of those installed packages that are replaced, as the last one of packages
-    that are not installed.
+    """Import hook that imports placeholders (`StandIn`) in the place of packages. Two of these hooks are installed: one
+    before Python's own hooks, for installed packages that are replaced; one after them, for missing packages.
 
-    without: installed packages to replace; None for the last finder.
+    without: installed packages to replace; None for the hook for missing packages.
     """
 
     def __init__(self, run: Run, without: Sequence[str] | None):
@@ -447,7 +449,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if root not in self.run.packages:
             place = _importing_place()
             if self.without is not None:
-                # A library that can send metrics to a tracker gets the real one.
+                # An installed library that imports a tracker gets the real tracker.
                 wanted = root in self.without or (root in TRACKERS and place is not None)
             else:
                 wanted = place is not None and not _is_guarded(place)
@@ -476,7 +478,8 @@ def _importing_place() -> Place | None:
 
 
 def _is_guarded(place: Place) -> bool:
-    """Returns whether a line is inside a `try` that handles ImportError. The script then runs without the package."""
+    """Returns whether a line is in the body of a `try` that handles ImportError. The script can then run without the
+    package that the line imports."""
     try:
         tree = ast.parse(Path(place.file).read_text())
     except (OSError, SyntaxError, ValueError):
@@ -491,9 +494,10 @@ def _is_guarded(place: Place) -> bool:
 
 @contextlib.contextmanager
 def installed(run: Run, without: Sequence[str]) -> Iterator[None]:
-    """Context manager in which missing packages and files have stand-ins.
+    """Context manager in which placeholders (`StandIn`) replace missing packages, and zeros replace missing token
+    files.
 
-    without: installed packages to replace too.
+    without: installed packages that are replaced too.
     """
     first, last = _Finder(run, without), _Finder(run, None)
     replaced = (*TRACKERS, *without)
@@ -548,7 +552,7 @@ def _file_functions(run: Run) -> list[tuple[Any, str, Any]]:
 
     def find_files(pattern: Any, *args: Any, **kwargs: Any) -> list[str]:
         found = find(pattern, *args, **kwargs)
-        # A pattern that is a file's name, not many files' names.
+        # A pattern that ends with a file name extension of token files; one file that matches the pattern is assumed.
         if not found and isinstance(pattern, str) and pattern.endswith((".bin", ".npy")) and user_place() is not None:
             name = re.sub(r"\*+|\?", "0", pattern)
             missing.setdefault(name)

@@ -77,8 +77,8 @@ class _WithSharding:
 
 @contextlib.contextmanager
 def _undifferentiated() -> Iterator[None]:
-    """Context manager: functions that are differentiated inside it are traced as a jitted call with the name `_CALL`,
-    and their gradients are zeros."""
+    """Context manager in which jax does not differentiate: a function that code differentiates inside it is traced as
+    one jitted call whose name begins with `_CALL`, and its gradients are zeros."""
     import jax
     from jax._src.interpreters import ad
 
@@ -111,8 +111,8 @@ def _undifferentiated() -> Iterator[None]:
 
 def _jitted(fun: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
     """Returns `fun`, jitted. The result of `fun` may contain leaves that are not arrays, such as text among the
-    auxiliary results of a loss; the jitted function returns them unchanged. `differentiated` becomes a part of the
-    function's name in the jaxpr."""
+    auxiliary results of a loss; the jitted function returns them unchanged. differentiated: number of inputs of `fun`
+    that are differentiated; it becomes a part of the function's name in the jaxpr."""
     import jax
 
     def run(*values: Any) -> Any:
@@ -133,8 +133,8 @@ def _jitted(fun: Callable[..., Any], differentiated: int) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def remat_policy(layers: Sequence[Layer], policy: Any) -> Iterator[None]:
-    """Context manager: in steps that are traced inside it, these layers have a remat policy. Layers that are not under
-    `jax.checkpoint` are put under it.
+    """Context manager: in a step that is traced inside it, the layers `layers` get the remat policy `policy`. Layers
+    that are not under `jax.checkpoint` are put under it.
 
     Raises ReportError at the end if none of the layers was traced.
     """
@@ -155,7 +155,11 @@ def remat_policy(layers: Sequence[Layer], policy: Any) -> Iterator[None]:
 
 
 class _Swap:
-    """Puts a policy into the layers with some marks, when jax binds the primitives that run them.
+    """Gives layers of a step a remat policy while jax traces the step.
+
+    Args:
+        marks: the marks (`mark`) of the jaxprs of these layers.
+        policy: the remat policy.
 
     Attributes:
         swapped: number of layers that have got the policy.
@@ -166,7 +170,10 @@ class _Swap:
         self._bodies: dict[int, tuple[Any, Any]] = {}
 
     def hooks(self, how: str) -> list[tuple[Any, str, Any]]:
-        """Returns what must be replaced for layers of the kind `how`, as (object, attribute, value)."""
+        """Returns the attributes of jax to replace, as (object, name of the attribute, new value).
+
+        how: how the layers run: under `jax.checkpoint` (`CHECKPOINT`), in a loop (`LOOP`) or as functions (`CALL`).
+        """
         from jax.extend.core import primitives
 
         if how != CHECKPOINT:

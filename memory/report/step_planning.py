@@ -62,7 +62,7 @@ class StepCompiler(PolicyCompiler):
 
     def policy(self, plan: LayerPlan) -> Any:
         """Returns the remat policy for a plan: one of jax's own policies if the plan names it, `save_only_these_names`
-        if all its values have names, or else a policy that recognizes the values by their equations.
+        if all values of the plan have names, or else a policy that recognizes the values by their equations.
         """
         import jax
 
@@ -105,7 +105,7 @@ class StepPlan:
     """The result of a search for the least recomputation of a step.
 
     Fields:
-        plan: the plan; None if nothing fits.
+        plan: the plan with the least recomputation that fits the budget; None if no plan fits.
         tightest: the compiled plan with the fewest bytes; None if nothing compiled.
         budget_bytes: the budget in bytes on one device.
         compiled: number of programs that were compiled.

@@ -36,7 +36,7 @@ def program(batch=32, length=128, layers=6, width=512, vocab=30_000, data=1, fsd
 
     Args:
         batch: sequences per device, `config.per_device_batch_size`.
-        data, fsdp, tensor: devices of each mesh axis; -1: the devices that are left.
+        data, fsdp, tensor: number of devices along each mesh axis; -1: all devices that the other axes leave.
     """
     config = runpy.run_path(str(Path(train.__file__).parent / "configs/default.py"))["get_config"]()
     config.update(per_device_batch_size=batch, max_target_length=length, num_layers=layers, emb_dim=width)

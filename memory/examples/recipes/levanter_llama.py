@@ -46,16 +46,16 @@ def program(
     loss_block=0,
     policy="p=f32,c=bfloat16",
 ):
-    """Returns the traced step.
+    """Returns Levanter's training step, traced. Levanter's name of an argument is in parentheses.
 
     Args:
-        batch: sequences per step, over all devices, `train_batch_size`.
-        microbatch: sequences per device and forward pass, `per_device_parallelism`; -1: no accumulation.
-        remat: `gradient_checkpointing` of the model: true, false, full, offload, nested or save_all.
-        fsdp: shards parameters and optimizer along the axis `embed`, `fsdp_axis`.
-        tensor: devices that divide `mlp` and `heads`, `model_axis_size`.
-        loss_block: tokens of the vocabulary per block of the loss, `cross_entropy_block_size`; 0: all at once.
-        policy: jmp policy of the trainer, `mp`.
+        batch: sequences per step, over all devices (`train_batch_size`).
+        microbatch: sequences per device and forward pass (`per_device_parallelism`); -1: no accumulation.
+        remat: true, false, full, offload, nested or save_all (`gradient_checkpointing` of the model).
+        fsdp: shards parameters and optimizer state along the axis `embed` (`fsdp_axis`).
+        tensor: number of devices that share the axes `mlp` and `heads` (`model_axis_size`).
+        loss_block: tokens of the vocabulary per block of the loss (`cross_entropy_block_size`); 0: all at once.
+        policy: dtypes of parameters and compute, as a policy of the package jmp (`mp`).
     """
     model_config = LlamaConfig(
         seq_len=length,

@@ -34,14 +34,15 @@ llama3.shard = shard
 def program(
     model="llama3p1_8b", layers=0, batch=8, length=2048, rank=16, remat="none", dtype="bfloat16", fsdp=-1, tp=1
 ):
-    """Returns the traced step.
+    """Returns tunix's training step, traced.
 
     Args:
-        model: a constructor of `llama3.ModelConfig`, such as llama3p2_1b or llama3_70b. layers: 0 for all of them.
+        model: a constructor of `llama3.ModelConfig`, such as llama3p2_1b or llama3_70b.
+        layers: number of layers; 0: all layers of the model.
         batch: sequences per step, over all devices.
         rank: rank of the LoRA adapters; 0 trains all parameters.
-        remat: none, block (attention and MLP separately) or decoder (whole layers), `RematConfig`.
-        fsdp, tp: devices of each mesh axis; -1: the devices that are left.
+        remat: a value of tunix's `RematConfig`: none, block (attention and MLP separately) or decoder (whole layers).
+        fsdp, tp: number of devices along each mesh axis; -1: all devices that the other axis leaves.
     """
     config = getattr(llama3.ModelConfig, model)()
     config = dataclasses.replace(
