@@ -54,8 +54,8 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="search the remat policy of your own step instead of a config; FUNCTION returns the step with its arguments, "
-        "as for bytescope report --program",
+        help="search the remat policy of your own step instead of a config; FUNCTION returns the step with its "
+        "arguments, as for bytescope report --program",
     )
     parser.add_argument(
         "--only-names",
