@@ -254,7 +254,10 @@ def _findings(report: ReportRecord, keys: Mapping[str, str]) -> list[Finding]:
     flops = {phase: sum(work.get("flops", {}).values()) for phase, work in report.work.items()}
     if keys.get(POLICY) == "none" and flops.get("recompute"):
         share = flops["recompute"] / sum(flops.values())
-        message = f"{POLICY}=none saves nothing: MaxText recomputes all layers as for full, {share:.0%} of all FLOPs"
+        message = (
+            f"{POLICY}=none keeps no activations: MaxText recomputes all layers as with full, and {share:.0%} of all "
+            "FLOPs are recomputation"
+        )
         findings.insert(0, Finding("policy_none", 0, message, f"{POLICY}=minimal recomputes least"))
     return findings
 

@@ -54,14 +54,14 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="find the remat policy with the least recomputation for your own step instead of a config: a function as "
-        "for bytescope report --program",
+        help="search the remat policy of your own step instead of a config; FUNCTION returns the step with its "
+        "arguments, as for bytescope report --program",
     )
     parser.add_argument(
         "--only-names",
         action="store_true",
-        help="with --program, keep only values that have a checkpoint_name, so that the policy needs no other change "
-        "of the source",
+        help="with --program, keep only values that the source names with checkpoint_name; then the policy is the only "
+        "line to change",
     )
 
 

@@ -56,8 +56,8 @@ ROW_KEYS = (
 )
 VARIANT_KEYS = ("what", "allocated_bytes", "predicted_seconds", "recompute_flops_fraction", "fits", "verdict")
 ESTIMATED = {
-    POOL: "Estimated, because no compiler reports them, and part of predicted_bytes",
-    CARD: "Estimated, because no compiler reports them, outside of the pool and not in predicted_bytes",
+    POOL: "Part of predicted_bytes (estimated, because no compiler reports them)",
+    CARD: "Outside of the pool and not in predicted_bytes (estimated, because no compiler reports them)",
 }
 # Keys of `bytescope explain --json` that repeat the text of other keys or the log.
 EXPLAIN_LEFT_OUT = ("form", "failure", "figures", "words", "messages", "savings")

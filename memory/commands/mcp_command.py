@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--skill",
         action="store_true",
-        help="print the skill file for agents, from an out-of-memory error to a proven fix, and exit",
+        help="print the skill file, which leads an agent from an out-of-memory error to a proven fix, and exit",
     )
 
 
