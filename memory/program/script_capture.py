@@ -477,7 +477,8 @@ class _Capturing:
 
 
 class _UnknownShapes(MissingPiece):
-    """Raised if arguments of a jitted function are placeholders (`StandIn`) without known shapes."""
+    """Raised if arguments of a call of a jitted function, or of jax.device_put, are placeholders without known
+    shapes."""
 
 
 class WrappedJit:

@@ -110,8 +110,8 @@ class Place:
 
 
 class MissingPiece(BaseException):
-    """Raised if the training step needs something that is not known, such as the shape of a batch. It is no subclass of
-    Exception, so that an `except Exception` in the script does not catch it.
+    """Raised if the training step needs something that is missing: a package or the shape of an array. It is no
+    subclass of Exception, so that an `except Exception` in the script does not catch it.
 
     pieces: (line of the script, problem with its remedy) for each missing piece.
     """
