@@ -1,6 +1,7 @@
 """More than a hundred wrong command lines: one line on stderr, exit code 2, no traceback, nothing compiled."""
 
 import os
+import sys
 
 import pytest
 
@@ -576,6 +577,7 @@ ROWS = [(command, words, message) for command, rows in MISTAKES.items() for word
 def folder(tmp_path_factory):
     """A folder with the files that the mistakes name."""
     found = tmp_path_factory.mktemp("mistakes")
+    sys.modules.pop("step", None)  # a test of this process may have imported a file of the same name
     for name, text in FILES.items():
         (found / name).parent.mkdir(exist_ok=True)
         (found / name).write_text(text)
