@@ -7,7 +7,7 @@
 //   charts.xy("front", { x: bytes.along(sizes), y: cost.along(values), limits: [bytes.limit(limit, "limit")],
 //     series: [{ kind: "points", x: sizes.map(bytes.at), y: values.map(cost.at), ...charts.look(0) }] });
 const axes = (() => {
-  const { human, count } = base;
+  const { human } = base;
   // If sizes differ by more than this factor, the axis is logarithmic, so that small sizes do not overlap.
   const FAR = 12;
   const ends = (values) => [Math.min(...values), Math.max(...values)];
@@ -49,7 +49,7 @@ const axes = (() => {
       const [least, high] = ends(values).map(at), low = is_share ? 0 : least;
       const room = Math.max(high - low, high / 10, 1e-9);
       return { title, range: [low - 0.15 * room, high + 0.12 * room],
-        format: (v) => (v < -1e-9 ? "" : count(Number(Math.abs(v).toPrecision(6)))) };
+        format: (v) => (v < -1e-9 ? "" : Math.abs(v).toLocaleString("en-US", { maximumSignificantDigits: 6 })) };
     };
     return { title, at, along };
   };

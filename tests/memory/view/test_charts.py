@@ -44,13 +44,15 @@ def test_axes_have_ticks_that_people_read(tmp_path):
       axes("b", { type: "log", range: [1, 1000] }, { range: [0.013, 0.017] });
       axes("c", { range: [0, 3], whole: true }, { range: [1e9, 4e9] });
       axes("d", { type: "log", ticks: [1, 1024, 16384, 65536], range: [512, 20000] }, { range: [0, 1], suffix: " s" });
-      axes("e", { type: "names", names: ["none", "full"] }, { range: [-1, 1], format: (v) => "v" + v });"""
-    a, b, c, d, e = run(tmp_path, script, *"abcde")
+      axes("e", { type: "names", names: ["none", "full"] }, { range: [-1, 1], format: (v) => "v" + v });
+      out.push([0.00034, 0.5, 1234].map(charts.cost({ title: "s" }).along([0.0003, 0.0004]).format));"""
+    a, b, c, d, e, seconds = run(tmp_path, script, *"abcde")
     assert a == ["GiB", "0", "5", "10", "15", "20", *(f"0.{k}" for k in range(10)), "1.0"]
     assert b[-10:] == ["1", "2", "5", "10", "20", "50", "100", "200", "500", "1,000"]
     assert b[:-10] == ["0.013", "0.014", "0.015", "0.016", "0.017"]
     assert c[-4:] == ["0", "1", "2", "3"] and c[0] == "1e9" and c[2] == "2e9"
     assert d[-2:] == ["1,024", "16,384"] and d[0] == "0.0 s"
+    assert seconds == ["0.00034", "0.5", "1,234"]
     assert e == ["v-1", "v-0.5", "v0", "v0.5", "v1", "none", "full"]
 
 
