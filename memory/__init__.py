@@ -13,10 +13,10 @@ Folders, each importing only from the folders before it: records (the parts of a
 protos), formulas (published arithmetic), devices (compile targets), allocators (models of jax's GPU allocators),
 program (the user's function and arguments, lowered for a target), peak (the content and live range of every buffer),
 cost (FLOPs, bytes and collectives of a step), seconds (predicted step time), remat (the least recomputation under a
-memory budget), findings (problems with their remedies), view (tables, charts and pages), messages (out-of-memory
-messages in a log, read and explained), report (the `Report` object with its pages, differences and guards), watching
-(running steps), profile (profiler traces), compare (many programs side by side), adapters (steps of other trainers),
-commands.
+memory budget), findings (problems with their remedies), audit (requests to jax and XLA with their outcomes), view
+(tables, charts and pages), messages (out-of-memory messages in a log, read and explained), report (the `Report` object
+with its pages, differences and guards), watching (running steps), profile (profiler traces), compare (many programs
+side by side), adapters (steps of other trainers), commands.
 
 Start at `analysis.py:report_of`. It takes a compiled program and returns a `records.report_record.ReportRecord`.
 """

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from bytescope.memory.audit import audit_program
 from bytescope.memory.cost import collectives, flops, host_transfers, kernel_costs, step_work
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.chips import CHIPS, base_name
@@ -129,6 +130,7 @@ def report_of(
         **vars(step_seconds),
         point_seconds=_point_seconds(account, read.schedule, judged.target) if step_seconds.prediction else (),
         findings=finding_rules.find(judged, read.placed),
+        audit=audit_program.audit(judged, read.placed),
         transfers=transfers,
         schedule=read.schedule.steps,
         subject=subject,

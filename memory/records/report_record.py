@@ -17,6 +17,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   XLA_FLAGS; {} if there are none.
 - `xla_budget`: the memory that XLA:GPU plans with, and what it is made of (`XlaBudget`); null fields if unknown.
 - `xla_limit_bytes`: bytes of temporary values that this budget allows; null if unknown.
+- `audit`: the requests of the program to jax and XLA (recompute, save, offload, donate, divide), each with what the
+  compiled program does (`AuditRow`).
 - `xla_recomputed`: the instructions that XLA's rematerialization pass added to compute values again
   (`RecomputedValue`).
 - `scheduler_held`: the buffers that XLA's schedule keeps alive at the peak, and that an order of least memory would not
@@ -74,6 +76,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import ReportError, check_readable, one_line, type_phrase
+from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.buffer_records import (
     CARD,
     CATEGORIES,
@@ -111,6 +114,7 @@ __all__ = [
     "SCHEMA",
     "STEP_PHASES",
     "VERDICTS",
+    "AuditRow",
     "Buffer",
     "Finding",
     "HeldBuffer",
@@ -296,6 +300,7 @@ class ReportRecord(JudgedProgram):
 
     Fields, in addition to those of `JudgedProgram`:
         findings: problems with their remedies.
+        audit: the requests of the program to jax and XLA, each with what the compiled program does.
         communication: bytes per step by kind of collective and mesh axes.
         zero: bytes per parameter compared with the ZeRO paper.
         transfers: bytes per step between device and host memory.
@@ -313,6 +318,7 @@ class ReportRecord(JudgedProgram):
     """
 
     findings: tuple[Finding, ...] = ()
+    audit: tuple[AuditRow, ...] = ()
     communication: tuple[Communication, ...] = ()
     zero: tuple[ZeroRow, ...] = ()
     transfers: tuple[Transfer, ...] = ()
@@ -430,6 +436,7 @@ KEYS = (
     "roofline",
     "prediction",
     "findings",
+    "audit",
     "notes",
     "timeline",
     "buffers",
@@ -443,6 +450,7 @@ _ITEMS = {
     "xla_recomputed": RecomputedValue,
     "scheduler_held": HeldBuffer,
     "findings": Finding,
+    "audit": AuditRow,
     "communication": Communication,
     "collectives": Collective,
     "zero": ZeroRow,

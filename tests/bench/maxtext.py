@@ -37,7 +37,7 @@ def compared(model: str, target: str, *words: str) -> dict:
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         if not file.exists():  # no row could be compiled
             return {"rows": [], "error": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-        return json.loads(file.read_text())
+        return json.loads(file.read_text())["result"]
 
 
 def cells(name: str, row: dict) -> str:

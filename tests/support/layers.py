@@ -36,6 +36,7 @@ LAYERS = {
         ("memory.cost",),
         ("memory.seconds",),
         ("memory.remat", "memory.findings"),
+        ("memory.audit",),
         ("memory.analysis",),
         ("memory.view",),
         ("memory.messages",),
