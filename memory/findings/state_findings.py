@@ -53,7 +53,9 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     if len(names) > _MAX_NAMED:
         which += f" and {len(names) - _MAX_NAMED} more"
     return RuleResult(
-        total, f"{human(total)} of state is not donated ({which}): old and new state are in memory at the same time"
+        total,
+        f"{human(total)} of state is not donated ({which}): old and new state are in memory at the same time",
+        subjects=tuple(names),
     )
 
 

@@ -81,6 +81,21 @@ class HonoredKeys(TypedDict):
     honored: bool | None
 
 
+class ProposalKeys(TypedDict):
+    kind: str
+    words: str
+    flags: str
+    place: str
+    files: list[str]
+    allocated_bytes_before: int
+    allocated_bytes_after: int | None
+    seconds_before: float | None
+    seconds_after: float | None
+    not_honored: int | None
+    numerics: str
+    error: str
+
+
 class AuditResult(TypedDict):
     program: str
     target: Values
@@ -89,6 +104,7 @@ class AuditResult(TypedDict):
     not_honored: int
     unknown: int
     requests: list[Annotated[HonoredKeys, AuditRow]]
+    proposals: list[ProposalKeys]
 
 
 class NameKeys(TypedDict):
