@@ -254,7 +254,7 @@ class TargetPlacement:
         return moved
 
     def _fetching(self, operand: Any, place: Any) -> Any:
-        """Returns the place to which a `device_put` equation moves an operand: a sharding, a memory, or None. A sharding
+        """Returns the place to which a `device_put` equation moves an operand: a sharding, a memory or None. A sharding
         that fetches the operand from host memory names the device's memory, which is otherwise left out.
         """
         import jax
