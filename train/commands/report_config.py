@@ -17,12 +17,10 @@ from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_settings, check_files, refuse_flags, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
-from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord
-from bytescope.train.commands.config_arguments import add_subject, with_xla
+from bytescope.train.commands.config_arguments import add_subject, check_program, with_xla
 from bytescope.train.generate import generate_flags
 from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.source import NO_CONFIG
 
 if TYPE_CHECKING:
     from bytescope.memory.formulas.model_facts import ModelFacts
@@ -76,17 +74,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises ReportError if flags contradict each other, or if a requested file cannot be written."""
     check_files(args)
+    check_program(args)
     given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
-    if given and args.config:
-        raise ReportError(f"a config and --{given[0]} cannot be combined: give one of the two")
-    if len(given) > 1:
-        raise ReportError("--program and --hlo cannot be combined: give one of the two")
-    if not given and not args.config:
-        raise ReportError(f"{NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
-    if given and args.overrides:
-        raise ReportError(
-            f"--config.{args.overrides[0][0]} cannot be used with --{given[0]}, because it needs a config: leave it out"
-        )
     generate_flags.check_pool(args)
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
@@ -97,18 +86,12 @@ def _check_flags(args: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} cannot be used with --generate, because it belongs to a training step: "
                 "leave one of them out"
             )
-    if args.hlo is not None and args.xla:
-        raise ReportError(
-            f"--xla={args.xla[0]} cannot be used with --hlo, because a dump is compiled already: leave it out"
-        )
     for flag in ("formulas", "run", "generate"):
         if given and getattr(args, flag):
             raise ReportError(
                 f"--{flag} cannot be used with --{given[0]}, because it needs a config: give a config instead of "
                 f"--{given[0]}"
             )
-    if args.program is not None:
-        user_program.split(args.program)
 
 
 def _report_step(args: argparse.Namespace) -> int:
