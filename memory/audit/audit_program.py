@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from bytescope.memory.audit.checkpoint_outcomes import checkpoints
 from bytescope.memory.audit.donations import donations
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
@@ -11,7 +12,7 @@ from bytescope.memory.records.report_record import JudgedProgram
 
 Audit = Callable[[JudgedProgram, PlacedProgram], Iterable[AuditRow]]
 
-AUDITS: tuple[Audit, ...] = (donations,)
+AUDITS: tuple[Audit, ...] = (checkpoints, donations)
 
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:
