@@ -26,8 +26,8 @@ _UNREACHED = re.compile(
 )
 # spmd_partitioner.cc logs this, on one line, when it replicates a tensor in order to change its sharding.
 _FULL_REMAT = re.compile(
-    r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding (\{.*?\}) to (\{.*?\}) "
-    r"(?:efficiently|without doing).*?HLO operation:? %(\S+) = (\w+)\[([\d,]*)\]"
+    r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding (\{.*?\}) to "
+    r"(\{.*?\}) (?:efficiently|without doing).*?HLO operation:? %(\S+) = (\w+)\[([\d,]*)\]"
 )
 _OP_NAME = re.compile(r'metadata=\{op_name="([^"]*)"')
 # Maximum seconds to wait for the last lines, because a process that the compiler started may keep the pipe open.
