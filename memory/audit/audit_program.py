@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 
 from bytescope.memory.audit.checkpoint_outcomes import checkpoints
 from bytescope.memory.audit.donations import donations
+from bytescope.memory.audit.offloads import offloads
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
 
 Audit = Callable[[JudgedProgram, PlacedProgram], Iterable[AuditRow]]
 
-AUDITS: tuple[Audit, ...] = (checkpoints, donations)
+AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations)
 
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:

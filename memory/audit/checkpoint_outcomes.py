@@ -36,8 +36,7 @@ from bytescope.memory.units import human
 
 # Opcodes that compute nothing. Instructions of these kinds may be added with the op_name of a kernel.
 _NO_WORK = frozenset(
-    "bitcast bitcast-convert broadcast constant convert copy copy-done copy-start get-tuple-element iota parameter "
-    "reshape slice transpose tuple".split()
+    ["bitcast", "bitcast-convert", "broadcast", "constant", "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "iota", "parameter", "reshape", "slice", "transpose", "tuple"]
 )
 # A region is recomputed if at least this fraction of its kernels is in the compiled module a second time. XLA may
 # merge kernels with a common operand, so fewer kernels than equations are expected.
