@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from bytescope.memory.audit.checkpoint_outcomes import checkpoints
+from bytescope.memory.audit.checkpoint_names_audit import checkpoints
 from bytescope.memory.audit.donations import donations
 from bytescope.memory.audit.offloads import offloads
 from bytescope.memory.peak.buffer_placement import PlacedProgram

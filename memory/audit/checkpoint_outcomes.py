@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -18,17 +19,12 @@ from bytescope.memory.audit.checkpoint_requests import (
     CheckpointRegion,
     Key,
     common_function,
-    find_regions,
-    key_of,
-    line_of,
-    saves_every_value,
 )
 from bytescope.memory.findings import user_functions
 from bytescope.memory.findings.evidence import TOY, at_peak, start_of_backward
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.module import Frame, Instruction, Module
 from bytescope.memory.hlo.sources import source_line
-from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.buffer_records import Buffer
 from bytescope.memory.records.report_record import JudgedProgram
@@ -36,7 +32,23 @@ from bytescope.memory.units import human
 
 # Opcodes that compute nothing. Instructions of these kinds may be added with the op_name of a kernel.
 _NO_WORK = frozenset(
-    ["bitcast", "bitcast-convert", "broadcast", "constant", "convert", "copy", "copy-done", "copy-start", "get-tuple-element", "iota", "parameter", "reshape", "slice", "transpose", "tuple"]
+    (
+        "bitcast",
+        "bitcast-convert",
+        "broadcast",
+        "constant",
+        "convert",
+        "copy",
+        "copy-done",
+        "copy-start",
+        "get-tuple-element",
+        "iota",
+        "parameter",
+        "reshape",
+        "slice",
+        "transpose",
+        "tuple",
+    )
 )
 # A region is recomputed if at least this fraction of its kernels is in the compiled module a second time. XLA may
 # merge kernels with a common operand, so fewer kernels than equations are expected.
@@ -45,40 +57,28 @@ _RECOMPUTED = 1 / 4
 _REGION = re.compile(r"/rematted_computation\b|\brematted_computation\b")
 
 
-def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields a row for each call of `jax.checkpoint` that is differentiated, and a row for values of a recomputed region
-    that XLA keeps nevertheless, such as dropout masks.
-
-    The bytes of a row are those of the region's residuals that are alive at the peak. For a program without a jaxpr,
-    the rows list the functions whose values the compiled module computes again.
-    """
-    if program.jaxpr is None:
-        yield from _without_jaxpr(CompiledOutcome(report, program.module))
-        return
-    regions = find_regions(program.jaxpr)
+def region_rows(
+    report: JudgedProgram, regions: Iterable[CheckpointRegion], outcome: CompiledOutcome
+) -> Iterator[AuditRow]:
+    """Yields a row for each region, and a row for values of a recomputed region that XLA keeps nevertheless, such as
+    dropout masks. The bytes of a row are those of the region's residuals that are alive at the peak."""
     total = sum(region.flops for region in regions)
-    done = sum(report.work.get("recompute", {}).get("flops", {}).values())
-    outcome = CompiledOutcome(report, program.module)
+    compiled = sum(report.work.get("recompute", {}).get("flops", {}).values())
     for region in regions:
         merged = outcome.is_merged(region)
-        size = outcome.merged_bytes(region) if merged else outcome.bytes_kept_by_policy(region)
-        if merged or size > TOY:
+        if merged or not region.recomputes:
+            size = outcome.merged_bytes(region) if merged else outcome.bytes_of_function(region)
             yield _row(region, "kept", size, 0, *_explain_kept(region, size, merged, report.target.get("platform")))
         else:
-            share = done * region.flops // total if total else 0
+            share = compiled * region.flops // total if total else 0
             yield _row(region, "recomputed", outcome.residual_bytes(region), int(share))
             yield from _kept_constants(region, outcome)
 
 
-def _without_jaxpr(outcome: CompiledOutcome) -> Iterator[AuditRow]:
+def rows_without_jaxpr(outcome: CompiledOutcome) -> Iterator[AuditRow]:
+    """Yields a row for each function whose values the compiled module computes again."""
     for function, count in outcome.recomputed_functions().items():
         yield AuditRow("checkpoint", function, done="recomputed", count=count)
-
-
-def merged_region_names(report: JudgedProgram, program: PlacedProgram, regions: Iterable[CheckpointRegion]) -> set[str]:
-    """Returns the checkpoint names of the values that a region should recompute, and that XLA keeps."""
-    outcome = CompiledOutcome(report, program.module)
-    return {name for region in regions if region.names and outcome.is_merged(region) for name in region.names}
 
 
 def _row(
@@ -91,11 +91,11 @@ def _row(
 
 def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: str | None) -> tuple[str, str]:
     """Returns (the step that undid the recomputation, a sentence with the remedy)."""
-    what = f"{human(size)} of values that jax.checkpoint of {region.title} should recompute are kept"
     if not merged:
         name = getattr(region.policy, "__name__", "") or type(region.policy).__name__
-        message = f"{what}: its policy {name} saves every value; use a policy that saves less, or no jax.checkpoint"
-        return "autodiff", message
+        message = f"jax.checkpoint of {region.title} recomputes nothing, because its policy {name} saves every value"
+        return "autodiff", f"{message}: use a policy that saves less, or no jax.checkpoint"
+    what = f"{human(size)} of values that jax.checkpoint of {region.title} should recompute are kept"
     if region.prevent_cse and platform == "cpu":
         why = "XLA's CPU compiler merges the recomputation with the forward pass; run the layers in jax.lax.scan"
     elif region.prevent_cse:
@@ -111,20 +111,19 @@ def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: s
 def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Iterator[AuditRow]:
     """Yields a row for large values that depend on no argument of the checkpointed function, and that XLA keeps. No
     optimization barrier separates the two computations of these values."""
-    sizes = {equation.outvars[0].aval.size: equation for equation in region.constant if equation.outvars}
-    drawn = [equation for equation in region.constant if equation.primitive.name in RANDOM]
+    sizes = {each.equation.outvars[0].aval.size for each in region.constant if each.equation.outvars}
+    drawn = any(each.equation.primitive.name in RANDOM for each in region.constant)
     kept: dict[str, list[Buffer]] = defaultdict(list)
     for buffer in outcome.residuals:
-        elements = _elements(buffer)
-        large = [size for size in sizes if elements and size % elements == 0 and size // elements <= outcome.devices]
-        if buffer.source in region.lines and buffer.dtype in _MASKS and large:
-            kept["random" if drawn else "constant"].append(buffer)
-    for kind, buffers in kept.items():
+        elements = math.prod(buffer.shape)
+        alike = any(size % elements == 0 and size // elements <= outcome.devices for size in sizes if elements)
+        if alike and buffer.dtype in _MASKS and buffer.source in region.lines:
+            kept[buffer.source].append(buffer)
+    for source, buffers in kept.items():
         size = sum(buffer.bytes for buffer in buffers)
         if size <= TOY:
             continue
-        source = line_of((drawn or region.constant)[0])
-        if kind == "random":
+        if drawn:
             what = f"{human(size)} of random masks in {region.title} are kept, because their key is the same constant"
             remedy = f"in both passes: pass the random key as an argument of {region.title}"
         else:
@@ -132,7 +131,7 @@ def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Itera
             remedy = f"and XLA computes them only once: compute them outside of {region.title}"
         yield AuditRow(
             "checkpoint",
-            f"{region.title} ({'random bits' if kind == 'random' else 'masks'})",
+            f"{region.title} ({'random bits' if drawn else 'masks'})",
             source,
             "recompute",
             "kept",
@@ -145,13 +144,6 @@ def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Itera
 
 # Types of random bits, and of the masks that are computed from them.
 _MASKS = ("bool", "uint32", "uint8")
-
-
-def _elements(buffer: Buffer) -> int:
-    size = 1
-    for dim in buffer.shape:
-        size *= dim
-    return size if buffer.shape else 0
 
 
 class CompiledOutcome:
@@ -184,20 +176,27 @@ class CompiledOutcome:
             return False
         if not region.kernels:
             return not any(self._found(key).again for key in region.keys)
-        found = [self._found(key) for key in {key_of(kernel) for kernel in region.kernels}]
+        found = [self._found(key) for key in set(region.kernels)]
         again = sum(each.again for each in found)
         return any(each.once for each in found) and again < _RECOMPUTED * len(region.kernels)
 
     def _may_be_merged(self, region: CheckpointRegion) -> bool:
         # Optimization barriers separate the passes, but XLA's CPU compiler removes them early.
         unprotected = not region.prevent_cse or self._report.target.get("platform") == "cpu"
-        kept = sum(buffer.bytes for buffer in self.residuals if _key(buffer) in region.keys)
+        kept = sum(
+            buffer.bytes
+            for buffer in self.residuals
+            if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name)
+        )
         return kept > TOY or (unprotected and region.unrolled > 1)
 
     def merged_bytes(self, region: CheckpointRegion) -> int:
-        """Returns the bytes at the peak of the values of a region that stay alive from the forward pass to the backward
-        pass, although the jaxpr computes them again."""
-        kept = [buffer for buffer in self._kept if _key(buffer) in region.keys]
+        """Returns the bytes at the peak of the values of a region that the jaxpr computes again. It counts the values
+        that stay alive from the forward pass to the backward pass, and the values of the recomputation, which XLA may
+        compute at any time if the passes are merged."""
+        kept = [
+            buffer for buffer in self._kept if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name)
+        ]
         return sum(buffer.bytes for buffer in kept)
 
     @functools.cached_property
@@ -205,17 +204,15 @@ class CompiledOutcome:
         backward = start_of_backward(self._report)
         kept = list(self.residuals)
         for buffer in at_peak(self._report, "workspace"):
-            forward = buffer.phase == "forward" and buffer.start < backward <= buffer.end
-            if forward or (buffer.phase == "recompute" and buffer.name in self._needed_forward):
+            if buffer.phase == "recompute" or (buffer.phase == "forward" and buffer.start < backward <= buffer.end):
                 kept.append(buffer)
         return kept
 
-    def bytes_kept_by_policy(self, region: CheckpointRegion) -> int:
-        """Returns the bytes of a region's residuals at the peak if its remat policy saves every value, otherwise 0."""
-        if region.recomputed or not saves_every_value(region.policy):
-            return 0
+    def bytes_of_function(self, region: CheckpointRegion) -> int:
+        """Returns the bytes at the peak of the values that the region's function computes in the forward pass and that
+        stay alive until the backward pass, with its results."""
         size = 0
-        for buffer in self.residuals:
+        for buffer in self._kept:
             calls = user_functions.calls(self._frames(buffer.name))
             if any(call.function.title == region.title for call in calls):
                 size += buffer.bytes
@@ -290,6 +287,16 @@ class _Found:
 
     once: int = 0
     again: int = 0
+
+
+def _bytes_to_recompute(region: CheckpointRegion, buffers: Iterable[Buffer]) -> int:
+    """Returns the bytes of the buffers that the jaxpr computes again in a region, without the values that the policy
+    saves."""
+    size = 0
+    for buffer in buffers:
+        if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name):
+            size += buffer.bytes
+    return size
 
 
 def _key(buffer: Buffer) -> Key:

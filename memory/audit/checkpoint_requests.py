@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bytescope.memory.cost import flops
 from bytescope.memory.findings import user_functions
@@ -30,6 +30,18 @@ _MAX_SAMPLE = 24
 _MAX_DEPTH = 6
 
 
+class Recomputed(NamedTuple):
+    """An equation that the backward pass computes again, and "file.py:line" of the user's code that made it ("" if
+    unknown). jax traces its own functions only once, so an inner equation without a line has the line of their call."""
+
+    line: str
+    equation: Any
+
+    @property
+    def key(self) -> Key:
+        return self.line, self.equation.primitive.name
+
+
 @dataclasses.dataclass
 class CheckpointRegion:
     """The calls of `jax.checkpoint` in one source line, with one function and one remat policy.
@@ -45,7 +57,6 @@ class CheckpointRegion:
         recomputed: the equations that the backward pass computes again, in all calls, with inner equations.
         constant: the equations among `recomputed` whose results depend on no argument of the function.
         flops: FLOPs of `recomputed` in one step, on all devices, including the iterations of loops.
-        body: an equation list of one call, for reading its stack frames.
     """
 
     title: str
@@ -55,15 +66,14 @@ class CheckpointRegion:
     prevent_cse: bool
     count: int = 0
     unrolled: int = 0
-    recomputed: list[Any] = dataclasses.field(default_factory=list)
-    constant: list[Any] = dataclasses.field(default_factory=list)
+    recomputed: list[Recomputed] = dataclasses.field(default_factory=list)
+    constant: list[Recomputed] = dataclasses.field(default_factory=list)
     flops: int = 0
-    body: Sequence[Any] = ()
 
     @functools.cached_property
     def keys(self) -> frozenset[Key]:
-        """The keys of all equations that are computed again."""
-        return frozenset(key_of(equation) for equation in self.recomputed)
+        """The keys of all equations that are computed again and whose line is known."""
+        return frozenset(each.key for each in self.recomputed if each.line)
 
     @functools.cached_property
     def lines(self) -> frozenset[str]:
@@ -71,19 +81,30 @@ class CheckpointRegion:
         return frozenset(line for line, _ in self.keys) - {""}
 
     @functools.cached_property
-    def kernels(self) -> list[Any]:
-        """The kernels, such as matrix products, among the equations that are computed again."""
-        return [equation for equation in self.recomputed if equation.primitive.name in KERNELS]
+    def kernels(self) -> list[Key]:
+        """The keys of the kernels, such as matrix products, that are computed again; one for each equation."""
+        return [each.key for each in self.recomputed if each.equation.primitive.name in KERNELS]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
         """The checkpoint names of the values that are computed again."""
-        return frozenset(checkpoint_name_of(equation) for equation in self.recomputed) - {""}
+        return frozenset(checkpoint_name_of(each.equation) for each in self.recomputed) - {""}
+
+    @property
+    def recomputes(self) -> bool:
+        """False if the policy saves every value, so that no equation is left to compute again."""
+        return bool(self.recomputed) or not saves_every_value(self.policy)
+
+    def saves(self, name: str) -> bool:
+        """Returns whether the remat policy saves or offloads the values with a checkpoint name; `name` may be "" for
+        values without one."""
+        names = name.split(", ") if name else ()
+        return any(request_for(self.policy, each) in ("save", "offload") for each in names)
 
 
 def find_regions(jaxpr: Any) -> list[CheckpointRegion]:
-    """Returns the differentiated calls of `jax.checkpoint` in a ClosedJaxpr, grouped by function, policy and line. Calls
-    that are not differentiated recompute nothing and are left out."""
+    """Returns the differentiated calls of `jax.checkpoint` in a ClosedJaxpr, grouped by function, policy and line.
+    Calls that are not differentiated recompute nothing and are left out."""
     finder = _RegionFinder()
     finder.visit(inner_jaxpr(jaxpr), 1, looped=False)
     return list(finder.regions.values())
@@ -107,26 +128,27 @@ class _RegionFinder:
             return False
         found = False
         run: list[Any] = []
+        barrier = None
         for equation in jaxpr.eqns:
             if self._is_rematted(equation):
                 run.append(equation)
                 continue
             if run and not inside:
-                found |= self._add(None, run, run, times, looped)
+                found |= self._add_run(barrier, run, times, looped)
             run = []
+            if equation.primitive.name == "optimization_barrier":
+                barrier = equation
             checkpoint = checkpoint_of(equation)
             if checkpoint is not None and parameters(equation).get("differentiated"):
-                body = inner_jaxpr(checkpoint.jaxpr)
-                rematted = [each for each in body.eqns if self._is_rematted(each)]
-                found |= self._add(equation, rematted, body.eqns, times, looped)
-                found |= self.visit(body, times, looped, inside=True)
+                found |= self._add_checkpoint(equation, times, looped)
+                found |= self.visit(inner_jaxpr(checkpoint.jaxpr), times, looped, inside=True)
             elif equation.primitive.name != "pallas_call":
                 trips = equation.params["length"] if equation.primitive.name == "scan" else 1
                 in_loop = looped or equation.primitive.name in ("scan", "while")
                 for body in bodies(equation):
                     found |= self.visit(body, times * trips, in_loop)
         if run and not inside:
-            found |= self._add(None, run, run, times, looped)
+            found |= self._add_run(barrier, run, times, looped)
         if not found:
             self._empty[id(jaxpr)] = jaxpr
         return found
@@ -137,20 +159,24 @@ class _RegionFinder:
             self._rematted[stack] = bool(flops.RECOMPUTED.search(str(stack)))
         return self._rematted[stack]
 
-    def _add(self, equation: Any, rematted: Sequence[Any], body: Sequence[Any], times: int, looped: bool) -> bool:
-        if equation is None:  # with jax_remat3, the recomputed equations have no equation around them
-            given: dict[str, Any] = {}
-            frames = [frames_of(each) for each in _sample(body)]
-            title, source = _common_function(frames)
-        else:
-            given = dict(parameters(equation))
-            title, source = _title_of(given["jaxpr"], body), source_line(Metadata("", frames_of(equation)))
-        policy, has_policy, prevent_cse = given.get("policy"), equation is not None, given.get("prevent_cse", True)
-        key = (title, source, id(policy), has_policy, str(prevent_cse))
-        if key not in self.regions:
-            protected = all(prevent_cse) if isinstance(prevent_cse, tuple) else bool(prevent_cse)
-            self.regions[key] = CheckpointRegion(title, source, policy, has_policy, protected, body=body)
-        region = self.regions[key]
+    def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
+        """Adds a region of `jax_remat3`. Its equations follow an optimization barrier with the line of the call."""
+        title = common_function(frames_of(each) for each in _sample(rematted))
+        source = source_line(Metadata("", frames_of(barrier))) if barrier is not None else ""
+        region = CheckpointRegion(title, source or line_of(rematted[0]), None, False, True)
+        return self._add((title, source), region, rematted, times, looped)
+
+    def _add_checkpoint(self, equation: Any, times: int, looped: bool) -> bool:
+        given = parameters(equation)
+        body, prevent_cse = inner_jaxpr(given["jaxpr"]), given["prevent_cse"]
+        protected = all(prevent_cse) if isinstance(prevent_cse, tuple) else bool(prevent_cse)
+        title, source = _title_of(body), line_of(equation)
+        region = CheckpointRegion(title, source, given["policy"], True, protected)
+        rematted = [each for each in body.eqns if self._is_rematted(each)]
+        return self._add((title, source, id(region.policy), protected), region, rematted, times, looped)
+
+    def _add(self, key: Any, region: CheckpointRegion, rematted: Sequence[Any], times: int, looped: bool) -> bool:
+        region = self.regions.setdefault(key, region)
         region.count += times
         region.unrolled += 0 if looped else times
         region.recomputed += _with_inner(rematted)
@@ -159,15 +185,16 @@ class _RegionFinder:
         return True
 
 
-def _with_inner(equations: Iterable[Any]) -> Iterator[Any]:
+def _with_inner(equations: Iterable[Any], line: str = "") -> Iterator[Recomputed]:
     for equation in equations:
-        yield equation
+        own = line_of(equation) or line
+        yield Recomputed(own, equation)
         if equation.primitive.name != "pallas_call":
             for body in bodies(equation):
-                yield from _with_inner(body.eqns)
+                yield from _with_inner(body.eqns, own)
 
 
-def _independent_of_inputs(equations: Sequence[Any]) -> list[Any]:
+def _independent_of_inputs(equations: Sequence[Any]) -> list[Recomputed]:
     """Returns the equations, and inner equations, whose results depend on no variable from outside of `equations`."""
     constant: set[Any] = set()
     found = []
@@ -197,11 +224,6 @@ def _frames_of_traceback(traceback: Any) -> tuple[Frame, ...]:
     )
 
 
-def key_of(equation: Any) -> Key:
-    """Returns (source line, primitive) of an equation; the line is "" if it is unknown."""
-    return line_of(equation), equation.primitive.name
-
-
 def line_of(equation: Any) -> str:
     """Returns "file.py:line" of the user's code that made an equation, "" if it is unknown."""
     return _line_of_frames(frames_of(equation))
@@ -216,33 +238,23 @@ def _sample(equations: Sequence[Any]) -> Sequence[Any]:
     return [*equations[:_MAX_SAMPLE], *equations[-_MAX_SAMPLE:]]
 
 
-def _title_of(jaxpr: Any, body: Sequence[Any]) -> str:
-    info = getattr(inner_jaxpr(jaxpr), "debug_info", None)
+def _title_of(body: Any) -> str:
+    info = getattr(body, "debug_info", None)
     name, file = getattr(info, "func_name", "") or "", getattr(info, "func_filename", "") or ""
     if name and not name.endswith(">") and file and kind_of(file) == OWN:
         return user_functions.Function(name, file).title
-    return _common_function([frames_of(each) for each in _sample(body)])[0] or name
-
-
-def _common_function(stacks: Iterable[Iterable[Frame]]) -> tuple[str, str]:
-    """Returns (name, "file.py:line" of the call) of the innermost function of the user that all stacks are inside of;
-    ("", "") if there is none."""
-    calls = [user_functions.calls(frames) for frames in stacks]
-    calls = [each for each in calls if each]
-    if not calls:
-        return "", ""
-    common = set.intersection(*({call.function for call in each} for each in calls))
-    for call in calls[0]:
-        if call.function in common and not call.function.nameless:
-            file, line = call.around[0] if call.around else ("", 0)
-            return call.function.title, f"{file}:{line}" if file else ""
-    return "", ""
+    return common_function(frames_of(each) for each in _sample(body.eqns)) or name
 
 
 def common_function(stacks: Iterable[Iterable[Frame]]) -> str:
     """Returns the name of the innermost function of the user that all of these stacks of frames are inside of, "" if
     there is none."""
-    return _common_function(stacks)[0]
+    calls = [each for each in map(user_functions.calls, stacks) if each]
+    common = set.intersection(*({call.function for call in each} for each in calls)) if calls else set()
+    for call in calls[0] if calls else ():
+        if call.function in common and not call.function.nameless:
+            return call.function.title
+    return ""
 
 
 # ---- remat policies ----------------------------------------------------------------------------------------------
@@ -312,8 +324,8 @@ def _strings_of(value: Any, depth: int) -> set[str]:
         inside = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif hasattr(getattr(value, "wanted", None), "names"):
-        inside = value.wanted.names
+    else:  # bytescope's RematPolicy
+        inside = getattr(getattr(value, "wanted", None), "names", ())
     return set().union(*(_strings_of(each, depth - 1) for each in inside))
 
 

@@ -89,7 +89,7 @@ def _reason(
         at for at, result in enumerate(signature.results) if (result.shape, result.dtype) == (leaf.shape, leaf.dtype)
     ]
     if not alike:
-        return f"no result has the shape and dtype {kind} of the donated array: return an array of this type, or do not donate it"
+        return f"no result has the shape and dtype {kind} of the donated array: return one, or do not donate it"
     own = program.layouts.get(leaf.parameter)
     others = [program.results[at] for at in alike if at < len(program.results)]
     if own is not None and others and all(other.local != own.local for other in others):
