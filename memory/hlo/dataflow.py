@@ -15,7 +15,7 @@ from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, Index
 
 # Operations whose result has the values of the first operand in another location, layout or dtype.
-_PASSING = frozenset(
+PASSING = frozenset(
     (
         "bitcast",
         "copy",
@@ -157,7 +157,7 @@ class Flow:
             return self._passed_argument(instruction, index, seen)
         if opcode in ("async-done", "async-update") and instruction.operands:
             return module.operand(instruction, 0), (1, *index)
-        if opcode in _PASSING and instruction.operands:
+        if opcode in PASSING and instruction.operands:
             return module.operand(instruction, 0), () if opcode == "copy-start" else index
         return None
 
@@ -220,13 +220,13 @@ class Flow:
         """
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
-            for operand in self._input_instructions(pending.pop(0)):
+            for operand in self.input_instructions(pending.pop(0)):
                 if operand.id not in seen:
                     seen.add(operand.id)
                     pending.append(operand)
                     yield operand
 
-    def _input_instructions(self, instruction: Instruction) -> list[Instruction]:
+    def input_instructions(self, instruction: Instruction) -> list[Instruction]:
         if instruction.opcode in ("tuple", "while", "conditional"):
             # Only one element of the result may be read, and which one is unknown here.
             return []

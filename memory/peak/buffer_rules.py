@@ -347,16 +347,8 @@ class Attribution:
         """Returns whether a value is a parameter of the model, trained or frozen. The parameter may have been cast,
         moved, sliced or gathered. `origin`: the instruction that computed the value, and how it was passed on.
         """
-        instruction, seen = origin.instruction, set()
-        while instruction is not None and instruction.id not in seen:
-            seen.add(instruction.id)
-            if instruction.opcode == "parameter" and instruction.computation == self.module.entry:
-                return self.roles.get(instruction.parameter) in WEIGHTS
-            if instruction.opcode not in _CASTING:
-                return False
-            operand = self.module.operand(instruction, 0)
-            instruction = self.flow.origin(operand).instruction
-        return False
+        argument = argument_read(self.flow, origin)
+        return argument is not None and self.roles.get(argument.parameter) in WEIGHTS
 
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
         """Returns the shapes of the parameters, without dimensions of size 1. A parameter has up to three shapes: one
@@ -383,6 +375,21 @@ class Attribution:
                     leaf = gathered.leaf((i,)) if gathered.parts is not None else gathered
                     sizes.add(without_ones(leaf.dims))
         return frozenset(sizes - {()})
+
+
+def argument_read(flow: Flow, origin: ValueOrigin) -> Instruction | None:
+    """Returns the entry parameter of the module that a value is read from, possibly cast, moved, sliced or gathered;
+    None for a computed value. `origin`: the instruction that computed the value, and how it was passed on."""
+    instruction, seen = origin.instruction, set()
+    while instruction is not None and instruction.id not in seen:
+        seen.add(instruction.id)
+        if instruction.opcode == "parameter" and instruction.computation == flow.module.entry:
+            return instruction
+        if instruction.opcode not in _CASTING:
+            return None
+        operand = flow.module.operand(instruction, 0)
+        instruction = flow.origin(operand).instruction
+    return None
 
 
 def categorize(fact: Fact) -> str:

@@ -43,6 +43,7 @@ LAYERS = {
         ("memory.report",),
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
+        ("memory.fixes",),
         ("memory.adapters",),
         ("memory",),
         ("memory.pytest_guard",),
