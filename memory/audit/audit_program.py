@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from bytescope.memory.audit.donations import donations
+from bytescope.memory.audit.randomness import randomness
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
 
 Audit = Callable[[JudgedProgram, PlacedProgram], Iterable[AuditRow]]
 
-AUDITS: tuple[Audit, ...] = (donations,)
+AUDITS: tuple[Audit, ...] = (donations, randomness)
 
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:
