@@ -134,6 +134,18 @@ COMMANDS: Mapping[str, Subcommand] = {
         ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
         reads="reads two JSON files",
     ),
+    "bisect": Subcommand(
+        "train.commands.bisect_config",
+        "measure",
+        "find the version, commit, flag, key or line that added memory",
+        (
+            "--program=my_package.train:program h100 --jax=0.10.2..0.12.0",
+            "--program=train.py:program h100 --git=v1.0..HEAD --bytes=40GiB",
+            "llama_8b h200:8 --xla-flags=flags.txt --seconds=+5%",
+            "llama_8b h200:8 --keys=my_config.py --bytes=+5%",
+            "--diff=before.py..after.py --function=program h100",
+        ),
+    ),
     "check": Subcommand(
         "memory.commands.check_command",
         "measure",
