@@ -47,7 +47,8 @@ def run_bisection(
     quantity = QUANTITIES[bound.quantity]
 
     def value_of(candidate: Candidate) -> float | None:
-        measured.setdefault(candidate.point, measure(candidate))
+        if candidate.point not in measured:
+            measured[candidate.point] = measure(candidate)
         return measured[candidate.point].value(bound.quantity)
 
     ends = axis.good, axis.bad

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def call(function, keys):
     return function(**given)
 
 
-def described_gpu(config, topology):
+def described_gpu(config):
     """Returns a GPU that is not present as a compile-only device. config: XLA's GpuTargetConfigProto as text."""
     from jax._src import xla_bridge
     from jax.experimental import topologies
@@ -63,7 +64,15 @@ def described_gpu(config, topology):
     for plugin in ("xla_cuda13", "xla_cuda12"):
         if "cuda" not in xla_bridge._backend_factories and importlib.util.find_spec(f"jax_plugins.{plugin}"):
             importlib.import_module(f"jax_plugins.{plugin}").initialize()
-    return topologies.get_topology_desc("gpu", platform="cuda", topology=topology, target_config=config).devices[0]
+    # Older versions of XLA refuse a text with fields that they do not know.
+    old = re.sub(r"feature_extension: \w+|runtime_version \{[^}]*\}", "", config)
+    try:
+        topology = topologies.get_topology_desc("gpu", platform="cuda", topology="1x1x1", target_config=config)
+    except Exception as error:
+        if "GpuTargetConfigProto" not in str(error):
+            raise
+        topology = topologies.get_topology_desc("gpu", platform="cuda", topology="1x1x1", target_config=old)
+    return topology.devices[0]
 
 
 def main():
@@ -90,7 +99,7 @@ def main():
         options = dict(more[0]) if more else {}
         keywords = options.get("kwargs", {})
         if args.gpu is not None:
-            device = described_gpu(args.gpu.read_text(), "1x1x1")
+            device = described_gpu(args.gpu.read_text())
             placed = jax.sharding.SingleDeviceSharding(device)
 
             def place(x):

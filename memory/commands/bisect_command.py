@@ -51,7 +51,8 @@ BOUNDS = {"bytes": "allocated", "flops": "flops", "seconds": "seconds"}
 DEFAULT_BOUND = "+1%"
 # Environment variables that change the compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
-_MAX_LABEL = 48
+# Columns of the name of a candidate; printed buffers.
+_MAX_LABEL, _MAX_BUFFERS = 40, 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -344,7 +345,7 @@ class _Printer:
     """Prints a line for each measurement: name, value, growth from the good end, and duration or source."""
 
     def __init__(self, axis: Axis, bound: Bound) -> None:
-        longest = max(map(len, [*axis.changes, "no change", f"all {len(axis.changes)} changes"]))
+        longest = max(map(len, [*axis.changes, axis.point(axis.good), axis.point(axis.bad)]))
         self._bound, self._width = bound, min(longest, _MAX_LABEL)
         self._good: float | None = None
         self.count = 0
@@ -380,7 +381,7 @@ def _show(outcome: Outcome, bound: Bound) -> None:
             put(Prose(note, "yellow"))
         changes = report_diff.diff(outcome.before.report, outcome.after.report)
         put(Text())
-        put(diff_view.render_text(outcome.before.report, outcome.after.report, changes))
+        put(diff_view.render_text(outcome.before.report, outcome.after.report, changes, _MAX_BUFFERS))
         return
     for note in outcome.notes:
         put(Prose(note, "bold"))
