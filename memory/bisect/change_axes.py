@@ -131,10 +131,9 @@ def jax_axis(
         )
 
     def prepare(version: str) -> Place:
-        needed = environments.jax_requirement(version, platform, is_old_gpu)
-        if not is_standalone:
-            needed += environments.own_requirements(program.needs_trainer)
-        python = environments.make_environment(interpreter, [*needed, *more])
+        jax = environments.jax_requirement(version, platform, is_old_gpu)
+        own = [] if is_standalone else environments.own_requirements(program.needs_trainer)
+        python = environments.make_environment(interpreter, version, jax, [*own, *more])
         return Place(str(python), is_standalone=is_standalone)
 
     def make(state: State, point: str) -> Candidate:

@@ -1,13 +1,12 @@
 """Makes a virtual environment for each version of jax: an interpreter that supports it, `venv`, and `pip install`.
 
 Finished environments are kept in the user's cache folder, `bytescope/bisect/environments` in $XDG_CACHE_HOME or in
-~/.cache, and used again. Large files that two environments have in common are stored once, as hard links.
+~/.cache, and used again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import functools
 import hashlib
@@ -29,7 +28,6 @@ SUPPORTED_FROM = (0, 10, 2)
 STANDALONE_FROM = (0, 4, 30)
 # The first version of jax whose plugin uses CUDA 13.
 _CUDA_13_FROM = (0, 7, 2)
-_SHARED_FROM_BYTES = 2**20
 _PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 _RELEASE = re.compile(r"\d+(\.\d+)+")
 
@@ -167,24 +165,32 @@ def own_requirements(with_trainer: bool) -> list[str]:
     return out
 
 
-def make_environment(interpreter: str, requirements: Sequence[str]) -> Path:
-    """Makes a virtual environment, or returns the one that was made before with the same interpreter and requirements.
+def make_environment(interpreter: str, version: str, jax: Sequence[str], more: Sequence[str]) -> Path:
+    """Makes a virtual environment for a version of jax, or returns the one that was made before with the same
+    interpreter and requirements.
 
-    Returns the path of its interpreter. An interrupted installation leaves nothing in the cache. Raises ReportError if
-    pip fails.
+    A new environment begins as a copy of one for another version with the same interpreter and other requirements. The
+    copy consists of hard links, so it takes no space, and pip only replaces the packages that differ.
+
+    Args:
+        interpreter: path of the Python interpreter. version: the version of jax.
+        jax: requirements for pip that install this version. more: the other requirements.
+
+    Returns the path of the environment's interpreter. An interrupted installation leaves nothing in the cache. Raises
+    ReportError if pip fails.
     """
-    digest = hashlib.sha256("\0".join([os.path.realpath(interpreter), *requirements]).encode()).hexdigest()[:8]
-    name = re.sub(r"[^\w.=-]+", "_", requirements[0]).replace("==", "-")
-    folder = cache_folder() / "environments" / f"{name}-{digest}"
-    python = Path("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    same = [os.path.realpath(interpreter), *(each.partition("==")[0] for each in jax), *more]
+    digest = hashlib.sha256("\0".join(same).encode()).hexdigest()[:8]
+    siblings = cache_folder() / "environments" / digest
+    folder, python = siblings / f"jax-{version}", Path("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if (folder / python).exists():
         return folder / python
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
-    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial = siblings / f".jax-{version}.{os.getpid()}"
+    siblings.mkdir(parents=True, exist_ok=True)
     try:
-        _run([interpreter, "-m", "venv", str(partial)], f"{interpreter} -m venv")
-        _run([str(partial / python), *_PIP, "install", *requirements], f"pip install {requirements[0]}")
-        _link_common_files(partial)
+        if not _copy_with_links(siblings, partial):
+            _run([interpreter, "-m", "venv", str(partial)], f"{interpreter} -m venv")
+        _run([str(partial / python), *_PIP, "install", *jax, *more], f"pip install {jax[0]}")
         # The interpreter finds its packages relative to itself, so the folder can be renamed.
         with contextlib.suppress(OSError):  # another process was faster
             partial.rename(folder)
@@ -193,35 +199,23 @@ def make_environment(interpreter: str, requirements: Sequence[str]) -> Path:
     return folder / python
 
 
+def _copy_with_links(siblings: Path, new: Path) -> bool:
+    """Copies a finished environment with hard links. Returns whether there is one, on a file system with hard links.
+    pip replaces files and never changes them in place, so the copy does not change the original."""
+    finished = sorted(path for path in siblings.iterdir() if not path.name.startswith("."))
+    if not finished:
+        return False
+    try:
+        shutil.copytree(finished[-1], new, symlinks=True, copy_function=os.link)
+    except OSError:
+        shutil.rmtree(new, ignore_errors=True)
+        return False
+    return True
+
+
 def _run(command: Sequence[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("ERROR")]
         reason = one_line((lines or done.stderr.splitlines() or ["no message"])[0], 200)
         raise ReportError(f"{what} failed ({reason}): check the network and the disk, or choose other versions")
-
-
-def _link_common_files(new: Path) -> None:
-    """Replaces the large files of an environment by hard links to the equal files of its sibling environments. The
-    RECORD files of the installed packages have a digest of each file."""
-    known = {
-        digest: path
-        for folder in new.parent.iterdir()
-        if not folder.name.startswith(".")
-        for digest, path in _large_files(folder)
-    }
-    for digest, path in _large_files(new):
-        if digest in known:
-            link = path.with_name(f".{path.name}.link")
-            with contextlib.suppress(OSError):  # another file system, or one without hard links
-                os.link(known[digest], link)
-                link.replace(path)
-
-
-def _large_files(environment: Path) -> Iterator[tuple[str, Path]]:
-    for record in environment.glob("[Ll]ib/**/site-packages/*.dist-info/RECORD"):
-        with record.open(newline="", encoding="utf-8") as file:
-            for name, digest, size in csv.reader(file):
-                path = record.parents[1] / name
-                if size and int(size) >= _SHARED_FROM_BYTES and digest and path.is_file():
-                    yield digest, path

@@ -26,7 +26,8 @@ OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens"
 def load(name):
     """Returns the function `module:function` or `file.py:function`."""
     where, _, function = name.rpartition(":")
-    sys.path.insert(0, os.getcwd())
+    own = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [os.getcwd(), *(path for path in sys.path if path != own)]
     if where.endswith(".py"):
         path = Path(where).resolve()
         sys.path.insert(0, str(path.parent))
