@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,8 +25,9 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
 
-# Minimum similarity of two names, of which one is taken for a misspelling of the other (difflib's ratio).
+# Minimum similarity (difflib's ratio) of a word and its misspelling.
 _SIMILAR = 0.75
+_SEPARATORS = re.compile(r"[_\W]+")
 
 
 def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
@@ -123,7 +125,7 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
     files = {line.rpartition(":")[0] for region in regions for line in region.lines}
     for name in absent:
         message = f"the policy of jax.checkpoint of {regions[0].title} mentions {name}, but no value has this name: "
-        alike = difflib.get_close_matches(name, unmentioned, 1, _SIMILAR)
+        alike = [other for other in unmentioned if _is_misspelling(name, other)]
         unused = next(filter(None, (_unused_name(file, name) for file in sorted(files))), "")
         if unused:
             message += f"use the result of checkpoint_name in {short_place(unused)}"
@@ -137,6 +139,17 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
         source = unused or (carried[alike[0]] if alike else "") or regions[0].source
         undone_by = "tracing" if message else ""
         yield AuditRow("name", name, source, asked, "ignored", undone_by=undone_by, message=message)
+
+
+def _is_misspelling(name: str, other: str) -> bool:
+    """Returns whether a name is probably a misspelling of another name. The names "q_rot" and "k_rot" are not: each word
+    between the separators must be similar."""
+    words, others = _SEPARATORS.split(name.lower()), _SEPARATORS.split(other.lower())
+    if "".join(words) == "".join(others):
+        return True
+    if len(words) != len(others):
+        return False
+    return all(difflib.SequenceMatcher(None, *pair).ratio() >= _SIMILAR for pair in zip(words, others))
 
 
 @functools.lru_cache(maxsize=256)

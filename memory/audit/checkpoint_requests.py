@@ -281,9 +281,9 @@ def request_for(policy: Any, name: str) -> str:
     policy cannot be asked. Without a policy, jax recomputes the value."""
     if policy is None:
         return "recompute"
-    wanted = getattr(policy, "wanted", None)  # bytescope's RematPolicy, which records the calls of jax
-    if hasattr(wanted, "names"):
-        return "save" if name in wanted.names else "recompute"
+    planned = _planned_names(policy)
+    if planned is not None:
+        return "save" if name in planned else "recompute"
     try:
         from jax._src.ad_checkpoint import name_p
 
@@ -324,9 +324,15 @@ def _strings_of(value: Any, depth: int) -> set[str]:
         inside = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:  # bytescope's RematPolicy
-        inside = getattr(getattr(value, "wanted", None), "names", ())
+    else:
+        inside = _planned_names(value) or ()
     return set().union(*(_strings_of(each, depth - 1) for each in inside))
+
+
+def _planned_names(policy: Any) -> frozenset[str] | None:
+    """Returns the names that a `memory.remat.recognition.RematPolicy` saves, None for other policies. This policy is not
+    called, because it records the calls of jax."""
+    return getattr(getattr(policy, "wanted", None), "names", None)
 
 
 def _is_filled(cell: Any) -> bool:
