@@ -226,9 +226,9 @@ class CompiledOutcome:
         """Key -> the numbers of the instructions of the forward pass and of the recomputation with this key."""
         found: dict[Key, _Found] = defaultdict(_Found)
         for instruction in self._module.instructions.values():
-            if instruction.opcode in _NO_WORK:
-                continue
             metadata = self._module.metadata(instruction)
+            if instruction.opcode in _NO_WORK or self._has_same_name_inside(instruction, metadata.op_name):
+                continue
             scope = scopes.parse(metadata.op_name)
             if scope.phase not in ("forward", "recompute"):
                 continue
@@ -238,6 +238,19 @@ class CompiledOutcome:
             else:
                 each.once += 1
         return found
+
+    def _has_same_name_inside(self, instruction: Instruction, op_name: str) -> bool:
+        """Returns whether an instruction is a fusion with the op_name of an instruction inside of it, which is counted
+        instead."""
+        if instruction.opcode != "fusion":
+            return False
+        module = self._module
+        body = module.computations[instruction.called[0]].instructions
+        return any(
+            module.instructions[id].opcode not in _NO_WORK
+            and module.metadata(module.instructions[id]).op_name == op_name
+            for id in body
+        )
 
     @functools.cached_property
     def _needed_forward(self) -> frozenset[str]:
