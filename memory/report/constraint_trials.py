@@ -7,10 +7,11 @@ reads its report. The numbers of a trial are compared with those of the unchange
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.analysis import report_of
@@ -21,7 +22,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings.evidence import spec_words
 from bytescope.memory.hlo.sharding_text import mesh_axes_of, parse_sharding
-from bytescope.memory.jaxprs import distinct_jaxprs, with_parameters
+from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr, with_parameters
 from bytescope.memory.program import retarget
 from bytescope.memory.program.compilation import compiled_for, trace_step, unwrapped_stage
 from bytescope.memory.records.report_record import ReportRecord
@@ -231,7 +232,7 @@ def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
     """Yields (where, variable) for the arrays of `size` bytes that a line of the forward pass computes. If it computes
     none, yields those that it reads."""
     equations = [
-        equation for equation in _equations(jaxpr) if equation_line(equation) == line and not _is_backward(equation)
+        equation for equation, backward in _equations(jaxpr) if not backward and equation_line(equation) == line
     ]
     for on_operand in (False, True):
         found = {}
@@ -249,20 +250,22 @@ def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
             return
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    from bytescope.memory.jaxprs import bodies
+def _equations(jaxpr: Any, backward: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yields (equation, whether it belongs to the backward pass) for the equations that contain no jaxpr. `backward`:
+    whether the jaxpr is part of the backward pass."""
+    for equation in inner_jaxpr(jaxpr).eqns:
+        inside = list(bodies(equation)) if equation.primitive.name not in _OPAQUE else []
+        own = _is_backward(equation, backward)
+        if not inside:
+            yield equation, own
+        for body in inside:
+            yield from _equations(body, own)
 
-    def inner(equation: Any) -> Iterable[Any]:
-        return () if equation.primitive.name in _OPAQUE else bodies(equation)
 
-    for inside in distinct_jaxprs(jaxpr, inner):
-        for equation in inside.eqns:
-            if not any(True for _ in bodies(equation)):
-                yield equation
-
-
-def _is_backward(equation: Any) -> bool:
-    return "transpose(" in str(equation.source_info.name_stack)
+def _is_backward(equation: Any, outer: bool) -> bool:
+    # A recomputation is inside the backward pass and computes the values of the forward pass.
+    stack = str(equation.source_info.name_stack)
+    return (outer or "transpose(" in stack) and "rematted_computation" not in stack
 
 
 # ---- changed programs -----------------------------------------------------------------------------------------------
@@ -283,7 +286,7 @@ def _changed(traced: Any, site: _Site, spec: Spec, mesh: Any) -> Any:
     import jax
 
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(axes or None for axes in spec)))
-    return _ChangedProgram(traced, _Rewriter(site, sharding).value(traced.jaxpr))
+    return _ChangedProgram(traced, _Rewriter(site, sharding).closed(traced.jaxpr))
 
 
 class _Rewriter:
@@ -293,69 +296,79 @@ class _Rewriter:
 
     def __init__(self, site: _Site, sharding: Any):
         self.site, self.sharding = site, sharding
-        self._done: dict[int, Any] = {}
+        self._done: dict[Any, Any] = {}
 
-    def value(self, value: Any) -> Any:
-        """Returns a parameter of an equation with the constraint in all its jaxprs."""
+    def closed(self, jaxpr: Any) -> Any:
+        """Returns a ClosedJaxpr with the constraint."""
+        return self._value(jaxpr, False, ())
+
+    def _value(self, value: Any, backward: bool, gradients: Sequence[bool]) -> Any:
         from jax.extend import core
 
         if isinstance(value, core.ClosedJaxpr):
-            return core.ClosedJaxpr(self._jaxpr(value.jaxpr), value.consts)
+            return core.ClosedJaxpr(self._jaxpr(value.jaxpr, backward, gradients), value.consts)
         if isinstance(value, core.Jaxpr):
-            return self._jaxpr(value)
+            return self._jaxpr(value, backward, gradients)
         if type(value) in (tuple, list):
-            return type(value)(map(self.value, value))
+            return type(value)(self._value(each, backward, gradients) for each in value)
         return value
 
-    def _jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) in self._done:
-            return self._done[id(jaxpr)][1]
+    def _jaxpr(self, jaxpr: Any, outer: bool, given: Sequence[bool]) -> Any:
+        """Returns a Jaxpr with the constraint. `outer`: whether the jaxpr is part of the backward pass. `given`:
+        whether each input is a gradient."""
+        key = id(jaxpr), outer, tuple(given)
+        if key in self._done:
+            return self._done[key][1]
+        gradients = set()
+        if len(given) == len(jaxpr.invars):  # a conditional and a while loop have other operands than their bodies
+            gradients = {variable for variable, known in zip(jaxpr.invars, given) if known}
         renamed: dict[Any, Any] = {}
         equations = []
-        gradients: set[Any] = set()
 
         def read(atom: Any) -> Any:
             return atom if hasattr(atom, "val") else renamed.get(atom, atom)
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            positions = self._positions(equation, gradients)
-            if _is_backward(equation):
-                gradients.update(equation.outvars)
-            for position in positions if self._reads(equation) else ():
-                constraint = self._constraint(operands[position])
-                equations.append(constraint)
-                operands[position] = constraint.outvars[0]
-            if equation.primitive.name in _OPAQUE:
-                equations.append(equation.replace(invars=operands))
-                continue
-            parameters = with_parameters(equation, lambda _, value: self.value(value))
+            backward = _is_backward(equation, outer)
+            of_gradients = [not hasattr(atom, "val") and atom in gradients for atom in equation.invars]
+            reads, positions = self._positions(equation, backward, of_gradients)
+            for position in positions if reads else ():
+                equations.append(self._constraint(operands[position]))
+                operands[position] = equations[-1].outvars[0]
+            parameters = equation.params
+            if equation.primitive.name not in _OPAQUE:
+                change = functools.partial(self._change, backward, of_gradients)
+                parameters = with_parameters(equation, change)
             equations.append(equation.replace(invars=operands, params=parameters))
-            for position in positions if not self._reads(equation) else ():
-                constraint = self._constraint(equation.outvars[position])
-                equations.append(constraint)
-                renamed[equation.outvars[position]] = constraint.outvars[0]
+            for position in positions if not reads else ():
+                equations.append(self._constraint(equation.outvars[position]))
+                renamed[equation.outvars[position]] = equations[-1].outvars[0]
+            if backward:
+                gradients.update(equation.outvars)
         changed = jaxpr.replace(eqns=equations, outvars=[read(atom) for atom in jaxpr.outvars])
-        self._done[id(jaxpr)] = jaxpr, changed  # keeps the old jaxpr, so that its id is not used again
+        self._done[key] = jaxpr, changed  # keeps the old jaxpr, so that its id is not used again
         return changed
 
-    def _reads(self, equation: Any) -> bool:
-        return self.site.on_operand or _is_backward(equation)
+    def _change(self, backward: bool, of_gradients: Sequence[bool], _: str, value: Any) -> Any:
+        return self._value(value, backward, of_gradients)
 
-    def _positions(self, equation: Any, gradients: set[Any]) -> list[int]:
+    def _positions(self, equation: Any, backward: bool, of_gradients: Sequence[bool]) -> tuple[bool, list[int]]:
+        """Returns (whether the constraint is on operands and not on results, positions of the constrained arrays)."""
         site = self.site
         if equation_line(equation) != site.line:
-            return []
-        if _is_backward(equation):
-            atoms = enumerate(equation.invars)
-            return [at for at, atom in atoms if not hasattr(atom, "val") and atom in gradients and self._fits(atom)]
+            return False, []
+        if backward:
+            wanted = site.shape, site.dtype
+            types = [(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)) for atom in equation.invars]
+            fits = [(tuple(shape), str(dtype)) == wanted for shape, dtype in types]
+            return True, [at for at, known in enumerate(of_gradients) if known and fits[at]]
         atoms = equation.invars if site.on_operand else equation.outvars
-        fits = equation.primitive.name == site.primitive and site.position < len(atoms)
-        fits = fits and len(getattr(atoms[site.position].aval, "shape", ())) == len(site.shape)
-        return [site.position] if fits and not hasattr(atoms[site.position], "val") else []
-
-    def _fits(self, atom: Any) -> bool:
-        return tuple(atom.aval.shape) == self.site.shape and atom.aval.dtype.name == self.site.dtype
+        if equation.primitive.name != site.primitive or site.position >= len(atoms):
+            return False, []
+        atom = atoms[site.position]
+        fits_rank = not hasattr(atom, "val") and len(getattr(atom.aval, "shape", ())) == len(site.shape)
+        return site.on_operand, [site.position] if fits_rank else []
 
     def _constraint(self, variable: Any) -> Any:
         import jax
@@ -413,13 +426,10 @@ class _SmallRun:
 
 
 def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
+    """Returns the shapes that the constrained array has in a jaxpr of other sizes."""
     shapes = []
-    for equation in _equations(jaxpr):
-        if (
-            equation.primitive.name == site.primitive
-            and equation_line(equation) == site.line
-            and not _is_backward(equation)
-        ):
+    for equation, backward in _equations(jaxpr):
+        if not backward and equation.primitive.name == site.primitive and equation_line(equation) == site.line:
             atoms = equation.invars if site.on_operand else equation.outvars
             if site.position < len(atoms) and len(atoms[site.position].aval.shape) == len(site.shape):
                 shapes.append(tuple(atoms[site.position].aval.shape))

@@ -153,7 +153,8 @@ def test_log_lines_of_both_forms(source, target):
     line = (
         "W1126 22:07:38.619805   31782 spmd_partitioner.cc:656] [SPMD] Involuntary full rematerialization. The "
         f"compiler cannot go from sharding {source} to {target} efficiently for HLO operation %add.2 = "
-        f'f32[512,1024,256]{{2,1,0}} add(%param, %param), sharding={source}, metadata={{op_name="jit(f)/add" stack_frame_id=6}}. As the last '
+        f"f32[512,1024,256]{{2,1,0}} add(%param, %param), sharding={source}, "
+        'metadata={op_name="jit(f)/add" stack_frame_id=6}. As the last '
     )
     (remat,) = read_full_remats([b"another line\n", line.encode()])
     assert remat == FullRemat("add.2", "f32", (512, 1024, 256), "jit(f)/add", source, target)

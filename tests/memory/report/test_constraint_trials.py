@@ -60,29 +60,20 @@ def test_trials_are_sorted_and_one_that_changes_nothing_is_no_improvement(trials
 def test_the_gradient_of_a_constrained_array_is_constrained(devices):
     step, args = transposed(16, devices)
 
-    def loss(a, b):
-        return step(a, b).sum()
-
-    traced = jax.jit(jax.grad(loss)).trace(*args)
-    mesh = args[0].sharding.mesh
-    line = next(constraint_trials.equation_line(e) for e in traced.jaxpr.eqns if e.primitive.name in ("jit", "pjit"))
-    sites = [
-        site
-        for inside in constraint_trials.distinct_jaxprs(traced.jaxpr)
-        for equation in inside.eqns
-        for site in [
-            constraint_trials._Site(constraint_trials.equation_line(equation), "mul", False, 0, (16,) * 3, "float32")
-        ]
-        if equation.primitive.name == "mul" and not constraint_trials._is_backward(equation)
-    ]
-    changed = constraint_trials._changed(traced, sites[0], (("x",), (), ()), mesh)
+    traced = jax.jit(jax.grad(lambda a, b: step(a, b).sum())).trace(*args)
+    (line,) = {
+        constraint_trials.equation_line(equation)
+        for equation, backward in constraint_trials._equations(traced.jaxpr)
+        if equation.primitive.name == "mul" and not backward and equation.outvars[0].aval.shape == (16, 16, 16)
+    }
+    site = constraint_trials._Site(line, "mul", False, 0, (16, 16, 16), "float32")
+    changed = constraint_trials._changed(traced, site, (("x",), (), ()), args[0].sharding.mesh)
     made = [
-        equation
-        for inside in constraint_trials.distinct_jaxprs(changed.jaxpr)
-        for equation in inside.eqns
+        backward
+        for equation, backward in constraint_trials._equations(changed.jaxpr)
         if equation.primitive.name == "sharding_constraint" and equation.params["sharding"].spec == P("x", None, None)
     ]
-    assert line and len(made) == 2
+    assert made == [False, True]
 
 
 def test_without_a_small_program_numerics_are_not_checked():
