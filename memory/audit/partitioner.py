@@ -27,7 +27,7 @@ from bytescope.memory.jaxprs import bodies, distinct_jaxprs
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.peak.buffer_rules import without_ones
 from bytescope.memory.program.roles import WEIGHTS
-from bytescope.memory.records.audit_record import AuditRow
+from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
 
 # Passes of a training step that compute activations and their gradients.
@@ -50,6 +50,8 @@ def gathered_arrays(report: JudgedProgram, program: PlacedProgram) -> Iterator[A
     for find_rows in (_resharded, _gathered_often, _whole_activations):
         for gather, row in find_rows(report, program, [each for each in gathers if id(each) not in listed]):
             listed.add(id(gather))
+            if program.jaxpr is None:
+                row = dataclasses.replace(row, asked=UNKNOWN)
             key = row.subject, row.source, row.message
             first = rows.get(key)
             if first is not None:
@@ -68,15 +70,7 @@ _Found = Iterator[tuple[Gather | None, AuditRow]]
 
 def _row(subject: str, source: str, bytes: int, wire_bytes: int, message: str) -> AuditRow:
     return AuditRow(
-        kind="sharding",
-        subject=subject,
-        source=source,
-        asked="divide",
-        done="replicated",
-        bytes=bytes,
-        undone_by="partitioner",
-        message=message,
-        wire_bytes=wire_bytes,
+        "sharding", subject, source, "divide", "replicated", bytes, 0, "partitioner", message, wire_bytes=wire_bytes
     )
 
 
