@@ -10,6 +10,9 @@ from bytescope.memory.bisect.change_search import minimal_set, search_sequence
 from bytescope.memory.bisect.measurements import QUANTITIES, Bound, Measurement
 from bytescope.memory.bisect.measuring import Candidate, check_measured
 
+# Steps below this fraction of the largest difference from the good end do not count as changes of direction.
+_SMALL_STEP = 0.1
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -65,7 +68,8 @@ def run_bisection(
     def answer(change: Sequence[str] = (), states: Sequence[frozenset[int]] = (), notes: Sequence[str] = ()) -> Outcome:
         order = axis.points() if axis.is_sequence else tuple(measured)
         rows = tuple(measured[point] for point in order if point in measured)
-        before, after = [measured[axis.point(state)] for state in states] or [None, None]
+        sides = [measured[axis.point(state)] for state in states]
+        before, after = sides or (None, None)
         return Outcome(good, rows, tuple(change), before, after, tuple(notes))
 
     if bound.is_exceeded(good, good):
@@ -123,7 +127,8 @@ def _sequence_notes(
     ]
     if len(crossings) > 1:
         return [f"not monotonic: the bound is crossed at {', '.join(crossings)}; the first crossing is shown"]
-    steps = {new > old for (_, new), (_, old) in zip(known[1:], known[:-1], strict=True) if new != old}
+    least = _SMALL_STEP * max(abs(value - good) for _, value in known)
+    steps = {new > old for (_, new), (_, old) in zip(known[1:], known[:-1], strict=True) if abs(new - old) > least}
     if len(steps) > 1:
         listed = ", ".join(f"{text(value)} ({point})" for point, value in known)
         return [f"not monotonic: {listed}; the bound may be crossed more than once: --all measures every version"]

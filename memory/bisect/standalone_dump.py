@@ -9,6 +9,8 @@ with its buffer assignment. `bytescope report --hlo=OUT/dump` and `bytescope dif
 runs this file for jax before 0.10.2. The file can be copied to another machine.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib
 import importlib.util
@@ -18,12 +20,14 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 # Options in the dict of a program that jax.jit does not take.
 OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens", "compiler_options")
 
 
-def load(name):
+def load(name: str) -> Any:
     """Returns the function `module:function` or `file.py:function`."""
     where, _, function = name.rpartition(":")
     own = os.path.dirname(os.path.abspath(__file__))
@@ -32,17 +36,19 @@ def load(name):
         path = Path(where).resolve()
         sys.path.insert(0, str(path.parent))
         spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
+        assert spec is not None and spec.loader is not None  # the name ends in .py
+        module: ModuleType = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)
+    found: Any = module
     for part in function.split("."):
-        module = getattr(module, part)
-    return module
+        found = getattr(found, part)
+    return found
 
 
-def call(function, keys):
+def call(function: Any, keys: dict[str, Any]) -> Any:
     """Calls a program's function. Keys are texts; each is converted to the type of the parameter's default."""
     given = {}
     for key, value in keys.items():
@@ -55,7 +61,7 @@ def call(function, keys):
     return function(**given)
 
 
-def described_gpu(config):
+def described_gpu(config: str) -> Any:
     """Returns a GPU that is not present as a compile-only device. config: XLA's GpuTargetConfigProto as text."""
     from jax._src import xla_bridge
     from jax.experimental import topologies
@@ -76,7 +82,7 @@ def described_gpu(config):
     return topology.devices[0]
 
 
-def main():
+def main() -> None:
     """Compiles the program and writes its jaxpr, the versions of the packages and XLA's dump."""
     parser = argparse.ArgumentParser(description="dump a program: jaxpr, HLO and buffer assignment")
     parser.add_argument("program", help="module:function or file.py:function")
@@ -103,7 +109,7 @@ def main():
             device = described_gpu(args.gpu.read_text())
             placed = jax.sharding.SingleDeviceSharding(device)
 
-            def place(x):
+            def place(x: Any) -> Any:
                 return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed) if hasattr(x, "shape") else x
 
             arguments, keywords = jax.tree.map(place, (tuple(arguments), keywords))

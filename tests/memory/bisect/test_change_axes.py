@@ -21,7 +21,7 @@ import jax, jax.numpy as jnp
 
 def program(width=64, layers=4, rows=16):
     step = lambda weights, x: jnp.tanh(x @ weights.sum(0))
-    return step, (jax.ShapeDtypeStruct((layers, width, width), "float32"), jax.ShapeDtypeStruct((rows, width), "float32"))
+    return step, tuple(jax.ShapeDtypeStruct(shape, "float32") for shape in [(layers, width, width), (rows, width)])
 
 def scanned():
     body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
