@@ -62,12 +62,12 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
 
 
 _OFF = (
-    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if the step "
-    "was compiled before"
+    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if it was on "
+    "when the step was compiled"
 )
 _READ_LATER = (
-    "XLA copies the old array, because the step reads or returns it after the new one is written: compute what reads "
-    "the old array first, and order the update after it with jax.lax.optimization_barrier"
+    "XLA copies the old array, because the compiled step reads or returns it after the new one is written: leave out "
+    "results that need the old array, or compute them in a program of their own"
 )
 _UNUSED = (
     "the step does not use the argument, so jax leaves it out of the program and its memory stays with the caller: do "
@@ -122,10 +122,11 @@ def _copied_parameters(module: Module) -> set[int]:
     for id in entry.instructions if entry else ():
         instruction = module.instructions[id]
         operand = module.operand(instruction, 0)
-        if instruction.opcode == "copy" and operand is not None and operand.opcode == "parameter":
-            # The serialized shapes contain layout and memory space.
-            if module.data[slice(*operand.shape)] == module.data[slice(*instruction.shape)]:
-                copied.add(operand.parameter)
+        if instruction.opcode != "copy" or operand is None or operand.opcode != "parameter":
+            continue
+        # The serialized shapes contain layout and memory space.
+        if module.data[slice(*operand.shape)] == module.data[slice(*instruction.shape)]:
+            copied.add(operand.parameter)
     return copied
 
 

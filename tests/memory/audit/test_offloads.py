@@ -68,7 +68,7 @@ def layers_step(policy, named="result", scanned=True):
             x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)
         else:
             for layer in range(LAYERS):
-                x = block(x, jax.tree.map(lambda w: w[layer], weights))
+                x = block(x, (weights[0][layer], weights[1][layer]))
         return jnp.mean(x**2)
 
     def step(weights, x):
