@@ -248,7 +248,10 @@ def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels
     maker = makers.get(source) if not hasattr(source, "val") else None
     while maker is not None and maker.primitive.name in _SAME:
         maker = makers.get(maker.invars[0])
-    line = line_of(equation) or (line_of(maker) if maker is not None else "")
+    # jax makes the equation of a policy at no line of its own, and with copy semantics that users rarely ask for.
+    by_policy = "ALWAYS_COPY" in str(parameters(equation).get("copy_semantics"))
+    lines = [line_of(each) for each in (equation, maker) if each is not None]
+    line = next(filter(None, reversed(lines) if by_policy else lines), "")
     subject = ", ".join(sorted({label.name for label in labels}))
     if not subject:
         subject = maker.primitive.name if maker is not None else "device_put"
