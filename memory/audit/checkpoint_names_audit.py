@@ -142,8 +142,8 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
 
 
 def _is_misspelling(name: str, other: str) -> bool:
-    """Returns whether a name is probably a misspelling of another name. The names "q_rot" and "k_rot" are not: each word
-    between the separators must be similar."""
+    """Returns whether a name is probably a misspelling of another name. The names "q_rot" and "k_rot" are not: each
+    word between the separators must be similar."""
     words, others = _SEPARATORS.split(name.lower()), _SEPARATORS.split(other.lower())
     if "".join(words) == "".join(others):
         return True

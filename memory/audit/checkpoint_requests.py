@@ -330,8 +330,8 @@ def _strings_of(value: Any, depth: int) -> set[str]:
 
 
 def _planned_names(policy: Any) -> frozenset[str] | None:
-    """Returns the names that a `memory.remat.recognition.RematPolicy` saves, None for other policies. This policy is not
-    called, because it records the calls of jax."""
+    """Returns the names that a `memory.remat.recognition.RematPolicy` saves, None for other policies. This policy is
+    not called, because it records the calls of jax."""
     return getattr(getattr(policy, "wanted", None), "names", None)
 
 

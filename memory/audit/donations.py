@@ -64,8 +64,8 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
 
 
 _OFF = (
-    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if it was on "
-    "when the step was compiled"
+    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if it was "
+    "on when the step was compiled"
 )
 _READ_LATER = (
     "XLA copies the old array, because the compiled step reads or returns it after the new one is written: leave out "
