@@ -235,7 +235,7 @@ def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
         equation for equation, backward in _equations(jaxpr) if not backward and equation_line(equation) == line
     ]
     for on_operand in (False, True):
-        found = {}
+        found: dict[_Site, Any] = {}
         for equation in equations:
             if on_operand is False and equation.primitive.name == "sharding_constraint":
                 continue  # its result has a sharding already
@@ -416,7 +416,7 @@ class _SmallRun:
         compiled: Any = compile_lowered(lowered, exact=False).executable
         args, kwargs = compiled.args_info
         leaves, tree = jax.tree.flatten((args, kwargs))
-        shardings = tree.flatten_up_to(compiled.input_shardings)
+        shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
         arrays = [
             jax.device_put(_random(number, leaf), sharding)
             for number, (leaf, sharding) in enumerate(zip(leaves, shardings))
