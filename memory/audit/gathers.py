@@ -28,6 +28,7 @@ class Gather:
         shape: shape of the gathered array.
         metadata: JAX's name and source lines of the collective.
         computation: id of the computation that contains the collective.
+        loop: the while loop whose body contains the collective; None if there is none.
         argument: the entry parameter that is gathered, possibly cast or sliced; None for a computed array.
         part: the part of the argument that is gathered, such as one of several stacked layers, as a key.
         looped: whether each iteration of the loop around the collective gathers another slice of the argument.
@@ -40,6 +41,7 @@ class Gather:
     shape: HloShape
     metadata: Metadata
     computation: int
+    loop: Instruction | None = None
     argument: Instruction | None = None
     part: bytes = b""
     looped: bool = False
@@ -123,6 +125,7 @@ def _read_gather(
         shape=result if result.dtype else shape,
         metadata=module.metadata(start),
         computation=start.computation,
+        loop=next((each for each in flow.callers.get(start.computation, ()) if each.opcode == "while"), None),
         argument=way[-1] if way else None,
         part=b"".join(module.data[start:end] for start, end in slices),
         looped=any(step.opcode == "dynamic-slice" for step in way),

@@ -86,6 +86,7 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
 
     XLA's log names them with both shardings. Without a log, as for a dump, the compiled program shows them."""
     rest = list(gathers)
+    constraints = list(_constraints(program.jaxpr)) if program.full_remats and program.jaxpr is not None else []
     for remat in dict.fromkeys(program.full_remats):
         source, target = parse_sharding(remat.source), parse_sharding(remat.target)
         if source is None:
@@ -100,7 +101,7 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
         # Calls of one function, such as unrolled layers, have the same op_name: the log has one line for each.
         times = sum(each == remat for each in program.full_remats)
         specs = [_spec(each, program) for each in (source, target)]
-        asked = _constraint_line(program, dims, specs[1])
+        asked = _constraint_line(constraints, dims, specs[1])
         place = _operation_line(program, remat) or asked or source_line(same[0].metadata)
         words = " to ".join(spec_words(spec) if spec is not None else "another sharding" for spec in specs)
         where = f" at {short_place(asked)}" if asked and asked != place else ""
@@ -148,16 +149,15 @@ def _operation_line(program: PlacedProgram, remat: FullRemat) -> str:
     return best
 
 
-def _constraint_line(program: PlacedProgram, dims: Sequence[int], spec: tuple[tuple[str, ...], ...] | None) -> str:
-    """Returns "file:line" of the sharding constraint that asks for a sharding of an array of the global dimensions
-    `dims`; "" if there is none."""
-    if program.jaxpr is None or spec is None:
-        return ""
-    for equation in _constraints(program.jaxpr):
-        own = tuple(getattr(equation.params["sharding"], "spec", ()))
-        axes = tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in own)
-        if tuple(equation.invars[0].aval.shape) == tuple(dims) and axes + ((),) * (len(dims) - len(axes)) == spec:
-            return equation_line(equation)
+def _constraint_line(constraints: Iterable[Any], dims: Sequence[int], spec: tuple[tuple[str, ...], ...] | None) -> str:
+    """Returns "file:line" of the first of the sharding constraints that asks for a sharding of an array of the global
+    dimensions `dims`; "" if there is none."""
+    for equation in constraints:
+        if spec is not None and tuple(equation.invars[0].aval.shape) == tuple(dims):
+            own = getattr(equation.params["sharding"], "spec", ())
+            axes = tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in own)
+            if axes + ((),) * (len(dims) - len(axes)) == spec:
+                return equation_line(equation)
     return ""
 
 
@@ -206,14 +206,12 @@ def _loop_trips(program: PlacedProgram, gather: Gather) -> int:
     """Returns the iterations of the loop around a gather, if each iteration gathers the same array and the loop is part
     of one pass of the step; 1 otherwise. A loop over micro-batches has both a forward and a backward pass."""
     module = program.module
-    callers = (each for each in module.instructions.values() if gather.computation in each.called)
-    loops = [each for each in callers if each.opcode == "while"]
-    if not loops or gather.looped:
+    if gather.loop is None or gather.looped:
         return 1
     phases = set()
     for id in module.computations[gather.computation].instructions:
         phases.add(parse(module.metadata(module.instructions[id]).op_name).phase)
-    return 1 if {"forward", "backward"} <= phases else trip_count(module, loops[0]) or 1
+    return 1 if {"forward", "backward"} <= phases else trip_count(module, gather.loop) or 1
 
 
 # ---- activations that are gathered in full --------------------------------------------------------------------------

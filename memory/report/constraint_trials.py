@@ -107,7 +107,7 @@ def try_constraints(
 ) -> tuple[ConstraintTrial, ...]:
     """Compiles a step with candidate sharding constraints where its partitioner gathers an array in full. Returns one
     record for each candidate that compiles, sorted by allocated bytes, then predicted seconds, then bytes sent. Returns
-    () if the audit of the step has no such array.
+    () if the audit of the step has no such array, or only parameters that a loop gathers.
 
     Args:
         step, args, kwargs: the step and its arguments, as for `memory.analyze`.
@@ -125,7 +125,7 @@ def try_constraints(
     target = targets.parse(target) if isinstance(target, str) else target
     traced = unwrapped_stage(trace_step(step, args, kwargs, target=target, options=options))
     compilation, _ = compiled_for(traced, target=target)
-    before = report_of(compilation, target=target)
+    before = report_of(compilation, target=target, seconds=True)
     mesh = _mesh_of(traced)
     if mesh is None:
         return ()
@@ -140,7 +140,9 @@ def try_constraints(
             changed = _changed(traced, site, spec, mesh)
             lowered = retarget.lowered_for(changed, target)
             pool = target.pool_bytes if target.is_described else None
-            after = report_of(compile_lowered(lowered, jaxpr=changed.jaxpr, device_memory_bytes=pool), target=target)
+            after = report_of(
+                compile_lowered(lowered, jaxpr=changed.jaxpr, device_memory_bytes=pool), target=target, seconds=True
+            )
         except (ReportError, ValueError, TypeError, RuntimeError):  # jax and XLA refuse some shardings
             continue
         trials.append(
@@ -195,8 +197,12 @@ def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mes
             spec = mesh_axes_of(parsed, list(mesh.shape.items())) if parsed is not None else None
             if spec:
                 logged.setdefault(len(spec), []).append(spec)
+    signature = compilation.signature
+    paths = {leaf.path for leaf in signature.arguments} if signature is not None else set()
     seen = set()
     for row in sorted(_rows(report), key=lambda row: -row.bytes):
+        if row.subject in paths:  # a parameter that a loop gathers, which a constraint inside the loop does not change
+            continue
         for site, variable in _sites(traced.jaxpr, row.source, row.bytes // row.count):
             own = sharding.spec(variable)
             known = [own, *logged.get(len(site.shape), ())]
@@ -235,7 +241,7 @@ def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
         equation for equation, backward in _equations(jaxpr) if not backward and equation_line(equation) == line
     ]
     for on_operand in (False, True):
-        found = {}
+        found: dict[_Site, Any] = {}
         for equation in equations:
             if on_operand is False and equation.primitive.name == "sharding_constraint":
                 continue  # its result has a sharding already
@@ -416,7 +422,7 @@ class _SmallRun:
         compiled: Any = compile_lowered(lowered, exact=False).executable
         args, kwargs = compiled.args_info
         leaves, tree = jax.tree.flatten((args, kwargs))
-        shardings = tree.flatten_up_to(compiled.input_shardings)
+        shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
         arrays = [
             jax.device_put(_random(number, leaf), sharding)
             for number, (leaf, sharding) in enumerate(zip(leaves, shardings))

@@ -46,6 +46,7 @@ def test_the_best_constraint_moves_one_axis(trials):
     assert best.improves and best.rows_before == 1 and best.rows_after == 0
     assert best.wire_before == whole * 7 // 8 and best.wire_after < best.wire_before / 2
     assert best.allocated_before - best.allocated_after > whole / 2
+    assert best.seconds_after < best.seconds_before
     assert best.source.startswith(f"{__file__}:") and best.array == "the result of mul, float32[256,256,256]"
     assert best.code.endswith(f"NamedSharding(mesh, {best.spec}))")
     assert best.numerics == "equal"
