@@ -41,7 +41,7 @@ MAX_BATCH, MAX_COMPILES = 64, 8
 
 
 class LimitReached(Exception):
-    """Raised before a compilation that the limit on compiles or on seconds does not allow. The message is the reason."""
+    """The search has reached its limit on compiles or seconds. The message says which limit."""
 
 
 def run(args: argparse.Namespace) -> int:
