@@ -180,8 +180,9 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
 
 @pytest.mark.exhaustive
 @pytest.mark.oracle("cuda")
-def test_an_option_of_xla_is_found_where_little_memory_is_missing(tmp_path, capsys):
+def test_an_option_of_xla_is_found_where_little_memory_is_missing(tmp_path, monkeypatch, capsys):
     """Full recomputation lacks 1.5 % of the budget; the step without XLA's latency-hiding scheduler fits."""
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     words = ["tiny", "h100:2", *(f"--config.{key}={value}" for key, value in WIDE_GPU.items())]
     assert command.main(["compare", *words, "--remat=full", f"--json={tmp_path / 'c.json'}"]) == 0
     row = read_result(tmp_path / "c.json")["rows"][0]
