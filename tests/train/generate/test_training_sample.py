@@ -38,9 +38,9 @@ LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.prese
 @pytest.mark.parametrize(
     ("keys", "devices"),
     [
-        ({"lora.rank": 4}, 1),
         ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
         *exhaustive(
+            ({"lora.rank": 4}, 1),
             ({"model.scan": False}, 1),
         ),
     ],
