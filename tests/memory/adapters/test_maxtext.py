@@ -84,7 +84,7 @@ def done(tmp_path_factory):
         capture_output=True,
         text=True,
         env=env | {"JAX_PLATFORMS": "cpu"},
-        timeout=540,
+        timeout=1200,
     )
     assert process.returncode == 0, process.stdout + process.stderr
     report_text, compare_text, refused = process.stdout.split("== end of the command\n")

@@ -33,6 +33,7 @@ from bytescope.train.plan.trials import Trials
 from bytescope.train.program.config_files import load_flat
 from bytescope.train.run import loop
 from bytescope.train.user_errors import UserError
+from support.cached_rows import keep_sources
 from support.json_results import read_result
 from support.same_process import SameProcess
 
@@ -68,7 +69,8 @@ def test_the_cache_key_holds_what_decides():
     ]
     keys = [row_cache.key(**(base | change)) for change in [{}, *changes]]
     assert len(set(keys)) == len(keys) and row_cache.key(**base) == keys[0]
-    assert row_cache.key(**(base | {"env": {"HOME": "/elsewhere"}})) == keys[0]
+    for without_effect in ("HOME", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+        assert row_cache.key(**(base | {"env": {without_effect: "1"}})) == keys[0]
 
 
 def test_a_cache_that_is_damaged_or_cannot_be_written_is_none(tmp_path):
@@ -380,6 +382,7 @@ def test_ctrl_c_keeps_what_is_finished(fake, tmp_path, request):
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Two policies, measured; then the same out of the cache, with a page; then a policy that does not exist."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_sources(monkeypatch)
     words = [
         "compare",
         "--config=tiny",
