@@ -57,7 +57,7 @@ def use_changed_files(changed: Mapping[str, str]) -> None:
         text = changed.get(os.path.realpath(path))
         return get_code(loader, name) if text is None else loader.source_to_code(text.encode(), path)
 
-    importlib.machinery.SourceFileLoader.get_code = get_changed_code  # type: ignore[method-assign]
+    setattr(importlib.machinery.SourceFileLoader, "get_code", get_changed_code)  # noqa: B010  # its type is not writable
 
 
 def main() -> None:

@@ -67,9 +67,10 @@ class SourceFile:
 
         function: name of the function that returns the program. numbers: positions of the arguments, from 0.
         """
-        body = next((node for node in ast.walk(self.tree) if _is_function(node) and node.name == function), None)
-        if body is None:
+        bodies = self._functions(function)
+        if not bodies:
             return []
+        body = bodies[0]
         for node in ast.walk(body):
             if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
                 return self._donate_in_options(node.value, numbers)
@@ -108,7 +109,12 @@ class SourceFile:
     def rename(self, old: str, new: str) -> list[Edit]:
         """Returns the edit that replaces a name in the only call of a names policy with this literal; [] if no call or
         several calls have it."""
-        found = [node for call in self._policies() for node in ast.walk(call) if _is_text(node, old)]
+        found = [
+            node
+            for call in self._policies()
+            for node in ast.walk(call)
+            if isinstance(node, ast.Constant) and node.value == old
+        ]
         return [Edit(*self.span(found[0]), _quoted(self, found[0], new))] if len(found) == 1 else []
 
     def keep_only_offloaded(self, name: str) -> list[Edit]:
@@ -136,18 +142,37 @@ class SourceFile:
         function: the function's qualified name, such as "loss.<locals>.layer".
         """
         name = function.rsplit(".", 1)[-1]
-        found = [node for node in ast.walk(self.tree) if _is_function(node) and node.name == name]
+        found = self._functions(name)
         if len(found) != 1 or not self._imports("jax"):
             return []
         first = min([found[0].lineno, *(decorator.lineno for decorator in found[0].decorator_list)])
         start = self.line_start(first)
         return [Edit(start, start, f"{' ' * found[0].col_offset}@jax.checkpoint\n")]
 
+    def prevent_cse(self, function: str) -> list[Edit]:
+        """Returns the edits that replace prevent_cse=False by True in the calls that checkpoint a function; [] if there
+        are none.
+
+        function: name of the function that is passed to jax.checkpoint.
+        """
+        edits = []
+        for call in ast.walk(self.tree):
+            if not isinstance(call, ast.Call) or not call.args or _name_of(call.args[0]) != function:
+                continue
+            for keyword in call.keywords:
+                value = keyword.value
+                if keyword.arg == "prevent_cse" and isinstance(value, ast.Constant) and value.value is False:
+                    edits.append(Edit(*self.span(value), "True"))
+        return edits
+
     def _imports(self, module: str) -> bool:
         imports = (node for node in ast.walk(self.tree) if isinstance(node, ast.Import))
         return any(
             alias.asname is None and alias.name.partition(".")[0] == module for i in imports for alias in i.names
         )
+
+    def _functions(self, name: str) -> list[ast.FunctionDef]:
+        return [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == name]
 
     def _policies(self) -> Iterator[ast.Call]:
         for node in ast.walk(self.tree):
@@ -172,16 +197,15 @@ def unified_diff(changed: Mapping[Path, str], folder: Path) -> str:
     for path, new in changed.items():
         name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
         old = path.read_bytes().decode("utf-8")
-        lines = difflib.unified_diff(
-            old.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
-        )
+        lines = difflib.unified_diff(_git_lines(old), _git_lines(new), f"a/{name}", f"b/{name}")
         for line in lines:
             parts.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return "".join(parts)
 
 
-def _is_function(node: ast.AST) -> bool:
-    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+def _git_lines(text: str) -> list[str]:
+    """The lines of a text as git counts them: only a line feed ends a line."""
+    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _is_text(node: ast.AST, text: str) -> bool:

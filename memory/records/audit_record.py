@@ -27,8 +27,20 @@ UNKNOWN = "unknown"
 # Values of `done` that honor no request: "ignored" (for example, no value has the name of a policy), "copied" (no
 # result reuses the donated memory), "redrawn" (other random bits), "replicated" (every device holds the whole array).
 OTHER_OUTCOMES = ("ignored", "copied", "redrawn", "replicated")
-# Values of `undone_by`, in the order in which jax and XLA run these steps.
-STEPS = ("tracing", "autodiff", "lowering", "partitioner", "cse", "offloader", "rematerialization", "fusion", "runtime")
+# Values of `undone_by`, in the order in which jax and XLA run these steps. "copies": XLA copies an array that is read
+# after its memory is overwritten.
+STEPS = (
+    "tracing",
+    "autodiff",
+    "lowering",
+    "partitioner",
+    "cse",
+    "offloader",
+    "rematerialization",
+    "fusion",
+    "copies",
+    "runtime",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +59,8 @@ class AuditRow:
             step is unknown.
         message: what happened and how to change it, in one sentence; "" if the request was honored.
         count: number of values of the request, such as the layers of a loop that is unrolled.
+        wire_bytes: bytes that one device sends to others in a step because the request was not honored; 0 if there are
+            none or if it is unknown.
     """
 
     kind: str
@@ -59,6 +73,7 @@ class AuditRow:
     undone_by: str = ""
     message: str = ""
     count: int = 1
+    wire_bytes: int = 0
 
     @property
     def honored(self) -> bool | None:
