@@ -55,15 +55,17 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
             message = _reason(program, signature, leaf, reused, allocation)
             add(argument.path, allocation.size, "donate", "copied", "lowering", message)
     for leaf in signature.arguments:
-        if leaf.donated and leaf.parameter < 0 and leaf.shape:  # scalars, such as counters, are not worth a row
+        if leaf.donated and leaf.parameter < 0:
             size = math.prod(leaf.shape) * _bytes_of(leaf.dtype) // module.devices
             add(leaf.path, size, "donate", "ignored", "tracing", _UNUSED)
-    yield from rows.values()
+    for row in rows.values():
+        if row.done != "ignored" or row.bytes > TOY:  # unused counters and random keys waste nothing
+            yield row
 
 
 _OFF = (
-    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if the "
-    "step has run before"
+    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if it was "
+    "on when the step was compiled"
 )
 _READ_LATER = (
     "XLA copies the old array, because the step returns it, or reads it together with the new array: leave out results "

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
-from bytescope.memory.commands import report_command
+from bytescope.memory.commands import audit_fix, report_command
 from bytescope.memory.commands.arguments import add_json, add_xla, show_written, user_path, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.records.report_record import ReportRecord
@@ -21,6 +23,7 @@ NOT_HONORED = 1
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bytescope audit` that do not name the program."""
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a request was not honored")
+    audit_fix.add_fix(parser)
     add_xla(parser)
     add_json(parser, "the requests with their outcomes")
     parser.add_argument(
@@ -31,13 +34,14 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope audit` for the program of --program, of --hlo or of an adapter. Returns the exit code."""
     program, subject = report_command.open_program(args)
-    report, _ = report_command.make_report(program, subject)
-    return finish(args, report)
+    report, compilation = report_command.make_report(program, subject)
+    show(report)
+    tried = audit_fix.fix_program(args, report, compilation.jaxpr) if args.fix else ()
+    return finish(args, report, tried)
 
 
-def finish(args: argparse.Namespace, report: ReportRecord) -> int:
-    """Prints the audit of a report and writes the files of --json and --html. Returns the exit code: with --strict,
-    NOT_HONORED if a request was not honored, else 0."""
+def show(report: ReportRecord) -> None:
+    """Prints the requests of a program with their outcomes."""
     from rich.console import Group
     from rich.text import Text
 
@@ -46,7 +50,15 @@ def finish(args: argparse.Namespace, report: ReportRecord) -> int:
 
     title = Text(f"{report.title} on {report.target.get('name', 'an unnamed target')}", "bold")
     put(Group(title, Text(), audit_view.render(report.audit)))
-    result = {
+
+
+def finish(args: argparse.Namespace, report: ReportRecord, tried: Sequence[audit_fix.TriedProposal] = ()) -> int:
+    """Writes the files of --json and --html. Returns the exit code: with --strict, NOT_HONORED if a request was not
+    honored, else 0.
+
+    tried: the changes that --fix compiled.
+    """
+    result: dict[str, Any] = {
         "program": report.title,
         "target": report.target,
         "versions": report.versions,
@@ -54,6 +66,7 @@ def finish(args: argparse.Namespace, report: ReportRecord) -> int:
         "not_honored": sum(row.honored is False for row in report.audit),
         "unknown": sum(row.honored is None for row in report.audit),
         "requests": [dataclasses.asdict(row) | {"honored": row.honored} for row in report.audit],
+        "proposals": [row.to_json() for row in tried],
     }
     write_json(args, result, caveats=(COMPILED, *report.notes))
     if args.html:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytescope.memory.devices import compile_cache, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
-from bytescope.memory.devices.compiler_log import RematLog, hold_back_log, read_remat_log
+from bytescope.memory.devices.compiler_log import FullRemat, RematLog, hold_back_log, read_full_remats, read_remat_log
 from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
@@ -120,6 +120,7 @@ class Compilation:
         budget: the memory settings with which XLA:GPU compiled; None if unknown.
         options: the compiler options that were given, flag of XLA -> value.
         remat_log: XLA's log line about a rematerialization pass that did not reach its limit; None if there was none.
+        full_remats: XLA's log lines about tensors that its partitioner replicates in order to change their sharding.
     """
 
     proto: bytes = b""
@@ -135,6 +136,7 @@ class Compilation:
     budget: MemorySettings | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     remat_log: RematLog | None = None
+    full_remats: tuple[FullRemat, ...] = ()
 
     @property
     def executable(self) -> CompiledStage:
@@ -224,6 +226,7 @@ def compile_lowered(
         budget=read_settings(),
         options=dict(options or {}),
         remat_log=read_remat_log(log),
+        full_remats=read_full_remats(log),
     )
 
 

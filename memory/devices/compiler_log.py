@@ -24,6 +24,12 @@ _UNREACHED = re.compile(
     rb"Can't reduce memory use below \S+ \((\d+) bytes\) by rematerialization; only reduced to \S+ \((\d+) bytes\), "
     rb"down from \S+ \((\d+) bytes\)"
 )
+# spmd_partitioner.cc logs this, on one line, when it replicates a tensor in order to change its sharding.
+_FULL_REMAT = re.compile(
+    r"Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from sharding (\{.*?\}) to "
+    r"(\{.*?\}) (?:efficiently|without doing).*?HLO operation:? %(\S+) = (\w+)\[([\d,]*)\]"
+)
+_OP_NAME = re.compile(r'metadata=\{op_name="([^"]*)"')
 # Maximum seconds to wait for the last lines, because a process that the compiler started may keep the pipe open.
 _PATIENCE = 2.0
 
@@ -119,3 +125,39 @@ def read_remat_log(lines: Iterable[bytes]) -> RematLog | None:
     """
     found = [RematLog(*map(int, match.groups())) for line in lines if (match := _UNREACHED.search(line))]
     return max(found, key=lambda log: log.original_bytes, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullRemat:
+    """XLA's log line about an involuntary full rematerialization: the partitioner replicates a tensor on every device,
+    because it knows no direct way from one sharding to another.
+
+    Fields:
+        operation: name of the HLO operation that computes the tensor, before later passes of the compiler.
+        dtype, dims: dtype of the tensor as in HLO text, such as "f32", and the dimensions of one device's shard.
+        op_name: JAX's name of the operation; "" if it has none.
+        source, target: XLA's text of the two shardings, such as "{devices=[2,1,4]<=[4,2]T(1,0)}".
+    """
+
+    operation: str
+    dtype: str
+    dims: tuple[int, ...]
+    op_name: str
+    source: str
+    target: str
+
+
+def read_full_remats(lines: Iterable[bytes]) -> tuple[FullRemat, ...]:
+    """Returns one record for each of XLA's warnings "Involuntary full rematerialization", in the order of the log."""
+    remats = []
+    for line in lines:
+        if b"Involuntary full" not in line:
+            continue
+        text = line.decode(errors="replace")
+        match = _FULL_REMAT.search(text)
+        if match is not None:
+            source, target, operation, dtype, dims = match.groups()
+            named = _OP_NAME.search(text, match.end())
+            sizes = tuple(int(dim) for dim in dims.split(",") if dim)
+            remats.append(FullRemat(operation, dtype, sizes, named[1] if named else "", source, target))
+    return tuple(remats)

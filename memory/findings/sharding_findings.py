@@ -84,7 +84,7 @@ def replicated_batch(report: JudgedProgram, program: PlacedProgram) -> RuleResul
     """Returns a finding if the batch is replicated on every device of the mesh."""
     module = program.module
     if module.devices < 2 or not (
-        _data_axes(report, program) if program.mesh else _lacks_tensor_parallelism(report, program)
+        data_axes(report, program) if program.mesh else _lacks_tensor_parallelism(report, program)
     ):
         return None
     size = 0
@@ -103,12 +103,7 @@ def replicated_batch(report: JudgedProgram, program: PlacedProgram) -> RuleResul
 
 def replicated_activations(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if activations are replicated over mesh axes that shard the batch."""
-    arrays = list(replicated_arrays(program, batch(report, program)))
-    # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
-    # each matrix product, and the parts are summed. Inference may do this on purpose, because it moves no weights.
-    if not report.breakdown.get("gradients") and not report.breakdown.get("optimizer"):
-        data = _data_axes(report, program) if arrays else frozenset()
-        arrays = [array for array in arrays if not data.isdisjoint(array.axes)]
+    arrays = unintended_replicas(report, program)
     if not arrays:
         return None
     names = {array.name for array in arrays}
@@ -127,7 +122,19 @@ def replicated_activations(report: JudgedProgram, program: PlacedProgram) -> Rul
     return RuleResult(size, message)
 
 
-def _data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
+def unintended_replicas(report: JudgedProgram, program: PlacedProgram) -> list[ReplicatedArray]:
+    """Returns the forward activations that are replicated over mesh axes which shard the batch, in schedule order.
+    Leaves out the arrays that an inference step replicates on purpose."""
+    arrays = list(replicated_arrays(program, batch(report, program)))
+    # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
+    # each matrix product, and the parts are summed. Inference may do this on purpose, because it moves no weights.
+    if not report.breakdown.get("gradients") and not report.breakdown.get("optimizer"):
+        axes = data_axes(report, program) if arrays else frozenset()
+        arrays = [array for array in arrays if not axes.isdisjoint(array.axes)]
+    return arrays
+
+
+def data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
     """Returns the mesh axes over which the batch should be sharded: all axes with several devices, except those of
     tensor parallelism, where every device needs all activations.
 
@@ -179,11 +186,13 @@ def lasting_gathers(report: JudgedProgram, program: PlacedProgram) -> RuleResult
 
 _THRESHOLD = "or lower XLA's combine threshold for it"
 _IN_PARTS = "or compute it in a scan over parts of the batch, so that only one part at a time is {}"
+GATHER_REMEDY = (
+    "constrain its operand with jax.lax.with_sharding_constraint, so that each device computes with its shard"
+)
 # (kind of a collective, whether it moves parameters or their gradients) -> remedy that makes it smaller.
 _SMALLER = {
     ("all-gather", True): f"gather by layer under a scan, {_THRESHOLD}",
-    ("all-gather", False): "constrain its operand with jax.lax.with_sharding_constraint, so that each device computes "
-    f"with its shard; {_IN_PARTS.format('gathered')}",
+    ("all-gather", False): f"{GATHER_REMEDY}; {_IN_PARTS.format('gathered')}",
     ("all-reduce", True): f"reduce by layer in the backward pass of a scan, {_THRESHOLD}",
     ("all-reduce", False): "leave the sum sharded, by jax.lax.psum_scatter or a sharding constraint, if the next "
     f"operation accepts shards; {_IN_PARTS.format('summed')}",

@@ -53,7 +53,7 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     if len(names) > _MAX_NAMED:
         which += f" and {len(names) - _MAX_NAMED} more"
     message = f"{human(total)} of state is not donated ({which}): old and new state are in memory at the same time"
-    return RuleResult(total, message, _donation_remedy(program))
+    return RuleResult(total, message, _donation_remedy(program), subjects=tuple(names))
 
 
 def _donation_remedy(program: PlacedProgram) -> str:

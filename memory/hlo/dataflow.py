@@ -15,7 +15,7 @@ from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, Index
 
 # Operations whose result has the values of the first operand in another location, layout or dtype.
-_PASSING = frozenset(
+PASSING = frozenset(
     (
         "bitcast",
         "copy",
@@ -157,7 +157,7 @@ class Flow:
             return self._passed_argument(instruction, index, seen)
         if opcode in ("async-done", "async-update") and instruction.operands:
             return module.operand(instruction, 0), (1, *index)
-        if opcode in _PASSING and instruction.operands:
+        if opcode in PASSING and instruction.operands:
             return module.operand(instruction, 0), () if opcode == "copy-start" else index
         return None
 

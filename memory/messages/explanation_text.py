@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from bytescope.memory.hlo.sharding_text import parse_sharding
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.remedies import Remedy
 from bytescope.memory.messages.report_match import ReportMatch
-from bytescope.memory.messages.sharding_text import parse_sharding
 from bytescope.memory.records.report_record import ROWS as BREAKDOWN
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, safe, shorten

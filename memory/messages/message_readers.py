@@ -13,9 +13,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from bytescope.memory.hlo.sharding_text import parse_sharding
 from bytescope.memory.messages.buffer_lists import read_buffers
 from bytescope.memory.messages.message_record import SIZE, ListedBuffer, Message, array_types, size_of
-from bytescope.memory.messages.sharding_text import parse_sharding
 
 Reader = Callable[[str], Iterator[Message]]
 

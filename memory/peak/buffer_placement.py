@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from bytescope.memory.devices.compiler import Compilation
+from bytescope.memory.devices.compiler_log import FullRemat
 from bytescope.memory.devices.signature import Signature
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import mesh as hlo_mesh
@@ -66,6 +67,7 @@ class PlacedProgram:
         arguments: pytree paths and roles (such as "optimizer") of the parameters of the compiled program.
         facts: the trainer's description of the step, None if there is no trainer.
         results: layouts of the program's results on the mesh, in order; () if unknown.
+        full_remats: XLA's log lines about tensors that its partitioner replicates in order to change their sharding.
         signature: names, shapes and donation of all arguments and results, None if unknown.
     """
 
@@ -78,6 +80,7 @@ class PlacedProgram:
     arguments: Arguments = dataclasses.field(default_factory=Arguments)
     facts: ModelFacts | None = None
     results: tuple[ArgumentLayout, ...] = ()
+    full_remats: tuple[FullRemat, ...] = ()
     signature: Signature | None = None
 
     @property
@@ -123,16 +126,17 @@ def place(
         shapes = [(leaf.shape, leaf.dtype) for leaf in compilation.signature.results]
         results = hlo_mesh.read_result_layouts(compilation.compiled, shapes)
     return PlacedProgram(
-        program,
-        axes,
-        matched,
-        replicated,
-        activations,
-        compilation.jaxpr,
-        arguments,
-        facts,
-        results,
-        compilation.signature,
+        program=program,
+        mesh=axes,
+        layouts=matched,
+        replicated=replicated,
+        activations=activations,
+        jaxpr=compilation.jaxpr,
+        arguments=arguments,
+        facts=facts,
+        results=results,
+        full_remats=compilation.full_remats,
+        signature=compilation.signature,
     )
 
 

@@ -347,16 +347,8 @@ class Attribution:
         """Returns whether a value is a parameter of the model, trained or frozen. The parameter may have been cast,
         moved, sliced or gathered. `origin`: the instruction that computed the value, and how it was passed on.
         """
-        instruction, seen = origin.instruction, set()
-        while instruction is not None and instruction.id not in seen:
-            seen.add(instruction.id)
-            if instruction.opcode == "parameter" and instruction.computation == self.module.entry:
-                return self.roles.get(instruction.parameter) in WEIGHTS
-            if instruction.opcode not in _CASTING:
-                return False
-            operand = self.module.operand(instruction, 0)
-            instruction = self.flow.origin(operand).instruction
-        return False
+        way = way_to_argument(self.flow, origin)
+        return bool(way) and self.roles.get(way[-1].parameter) in WEIGHTS
 
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
         """Returns the shapes of the parameters, without dimensions of size 1. A parameter has up to three shapes: one
@@ -383,6 +375,24 @@ class Attribution:
                     leaf = gathered.leaf((i,)) if gathered.parts is not None else gathered
                     sizes.add(without_ones(leaf.dims))
         return frozenset(sizes - {()})
+
+
+def way_to_argument(flow: Flow, origin: ValueOrigin) -> list[Instruction]:
+    """Returns the instructions that read a value from an entry parameter of the module, such as casts, slices and
+    gathers, nearest to the value first, and at the end the parameter; [] for a computed value. `origin`: the
+    instruction that computed the value, and how it was passed on."""
+    steps: list[Instruction] = []
+    instruction, seen = origin.instruction, set()
+    while instruction is not None and instruction.id not in seen:
+        seen.add(instruction.id)
+        steps.append(instruction)
+        if instruction.opcode == "parameter" and instruction.computation == flow.module.entry:
+            return steps
+        if instruction.opcode not in _CASTING:
+            return []
+        operand = flow.module.operand(instruction, 0)
+        instruction = flow.origin(operand).instruction
+    return []
 
 
 def categorize(fact: Fact) -> str:

@@ -59,6 +59,8 @@ class AuditRow:
             step is unknown.
         message: what happened and how to change it, in one sentence; "" if the request was honored.
         count: number of values of the request, such as the layers of a loop that is unrolled.
+        wire_bytes: bytes that one device sends to others in a step because the request was not honored; 0 if there are
+            none or if it is unknown.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class AuditRow:
     undone_by: str = ""
     message: str = ""
     count: int = 1
+    wire_bytes: int = 0
 
     @property
     def honored(self) -> bool | None:

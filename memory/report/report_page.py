@@ -123,6 +123,7 @@ def render(
         held=_held_table(report),
         audit=audit_view.page_rows(report.audit),
         audit_summary=audit_view.summary(report.audit),
+        audit_failures=audit_view.sentences(report.audit),
         allocators=page_table(TableView(allocator_table.COLUMNS, allocators)) if allocators else None,
         allocator_notes=allocator_table.sentences(allocators) if allocators else [],
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),

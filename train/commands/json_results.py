@@ -81,6 +81,21 @@ class HonoredKeys(TypedDict):
     honored: bool | None
 
 
+class ProposalKeys(TypedDict):
+    kind: str
+    words: str
+    flags: str
+    place: str
+    files: list[str]
+    allocated_bytes_before: int
+    allocated_bytes_after: int | None
+    seconds_before: float | None
+    seconds_after: float | None
+    not_honored: int | None
+    numerics: str
+    error: str
+
+
 class AuditResult(TypedDict):
     program: str
     target: Values
@@ -89,6 +104,7 @@ class AuditResult(TypedDict):
     not_honored: int
     unknown: int
     requests: list[Annotated[HonoredKeys, AuditRow]]
+    proposals: list[ProposalKeys]
 
 
 class NameKeys(TypedDict):
@@ -484,6 +500,28 @@ class BudgetEntry(TypedDict):
     report: Values | None
 
 
+class MeasuredKeys(TypedDict):
+    point: str
+    value: float | None
+    exceeds: bool | None
+    status: str
+    seconds: float
+
+
+class BisectResult(TypedDict):
+    axis: str
+    candidates: list[str]
+    quantity: str
+    bound: float
+    measured: list[MeasuredKeys]
+    change: list[str]
+    before: str | None
+    after: str | None
+    difference: DiffResult | None
+    notes: list[str]
+    records: str
+
+
 class CheckResult(TypedDict):
     schema: int
     budgets: dict[str, BudgetEntry]
@@ -495,6 +533,7 @@ RESULTS: Mapping[str, Any] = {
     "explain": Annotated[ExplanationKeys, ExplanationRecord],
     "diff": DiffResult,
     "audit": AuditResult,
+    "bisect": BisectResult,
     "check": CheckResult,
     "names": NamesResult,
     "trace": TraceResult,

@@ -23,6 +23,8 @@ from bytescope.train.generate import generate_flags
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
 if TYPE_CHECKING:
+    from bytescope.memory.compare.prepared_program import PreparedProgram
+    from bytescope.memory.devices.targets import Target
     from bytescope.memory.formulas.model_facts import ModelFacts
 
 
@@ -99,7 +101,6 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.report.allocator_table import check_target
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
-    from bytescope.train.plan.open_levers import parse_flags
     from bytescope.train.plan.report_remedies import with_remedies
     from bytescope.train.program import config_files as configs
 
@@ -112,19 +113,7 @@ def _report_step(args: argparse.Namespace) -> int:
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
     if args.try_remedies:
-
-        def compile_with(finding: Finding) -> ReportRecord | None:
-            if not finding.flags:
-                return report_command.report_with_options(prepared, finding, subject)
-            overrides = [*args.overrides, *parse_flags(finding.flags)]
-            try:
-                changed = build_program(args.config, overrides, target)
-                flat = configs.load_flat(args.config, overrides)
-                return report_command.make_report(prepare_program(changed, target, flat), subject)[0]
-            except ValueError:  # the config cannot run with this remedy
-                return None
-
-        report = report_command.with_tried_remedies(report, compile_with)
+        report = with_tried_remedies(args, target, prepared, report)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
     if args.formulas and prepared.facts:
@@ -140,6 +129,37 @@ def _report_step(args: argparse.Namespace) -> int:
     if code == DOES_NOT_FIT:
         _show_advice(report, args)
     return code
+
+
+def with_tried_remedies(
+    args: argparse.Namespace, target: Target, prepared: PreparedProgram, report: ReportRecord
+) -> ReportRecord:
+    """Returns the report of a config's step with what the remedy of each finding frees. Each remedy is compiled.
+
+    Args:
+        args: the command line with the config and its overrides.
+        target: the devices to compile for.
+        prepared: the step as it is.
+        report: the report of the step, with remedies as flags.
+    """
+    from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+    from bytescope.train.plan.open_levers import parse_flags
+    from bytescope.train.program import config_files as configs
+
+    subject = functools.partial(subject_of, args.config, args.overrides, prepared)
+
+    def compile_with(finding: Finding) -> ReportRecord | None:
+        if not finding.flags:
+            return report_command.report_with_options(prepared, finding, subject)
+        overrides = [*args.overrides, *parse_flags(finding.flags)]
+        try:
+            changed = build_program(args.config, overrides, target)
+            flat = configs.load_flat(args.config, overrides)
+            return report_command.make_report(prepare_program(changed, target, flat), subject)[0]
+        except ValueError:  # the config cannot run with this remedy
+            return None
+
+    return report_command.with_tried_remedies(report, compile_with)
 
 
 def _report_generation(args: argparse.Namespace) -> int:

@@ -40,7 +40,24 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
     assert "not done as asked (1 of 2 requests honored)" in capsys.readouterr().out
 
 
-def test_a_config_and_its_dump(tmp_path, capsys):
+def test_fix_donates_the_state(tmp_path, monkeypatch, capsys):
+    """The patch is printed, compiled and, with --write, in the file; a second run has nothing left to change."""
+    monkeypatch.chdir(tmp_path)
+    text = STEP.replace('state["m"].astype(jnp.bfloat16)', 'state["m"] + batch').replace(', {"donate_argnums": 0}', "")
+    (tmp_path / "steps.py").write_text(text)
+    words = ["audit", "--program=steps.py:program", "cpu", "--fix"]
+    assert cli.main([*words, "--json=fix.json"]) == 0
+    out = capsys.readouterr().out
+    assert '+    return step, ({"w": ARRAY, "m": ARRAY}, ARRAY), {"donate_argnums": (0,)}' in out
+    (tried,) = read_result(tmp_path / "fix.json")["proposals"]
+    assert (tried["kind"], tried["error"], tried["not_honored"]) == ("not_donated", "", 0)
+    assert tried["allocated_bytes_before"] - tried["allocated_bytes_after"] == 2 * 2**20
+    assert (tmp_path / "steps.py").read_text() == text
+    assert cli.main([*words, "--write"]) == 0
+    assert '{"donate_argnums": (0,)}' in (tmp_path / "steps.py").read_text()
+
+
+def test_a_config_and_its_remedies(tmp_path, capsys):
     assert cli.main(["audit", "tiny", "cpu", "--strict", f"--json={tmp_path / 'a.json'}"]) == 0
     rows = read_result(tmp_path / "a.json")["requests"]
     assert {row["done"] for row in rows if row["kind"] == "donation"} == {"reused"}

@@ -11,11 +11,11 @@ import jaxlib
 import pytest
 
 from bytescope import memory
+from bytescope.memory.hlo.sharding_text import parse_sharding
 from bytescope.memory.messages import causes, culprits, explanation_text
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.message_record import ArrayType, ListedBuffer
 from bytescope.memory.messages.remedies import BY_CAUSE, BY_FORM, REMEDIES, remedies_for
-from bytescope.memory.messages.sharding_text import parse_sharding
 from bytescope.memory.view.console import plain_text
 from support import memory_messages as written
 from support.pages.sweep import check_page

@@ -1,16 +1,20 @@
-"""Reads XLA's text of a sharding, such as {devices=[2,1,4]<=[4,2]T(1,0)}, and draws it on the devices."""
+"""Reads XLA's text of a sharding, such as {devices=[2,1,4]<=[4,2]T(1,0)} or, from jax 0.12 on,
+{mesh['x'=4,'y'=2], [{'y'}, {}, {'x'}]}, and draws it on the devices."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
 _DEVICES = re.compile(
     r"devices=\[(?P<tiles>[\d,]+)\](?:<=\[(?P<reshape>[\d,]+)\](?:T\((?P<transpose>[\d,]+)\))?|(?P<list>[\d,]+))?"
 )
+_MESH = re.compile(r"mesh\[(?P<mesh>'[^\]]*)\],\s*\[(?P<dims>[^\]]*)\]")
 # Maximum number of devices of a drawing, and of a sharding.
 MAX_DRAWN, _MAX_DEVICES = 64, 1 << 20
 
@@ -63,7 +67,7 @@ def parse_sharding(text: str) -> ParsedSharding | None:
         return ParsedSharding()
     match = _DEVICES.search(text)
     if match is None:
-        return None
+        return _parse_named(text)
     tiles = _numbers(match["tiles"])
     count = math.prod(tiles)
     if not 0 < count <= _MAX_DEVICES:
@@ -79,6 +83,47 @@ def parse_sharding(text: str) -> ParsedSharding | None:
     if "last_tile_dim" in text and len(tiles) > 1:
         tiles, copies = tiles[:-1], tiles[-1]
     return ParsedSharding(tiles, copies, devices if len(devices) == count else ())
+
+
+def _parse_named(text: str) -> ParsedSharding | None:
+    # The text names the mesh axes of each dimension. A part of an axis, such as 'x':(1)2, is not read.
+    match = _MESH.search(text)
+    if match is None:
+        return None
+    mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d{1,7})", match["mesh"])}
+    dims = [re.findall(r"'([^']+)'", part) for part in re.findall(r"\{([^}]*)\}", match["dims"])]
+    used = [axis for axes in dims for axis in axes]
+    if ":" in match["dims"] or not set(used) <= set(mesh) or not 0 < math.prod(mesh.values()) <= _MAX_DEVICES:
+        return None
+    names = list(mesh)
+    order = [names.index(axis) for axis in (*used, *(name for name in names if name not in used))]
+    devices = np.arange(math.prod(mesh.values())).reshape(list(mesh.values())).transpose(order).ravel()
+    tiles = tuple(math.prod(mesh[axis] for axis in axes) for axes in dims)
+    copies = math.prod(size for name, size in mesh.items() if name not in used)
+    return ParsedSharding(tiles, copies, tuple(devices.tolist()))
+
+
+def mesh_axes_of(sharding: ParsedSharding, mesh: Sequence[tuple[str, int]]) -> tuple[tuple[str, ...], ...] | None:
+    """Returns the mesh axes that shard each dimension of an array, as in a PartitionSpec; None if the sharding follows
+    no order of these axes. `mesh`: (name, size) of each axis, the last axis varies fastest over the devices."""
+    sizes = dict(mesh)
+    grid = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    if not sharding.devices or grid.size != len(sharding.devices):
+        return ((),) * len(sharding.tiles) if all(tile == 1 for tile in sharding.tiles) else None
+    names = [name for name, size in mesh if size > 1]
+    for order in itertools.permutations(names):
+        spec, left = [], list(order)
+        for tile in sharding.tiles:
+            axes: list[str] = []
+            while left and math.prod(sizes[axis] for axis in axes) < tile:
+                axes.append(left.pop(0))
+            spec.append(tuple(axes))
+        places = [list(sizes).index(name) for name in order]
+        rest = [at for at in range(len(sizes)) if at not in places]
+        matches = all(math.prod(sizes[axis] for axis in axes) == tile for axes, tile in zip(spec, sharding.tiles))
+        if matches and tuple(grid.transpose([*places, *rest]).ravel().tolist()) == sharding.devices:
+            return tuple(spec)
+    return None
 
 
 def _numbers(text: str) -> tuple[int, ...]:
