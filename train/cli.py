@@ -15,7 +15,7 @@ from bytescope.memory.commands.json_output import only_json
 from bytescope.memory.errors import exit_code_of
 from bytescope.memory.view.console import settle_stdout
 from bytescope.train.commands import registry, trainer_packages
-from bytescope.train.commands.registry import COMMANDS, GROUPS
+from bytescope.train.commands.registry import COMMANDS, GROUPS, TOOLS
 from bytescope.train.launch.signals import INTERRUPTED, end_quietly
 from bytescope.train.user_errors import UserError
 
@@ -36,6 +36,7 @@ def overview() -> str:
     for group, names in GROUPS.items():
         lines.append(f"{group}:")
         lines += [f"  {name:<13}{COMMANDS[name].summary}" for name in names]
+    lines += ["run by other programs:", *(f"  {name:<13}{COMMANDS[name].summary}" for name in TOOLS)]
     return "\n".join(
         [
             *lines,

@@ -309,7 +309,8 @@ def _trace(config: Any, mesh: Any) -> Any:
 
     train, train_compile = (_import_maxtext(f"trainers.pre_train.{name}") for name in ("train", "train_compile"))
     sharding, utils = _import_maxtext("utils.sharding"), _import_maxtext("utils.maxtext_utils")
-    arguments, named, state, _, model = train_compile.get_shaped_inputs(mesh, config)
+    with _host_memory():
+        arguments, named, state, _, model = train_compile.get_shaped_inputs(mesh, config)
     params, state = sharding.maybe_update_params_sharding_with_opt(config, state)
     state = sharding.build_zero1_input_state_mesh_shardings(config, state, params)
     data = sharding.get_input_data_sharding(config, mesh)
@@ -321,6 +322,31 @@ def _trace(config: Any, mesh: Any) -> Any:
             step, in_shardings=inputs, out_shardings=outputs, static_argnums=static, donate_argnums=donated
         )
         return jitted.trace(*arguments, **named)
+
+
+@contextlib.contextmanager
+def _host_memory() -> Iterator[None]:
+    """Lets MaxText place arrays in host memory (`optimizer_memory_host_offload`, `parameter_memory_host_offload`).
+
+    Described devices list no memories, so jax drops the memory kind that MaxText gives their shardings. A sharding over
+    an abstract mesh keeps the memory kind; the program takes its devices from its other arguments.
+    """
+    from jax.sharding import NamedSharding
+
+    utils = _import_maxtext("utils.maxtext_utils_nnx")
+    own = utils.move_memory_to_host
+
+    def move_memory_to_host(path: Any, sharding: Any) -> Any:
+        moved = own(path, sharding)
+        if moved.memory_kind is not None:
+            return moved
+        return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
+
+    utils.move_memory_to_host = move_memory_to_host
+    try:
+        yield
+    finally:
+        utils.move_memory_to_host = own
 
 
 def _mesh(config: Any, devices: Sequence[Any]) -> Any:

@@ -1,10 +1,18 @@
-"""Audits donations: whether a result reuses the memory of each donated argument."""
+"""Audits donations: whether a result reuses the memory of each donated argument, and why not."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Iterator
+from typing import Any
 
+from bytescope.memory.devices.signature import Signature, SignatureLeaf
+from bytescope.memory.findings.evidence import TOY, spec_words
+from bytescope.memory.hlo.buffers import Allocation
+from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.sources import OWN, kind_of
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.audit_record import AuditRow
@@ -12,25 +20,120 @@ from bytescope.memory.records.report_record import JudgedProgram
 
 
 def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields one row for the donated arrays of each argument that were reused, and one for those that were not. The
-    request is unknown for a program without a signature, such as a dump: then only the reused arrays are listed."""
-    reused = {parameter for _, parameter, _ in program.module.aliases}
+    """Yields one row for the donated arrays of each argument that were reused, and one for each reason for which others
+    were not. The request is unknown for a program without a signature, such as a dump: then only the reused arrays are
+    listed.
+    """
+    module, signature = program.module, program.signature or Signature()
+    reused = {parameter for _, parameter, _ in module.aliases}
+    copied = _copied_parameters(module)
+    source = _line_of_step(program.jaxpr)
     rows: dict[tuple[str, str], AuditRow] = {}
+
+    def add(path: str, size: int, asked: str, done: str, undone_by: str = "", message: str = "") -> None:
+        root = root_of(path)
+        row = rows.get((root, message)) or AuditRow("donation", root, source, asked, done, 0, 0, undone_by, message, 0)
+        rows[root, message] = dataclasses.replace(row, bytes=row.bytes + size, count=row.count + 1)
+
+    leaves = signature.by_parameter
     for allocation in program.allocations:
-        argument = program.arguments.by_number.get(allocation.parameter) if allocation.entry_parameter else None
-        if argument is None or allocation.color:
+        number = allocation.parameter
+        argument = program.arguments.by_number.get(number) if allocation.entry_parameter else None
+        if argument is None:
             continue
-        done = "reused" if allocation.parameter in reused else "copied"
-        if not argument.donated and (program.jaxpr is not None or done == "copied"):
-            continue
-        key = root_of(argument.path), done
-        if key not in rows:
-            asked = "donate" if argument.donated else "unknown"
-            rows[key] = AuditRow("donation", key[0], asked=asked, done=done, count=0)
-        row = rows[key]
-        rows[key] = dataclasses.replace(row, bytes=row.bytes + allocation.size, count=row.count + 1)
+        leaf = leaves.get(number)
+        if leaf is not None and leaf.donation_off:
+            add(argument.path, allocation.size, "donate", "copied", "tracing", _OFF)
+        elif number in reused:
+            if leaf is None:
+                add(argument.path, allocation.size, "unknown", "reused")
+            elif number in copied and allocation.size > TOY:
+                add(argument.path, allocation.size, "donate", "copied", "copies", _READ_LATER)
+            else:
+                add(argument.path, allocation.size, "donate", "reused")
+        elif argument.donated and leaf is not None:
+            message = _reason(program, signature, leaf, reused, allocation)
+            add(argument.path, allocation.size, "donate", "copied", "lowering", message)
+    for leaf in signature.arguments:
+        if leaf.donated and leaf.parameter < 0:
+            size = math.prod(leaf.shape) * _bytes_of(leaf.dtype) // module.devices
+            add(leaf.path, size, "donate", "ignored", "tracing", _UNUSED)
     for row in rows.values():
-        message = ""
-        if row.honored is False:
-            message = "no result has the shape, dtype and sharding of the donated array: return an array of this type"
-        yield dataclasses.replace(row, undone_by="lowering" if message else "", message=message)
+        if row.done != "ignored" or row.bytes > TOY:  # unused counters and random keys waste nothing
+            yield row
+
+
+_OFF = (
+    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if it was "
+    "on when the step was compiled"
+)
+_READ_LATER = (
+    "XLA copies the old array, because the compiled step reads or returns it after the new one is written: leave out "
+    "results that need the old array, or compute them in a program of their own"
+)
+_UNUSED = (
+    "the step does not use the argument, so jax leaves it out of the program and its memory stays with the caller: do "
+    "not pass it, or delete it before the call"
+)
+
+
+def _reason(
+    program: PlacedProgram, signature: Signature, leaf: SignatureLeaf, reused: set[int], allocation: Allocation
+) -> str:
+    """Returns why no result reuses the memory of a donated argument, in one sentence with the remedy.
+
+    leaf: the argument. reused: numbers of the parameters that results reuse. allocation: the argument's memory.
+    """
+    kind = f"{leaf.dtype}{list(leaf.shape)}"
+    alike = [
+        at for at, result in enumerate(signature.results) if (result.shape, result.dtype) == (leaf.shape, leaf.dtype)
+    ]
+    if not alike:
+        return f"no result has the shape and dtype {kind} of the donated array: return one, or do not donate it"
+    own = program.layouts.get(leaf.parameter)
+    others = [program.results[at] for at in alike if at < len(program.results)]
+    if own is not None and others and all(other.local != own.local for other in others):
+        return (
+            f"the results of type {kind} are sharded as {spec_words(others[0].spec)}, the donated array as "
+            f"{spec_words(own.spec)}: give both the same sharding, with out_shardings of jax.jit"
+        )
+    takers = [
+        other.path
+        for number, other in signature.by_parameter.items()
+        if number in reused and (other.shape, other.dtype) == (leaf.shape, leaf.dtype)
+    ]
+    if len(takers) >= len(alike):
+        return f"all results of type {kind} reuse other donated arrays, such as {takers[0]}: do not donate this one"
+    return f"XLA reuses the donated array for no result of its type {kind}: return the updated array"
+
+
+def _bytes_of(dtype: str) -> int:
+    import jax.numpy as jnp
+
+    try:
+        return jnp.dtype(dtype).itemsize
+    except TypeError:  # a type of jax, such as a random key
+        return 0
+
+
+def _copied_parameters(module: Module) -> set[int]:
+    """Returns the numbers of the entry parameters that XLA copies, in the same memory and layout, because their memory
+    is overwritten while they are still needed. Copies to another layout have other reasons.
+    """
+    entry, copied = module.computations.get(module.entry), set()
+    for id in entry.instructions if entry else ():
+        instruction = module.instructions[id]
+        operand = module.operand(instruction, 0)
+        if instruction.opcode != "copy" or operand is None or operand.opcode != "parameter":
+            continue
+        # The serialized shapes contain layout and memory space.
+        if module.data[slice(*operand.shape)] == module.data[slice(*instruction.shape)]:
+            copied.add(operand.parameter)
+    return copied
+
+
+def _line_of_step(jaxpr: Any) -> str:
+    """Returns "file.py:line" of the definition of the traced function, "" if it is not in the user's code."""
+    info = getattr(getattr(jaxpr, "jaxpr", None), "debug_info", None)
+    place = re.search(r" at (.+:\d+)$", getattr(info, "func_src_info", None) or "")
+    return place[1] if place and kind_of(place[1].rpartition(":")[0]) == OWN else ""

@@ -85,27 +85,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope report` for the program of --program, of --hlo or of an adapter. Returns the exit code."""
-    from bytescope.memory.devices import targets
-
     if args.hlo and args.try_remedies:
         raise ReportError(
             "--try-remedies cannot be used with --hlo, because a dump is not compiled again: give the step with "
             "--program=MODULE:FUNCTION"
         )
-    options = parse_flags(args.xla)
-    start_platform(args)
-    subject = None
-    if is_adapted(args.config):
-        factory = find_adapter(args.config)
-        overrides = overrides_of(args.config, args.settings)
-        program = factory(overrides, targets.parse(args.target, factory.memory_fraction))
-        subject = functools.partial(describe_adapted, program, args.settings)
-    elif args.program:
-        program = prepare(user_program.load(args.program), args.target)
-    else:
-        program = prepare_dump(args.hlo, targets.parse(args.target))
-    if options:
-        program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
+    program, subject = open_program(args)
     report, compilation = make_report(program, subject)
     if args.try_remedies:
         report = with_tried_remedies(report, functools.partial(report_with_options, program, subject_of=subject))
@@ -123,6 +108,31 @@ def run(args: argparse.Namespace) -> int:
     elif code == DOES_NOT_FIT:
         show_missing(report, [])
     return code
+
+
+def open_program(args: argparse.Namespace) -> tuple[PreparedProgram, Callable[[int], Subject] | None]:
+    """Returns the program of --program, of --hlo or of an adapter, and a function from its model FLOPs to its
+    description, None if it has none. The program is not compiled yet.
+
+    Raises ReportError if the program, the target or an option of --xla is not valid.
+    """
+    from bytescope.memory.devices import targets
+
+    options = parse_flags(args.xla)
+    start_platform(args)
+    subject = None
+    if is_adapted(args.config):
+        factory = find_adapter(args.config)
+        overrides = overrides_of(args.config, args.settings)
+        program = factory(overrides, targets.parse(args.target, factory.memory_fraction))
+        subject = functools.partial(describe_adapted, program, args.settings)
+    elif args.program:
+        program = prepare(user_program.load(args.program), args.target)
+    else:
+        program = prepare_dump(args.hlo, targets.parse(args.target))
+    if options:
+        program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
+    return program, subject
 
 
 def start_platform(args: argparse.Namespace, fraction: float | None = None) -> None:

@@ -36,6 +36,7 @@ class SignatureLeaf:
         same_as: path of an earlier argument that is the same array in memory, "" if there is none or if the caller gave
             only the shape of this argument.
         devices: number of devices that hold the array which the caller gave; 0 if the caller gave only its shape.
+        donation_off: whether the step asks to donate the argument, but a setting of jax switches donation off.
     """
 
     path: str
@@ -45,14 +46,21 @@ class SignatureLeaf:
     parameter: int = -1
     same_as: str = ""
     devices: int = 0
+    donation_off: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """The arrays among a program's arguments and results, in the order in which jax flattens them."""
+    """The arrays among a program's arguments and results, in the order in which jax flattens them.
+
+    Fields:
+        arguments, results: the arrays.
+        by_nnx: whether `flax.nnx.jit` passes the arguments, instead of `jax.jit`.
+    """
 
     arguments: tuple[SignatureLeaf, ...] = ()
     results: tuple[SignatureLeaf, ...] = ()
+    by_nnx: bool = False
 
     @property
     def by_parameter(self) -> dict[int, SignatureLeaf]:
@@ -95,7 +103,7 @@ def read_signature(lowered: LoweredStage) -> Signature | None:
         arguments.append(SignatureLeaf(name, tuple(info.shape), str(info.dtype), bool(info.donated), parameter))
     for name, (_, info) in zip(paths, outside):
         results.append(SignatureLeaf(name.removeprefix("result"), tuple(info.shape), str(info.dtype)))
-    return Signature(tuple(arguments), tuple(results))
+    return Signature(tuple(arguments), tuple(results), _has_nnx_object(lowered.args_info))
 
 
 def _names_from_debug_info(debug: Any, field: str, count: int) -> list[str]:
@@ -129,6 +137,12 @@ def _nnx_names(names: Sequence[str], tree: Any) -> list[str]:
                 start, end = numbered[-1].span()
                 renamed[number] = names[number][:start] + path + names[number][end:]
     return renamed
+
+
+def _has_nnx_object(tree: Any) -> bool:
+    import jax
+
+    return any(map(_is_nnx_object, jax.tree.leaves(tree, is_leaf=_is_nnx_object)))
 
 
 def _is_nnx_object(node: Any) -> bool:

@@ -80,7 +80,15 @@ def checkpoint_saves(report: JudgedProgram, program: PlacedProgram) -> RuleResul
         return None
     share = best.kept / report.peak_bytes
     message = f"{best.call.function.title} keeps {human(best.kept)} for the backward pass, {share:.0%} of the peak"
-    return RuleResult(best.freed, message, _remedy(best))
+    function = best.call.function
+    wraps = not (best.already or best.wrapper or function.nameless)
+    return RuleResult(
+        best.freed,
+        message,
+        _remedy(best),
+        subjects=(function.name,) if wraps else (),
+        file=function.file if wraps else "",
+    )
 
 
 def kernel_runs_again(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:

@@ -27,12 +27,16 @@ class RuleResult:
         message: the finding, as one sentence.
         remedy: the remedy for this program; "" stands for the rule's general remedy in `finding_rules.RULES`.
         options: compiler options that apply the remedy, as "name=value"; "" if there are none.
+        subjects: names of the arguments or of the function that the remedy changes; () if it changes something else.
+        file: path of the source file of that function; "" if unknown.
     """
 
     bytes: int
     message: str
     remedy: str = ""
     options: str = ""
+    subjects: tuple[str, ...] = ()
+    file: str = ""
 
 
 def arguments(report: JudgedProgram, program: PlacedProgram) -> dict[int, tuple[Instruction, Buffer]]:

@@ -51,7 +51,17 @@ def find(report: JudgedProgram, program: PlacedProgram) -> tuple[Finding, ...]:
         result = rule(report, program)
         if result is not None:
             words = result.remedy or remedy
-            findings.append(Finding(rule.__name__, result.bytes, result.message, words, options=result.options))
+            findings.append(
+                Finding(
+                    rule.__name__,
+                    result.bytes,
+                    result.message,
+                    words,
+                    options=result.options,
+                    subjects=result.subjects,
+                    file=result.file,
+                )
+            )
     return tuple(sorted(findings, key=lambda finding: -finding.bytes))
 
 

@@ -52,9 +52,20 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     which = ", ".join(names[:_MAX_NAMED])
     if len(names) > _MAX_NAMED:
         which += f" and {len(names) - _MAX_NAMED} more"
-    return RuleResult(
-        total, f"{human(total)} of state is not donated ({which}): old and new state are in memory at the same time"
-    )
+    message = f"{human(total)} of state is not donated ({which}): old and new state are in memory at the same time"
+    return RuleResult(total, message, _donation_remedy(program), subjects=tuple(names))
+
+
+def _donation_remedy(program: PlacedProgram) -> str:
+    if program.signature is not None and any(leaf.donation_off for leaf in program.signature.arguments):
+        return "switch jax_debug_nans off, because jax donates nothing while it is on"
+    if program.signature is not None and program.signature.by_nnx:
+        return "pass donate_argnums for the state to nnx.jit"
+    for equation in getattr(getattr(program.jaxpr, "jaxpr", None), "eqns", ()):
+        info = getattr(getattr(equation.params.get("jaxpr"), "jaxpr", None), "debug_info", None)
+        if "/equinox/_jit.py:" in (getattr(info, "func_src_info", None) or ""):
+            return "pass donate='all' to eqx.filter_jit, or donate='all-except-first' and the batch as first argument"
+    return ""
 
 
 # ---- state that is larger than the device --------------------------------------------------------------------------

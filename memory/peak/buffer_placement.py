@@ -15,6 +15,7 @@ from typing import Any
 
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.compiler_log import FullRemat
+from bytescope.memory.devices.signature import Signature
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.buffers import Allocation, HloProgram
@@ -67,6 +68,7 @@ class PlacedProgram:
         facts: the trainer's description of the step, None if there is no trainer.
         results: layouts of the program's results on the mesh, in order; () if unknown.
         full_remats: XLA's log lines about tensors that its partitioner replicates in order to change their sharding.
+        signature: names, shapes and donation of all arguments and results, None if unknown.
     """
 
     program: HloProgram
@@ -79,6 +81,7 @@ class PlacedProgram:
     facts: ModelFacts | None = None
     results: tuple[ArgumentLayout, ...] = ()
     full_remats: tuple[FullRemat, ...] = ()
+    signature: Signature | None = None
 
     @property
     def module(self) -> Module:
@@ -133,6 +136,7 @@ def place(
         facts=facts,
         results=results,
         full_remats=compilation.full_remats,
+        signature=compilation.signature,
     )
 
 

@@ -56,7 +56,7 @@ def compiled_for(
     Raises ReportError if XLA does not know a compiler option, if the object is not a program, if it cannot be compiled
     for the target, or if a file is damaged.
     """
-    target = _as_target(target)
+    target, step = _as_target(target), program
     program = trace_step(program, args, kwargs, target=target, options=options)
     if compiler_options and (_is_compiled(unwrapped_stage(program)) or isinstance(program, (*_DUMPS, Compilation))):
         raise ReportError(
@@ -78,7 +78,8 @@ def compiled_for(
         compilation = compile_lowered(
             lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool, options=compiler_options or {}
         )
-        return with_arrays(compilation, args, kwargs or {}), judged or _target_of(lowered, compilation)
+        compilation = with_donation_off(with_arrays(compilation, args, kwargs or {}), step, options or {}, stage)
+        return compilation, judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
         _refuse_other_devices(stage, target)
     compilation = compilation_of(stage, target, compiler_options)
@@ -177,6 +178,22 @@ def with_arrays(compilation: Compilation, args: Sequence[Any], kwargs: Mapping[s
             if leaf.same_as == leaf.path:
                 leaf = dataclasses.replace(leaf, same_as="")
         leaves.append(leaf)
+    return dataclasses.replace(compilation, signature=dataclasses.replace(signature, arguments=tuple(leaves)))
+
+
+def with_donation_off(compilation: Compilation, step: Any, options: Mapping[str, Any], program: Any) -> Compilation:
+    """Returns a compilation whose signature says which arguments a step asks to donate although a setting of jax
+    switches donation off.
+
+    Args:
+        step, options: the step and the options of `jax.jit` with which it was traced.
+        program: the `jax.stages.Traced` of the step, or a wrapper of one.
+    """
+    signature, traced = compilation.signature, unwrapped_stage(program)
+    off = tracing.donation_switched_off(step, options, traced) if is_traced(traced) else ()
+    if signature is None or len(off) != len(signature.arguments):
+        return compilation
+    leaves = [dataclasses.replace(leaf, donation_off=flag) for leaf, flag in zip(signature.arguments, off)]
     return dataclasses.replace(compilation, signature=dataclasses.replace(signature, arguments=tuple(leaves)))
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
 
 
+DEVICE = "device"
+
+
 def moves(program: TracedStage, target: Target) -> bool:
     """Returns whether a `jax.stages.Traced` was traced for other devices than the target's. Its devices are those in
     the shardings of its arguments, or those of the meshes in its jaxpr if there are no shardings.
@@ -62,7 +65,7 @@ def devices_of(program: TracedStage) -> list[Any]:
     if no sharding names devices."""
     devices: list[Any] = []
     for sharding in argument_shardings(program):
-        if sharding is not None and not _is_abstract(getattr(sharding, "mesh", None)):
+        if sharding is not None and not _is_abstract(_mesh_of(sharding)):
             devices += sharding._device_assignment
     return list(dict.fromkeys(devices))
 
@@ -81,13 +84,21 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     inside = placement.closed(jaxpr)
     moved = [placement.concrete(sharding) for sharding in argument_shardings(program)]
     context = placement.context(params["ctx_mesh"])
-    if not placement.has_mesh and all(sharding is None for sharding in moved):
-        moved = [placement.one_device] * len(moved)
-    leaves = []
+    if not placement.has_mesh and all(sharding is None or _is_abstract(_mesh_of(sharding)) for sharding in moved):
+        moved = [placement.one_device if sharding is None else sharding for sharding in moved]
+    leaves, host_shardings = [], []
     for own, sharding in zip(program._meta_tys_flat, moved):
         aval = own.aval
-        leaves.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding))
+        # The type of an argument says that it is in host memory only if the argument's own sharding says so, not if
+        # only `in_shardings` does.
+        by_jit = _is_abstract(_mesh_of(sharding)) and aval.memory_space == jax.memory.Space.Device
+        host_shardings.append(sharding if by_jit else None)
+        own_sharding = None if by_jit else sharding
+        leaves.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=own_sharding))
     args, kwargs = jax.tree.unflatten(program.in_tree, leaves)
+    options = {}
+    if any(host_shardings):
+        options["in_shardings"] = jax.tree.unflatten(program.in_tree, host_shardings)[0]
     results = [
         placement.concrete(sharding) if isinstance(sharding, jax.sharding.Sharding) else None
         for sharding in params["out_shardings"]
@@ -101,17 +112,23 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
 
     step.__name__ = step.__qualname__ = program.fun_name
     vars(step)["__signature__"] = _signature(program)
-    donated = []  # positional arguments all of whose leaves are donated
-    for number, arg in enumerate(program.args_info[0]):
+
+    def is_donated(arg: Any) -> bool:
         flags = [info.donated for info in jax.tree.leaves(arg)]
-        if flags and all(flags):
-            donated.append(number)
+        return bool(flags) and all(flags)
+
+    positional, named = program.args_info
+    names_devices = [not _is_abstract(_mesh_of(sharding)) for sharding in moved if sharding is not None]
+    if names_devices and not any(names_devices):
+        context = jax.set_mesh(placement.any_mesh)  # no argument names the devices
     with context:
         return jax.jit(
             step,
             out_shardings=jax.tree.unflatten(program.out_tree, results),
-            donate_argnums=tuple(donated),
+            donate_argnums=tuple(number for number, arg in enumerate(positional) if is_donated(arg)),
+            donate_argnames=tuple(name for name, arg in named.items() if is_donated(arg)),
             keep_unused=params["keep_unused"],
+            **options,
         ).lower(*args, **kwargs)
 
 
@@ -152,6 +169,15 @@ def _signature(program: TracedStage) -> inspect.Signature:
     )
 
 
+def _asked_memory(sharding: Any) -> str | None:
+    # Every sharding of present devices has a memory kind. These are defaults, which the program did not ask for.
+    return None if sharding.memory_kind in (DEVICE, "unpinned_host") else sharding.memory_kind
+
+
+def _mesh_of(sharding: Any) -> Any:
+    return getattr(sharding, "mesh", None)
+
+
 def _is_abstract(mesh: Any) -> bool:
     import jax
 
@@ -179,13 +205,22 @@ class TargetPlacement:
         """
         return bool(self._meshes)
 
+    @property
+    def any_mesh(self) -> Any:
+        """A mesh over the target's devices: the first that was moved, or one of a single device."""
+        import jax
+
+        return next(iter(self._meshes.values()), jax.sharding.Mesh(self.target.devices()[:1], ("one",)))
+
     # ---- meshes and shardings
 
     def concrete(self, sharding: Any) -> Any:
         """Returns the sharding of an argument or result over the target's devices. An abstract mesh in it becomes a
         mesh of devices. None is returned unchanged."""
         mesh = getattr(sharding, "mesh", None)
-        return self.sharding(sharding.update(mesh=self._mesh_over_target(mesh)) if _is_abstract(mesh) else sharding)
+        if _is_abstract(mesh):
+            return self._in_memory(self._mesh_over_target(mesh), sharding.spec, _asked_memory(sharding))
+        return self.sharding(sharding)
 
     def sharding(self, sharding: Any) -> Any:
         """Returns a sharding with its devices replaced by the target's devices. None is returned unchanged.
@@ -197,17 +232,39 @@ class TargetPlacement:
         if isinstance(sharding, jax.sharding.NamedSharding):
             if _is_abstract(sharding.mesh):
                 return sharding.update(mesh=self.abstract(sharding.mesh))
-            # Every sharding has a memory kind. These are defaults, which the program did not ask for.
-            default = sharding.memory_kind in (None, "device", "unpinned_host")
-            memory_kind = None if default else sharding.memory_kind
-            return jax.sharding.NamedSharding(self.mesh(sharding.mesh), sharding.spec, memory_kind=memory_kind)
+            return self._in_memory(self.mesh(sharding.mesh), sharding.spec, _asked_memory(sharding))
         if isinstance(sharding, jax.sharding.SingleDeviceSharding):
-            return self.one_device
+            kind = _asked_memory(sharding)
+            mesh = jax.sharding.Mesh(self.target.devices()[:1], ("one",))
+            return self._in_memory(mesh, jax.sharding.PartitionSpec(), kind) if kind else self.one_device
         if isinstance(sharding, jax.sharding.Sharding):
             raise ReportError(
                 f"{type_phrase(sharding)} cannot be placed on the devices of {self.target.name}: use a NamedSharding"
             )
         return sharding
+
+    def _in_memory(self, mesh: Any, spec: Any, memory_kind: str | None) -> Any:
+        import jax
+
+        moved = jax.sharding.NamedSharding(mesh, spec, memory_kind=memory_kind)
+        if moved.memory_kind != memory_kind:
+            # Described devices list no memories, so jax drops the memory kind of their shardings. An abstract mesh
+            # keeps it.
+            moved = jax.sharding.NamedSharding(mesh.abstract_mesh, spec, memory_kind=memory_kind)
+        return moved
+
+    def _fetching(self, operand: Any, place: Any) -> Any:
+        """Returns the place to which a `device_put` equation moves an operand: a sharding, a memory or None. A sharding
+        that fetches the operand from host memory names the device's memory, which is otherwise left out.
+        """
+        import jax
+
+        on_host = getattr(operand.aval, "memory_space", None) == jax.memory.Space.Host
+        if not on_host or not isinstance(place, jax.sharding.Sharding) or place.memory_kind is not None:
+            return place
+        if not isinstance(place, jax.sharding.NamedSharding):
+            return jax.memory.Space.Device
+        return self._in_memory(place.mesh, place.spec, DEVICE)
 
     def mesh(self, mesh: Any) -> Any:
         """Returns a mesh with the same axes and sizes over the target's devices. An empty or abstract mesh is returned
@@ -300,6 +357,8 @@ class TargetPlacement:
             # Variables are moved before parameters, so that `context` uses the program's first abstract mesh.
             invars, outvars = atoms(equation.invars), atoms(equation.outvars)
             params = with_parameters(equation, lambda _, value: self.parameter(value), self.type)
+            if equation.primitive.name == "device_put":
+                params["devices"] = tuple(map(self._fetching, equation.invars, params["devices"]))
             context = self.equation_context(equation)
             equations.append(equation.replace(invars=invars, outvars=outvars, params=params, ctx=context))
         moved = jaxpr.replace(

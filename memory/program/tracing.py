@@ -93,6 +93,37 @@ def takes_no_arguments(step: Any) -> bool:
     return True
 
 
+def donation_switched_off(step: Any, options: Mapping[str, Any], program: Any) -> tuple[bool, ...]:
+    """Returns for each array among the arguments whether the step asks to donate it although jax donates nothing,
+    because its setting `jax_debug_nans` is on. Returns () if the setting is off, or if the step's options are unknown.
+
+    Args:
+        step: a function, plain or wrapped by `jax.jit` or `flax.nnx.jit`.
+        options: options of `jax.jit` for a plain function, such as `donate_argnums`.
+        program: the `jax.stages.Traced` of the step.
+    """
+    import jax
+
+    if not jax.config.jax_debug_nans:
+        return ()
+    jitted = getattr(step, "_jit_info", None) or getattr(getattr(step, "jitted_fn", None), "_jit_info", None)
+
+    def option(name: str) -> Any:
+        return getattr(jitted, name, None) if jitted is not None else options.get(name)
+
+    positional, named = program.args_info
+    static = set(_as_int_tuple(option("static_argnums")))
+    total = len(positional) + len(static)
+    numbers = {number % total for number in _as_int_tuple(option("donate_argnums"))} if total else set()
+    names = _as_name_set(option("donate_argnames"))
+    flags: list[bool] = []
+    for number, arg in zip((at for at in range(total) if at not in static), positional):
+        flags += [number in numbers] * len(jax.tree.leaves(arg))
+    for name, arg in sorted(named.items()):
+        flags += [name in names] * len(jax.tree.leaves(arg))
+    return tuple(flags)
+
+
 def _trace_function(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:

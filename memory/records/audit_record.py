@@ -27,8 +27,20 @@ UNKNOWN = "unknown"
 # Values of `done` that honor no request: "ignored" (for example, no value has the name of a policy), "copied" (no
 # result reuses the donated memory), "redrawn" (other random bits), "replicated" (every device holds the whole array).
 OTHER_OUTCOMES = ("ignored", "copied", "redrawn", "replicated")
-# Values of `undone_by`, in the order in which jax and XLA run these steps.
-STEPS = ("tracing", "autodiff", "lowering", "partitioner", "cse", "offloader", "rematerialization", "fusion", "runtime")
+# Values of `undone_by`, in the order in which jax and XLA run these steps. "copies": XLA copies an array that is read
+# after its memory is overwritten.
+STEPS = (
+    "tracing",
+    "autodiff",
+    "lowering",
+    "partitioner",
+    "cse",
+    "offloader",
+    "rematerialization",
+    "fusion",
+    "copies",
+    "runtime",
+)
 
 
 @dataclasses.dataclass(frozen=True)

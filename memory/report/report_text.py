@@ -28,7 +28,7 @@ from bytescope.memory.records.report_record import (
     ReportRecord,
     TimelinePoint,
 )
-from bytescope.memory.report import buffer_tables
+from bytescope.memory.report import audit_view, buffer_tables
 from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
@@ -79,7 +79,13 @@ def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> Ren
         verbose: whether to add the timeline, the largest buffers, the training state and the traffic after the
             verdict, the findings and the breakdown.
     """
-    parts = [_head(report, choices, verbose), findings(report), xla_recomputed(report), _composition(report)]
+    parts = [
+        _head(report, choices, verbose),
+        findings(report),
+        audit_view.render_failures(report.audit),
+        xla_recomputed(report),
+        _composition(report),
+    ]
     if verbose:
         parts += [
             scheduler_held(report),

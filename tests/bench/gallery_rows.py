@@ -78,6 +78,16 @@ def fill(row: Row, report: Any) -> None:
     lost = [b for b in made if kind_of(b.source.rpartition(":")[0]) == OUTSIDE or not b.source]
     row.placed = 1 - sum(b.bytes for b in lost) / max(sum(b.bytes for b in made), 1)
     row.findings = [dataclasses.asdict(finding) for finding in report.findings]
+    row.findings += [  # requests to jax and XLA that were not honored
+        {
+            "kind": f"audit_{asked.kind}",
+            "bytes": asked.bytes,
+            "message": f"{asked.subject}: {asked.message}",
+            "remedy": "",
+        }
+        for asked in report.audit
+        if asked.honored is False
+    ]
     roles = defaultdict(list)
     for buffer in report.buffers:
         if buffer.phase == "argument":

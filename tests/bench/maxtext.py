@@ -1,7 +1,7 @@
 """MaxText's models on described GPUs: every remat policy with its verdict, and the smallest state where nothing fits.
 
     python tests/bench/maxtext.py llama2-7b llama3-8b --target=h100:8     # MaxText installed beside bytescope
-    python tests/bench/maxtext.py                                         # all models and targets, about an hour
+    python tests/bench/maxtext.py                                         # all models and targets, ten minutes
 
 Prints Markdown tables for memory/guides/maxtext.md. One sequence per device, cuDNN's attention, MaxText's defaults
 otherwise. If no policy fits, the levers that shrink the state are compiled with the policy `full`, each alone and then

@@ -43,6 +43,8 @@ LAYERS = {
         ("memory.report",),
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
+        ("memory.fixes",),
+        ("memory.bisect",),
         ("memory.adapters",),
         ("memory",),
         ("memory.pytest_guard",),

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.quick
 TAKES = {
     "train": ((ConfigPath,), []),
     "report": ((ConfigPath,), []),
+    "audit": ((ConfigPath,), []),
     "names": ((ConfigPath,), []),
     "estimate": ((ConfigPath,), []),
     "compare": ((ConfigPath,), ["--remat=full"]),

@@ -9,6 +9,7 @@ from bytescope.memory.commands.arguments import settle_settings
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.program import user_program
 from bytescope.train.commands import trainer_packages
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.source import NO_CONFIG
@@ -92,7 +93,7 @@ def _move_target(args: argparse.Namespace) -> None:
     from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
-    flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
+    flag = next((flag for flag in ("program", "hlo", "diff") if vars(args).get(flag) is not None), None)
     first = vars(args).get("config_here")
     if flag is None or first is None:
         return
@@ -109,6 +110,31 @@ def require_config(args: argparse.Namespace) -> None:
     """Raises ReportError if the command line has no config."""
     if not args.config:
         raise ReportError(NO_CONFIG)
+
+
+def check_program(args: argparse.Namespace) -> None:
+    """Checks the flags that name a program: a config, --program or --hlo.
+
+    Raises:
+      ReportError: none or several of them are given, or another flag does not belong to the given one.
+    """
+    given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
+    if given and args.config:
+        raise ReportError(f"a config and --{given[0]} cannot be combined: give one of the two")
+    if len(given) > 1:
+        raise ReportError("--program and --hlo cannot be combined: give one of the two")
+    if not given and not args.config:
+        raise ReportError(f"{NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
+    if given and args.overrides:
+        raise ReportError(
+            f"--config.{args.overrides[0][0]} cannot be used with --{given[0]}, because it needs a config: leave it out"
+        )
+    if args.hlo is not None and args.xla:
+        raise ReportError(
+            f"--xla={args.xla[0]} cannot be used with --hlo, because a dump is compiled already: leave it out"
+        )
+    if args.program is not None:
+        user_program.split(args.program)
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.cost.named_tensors import NamedTensor
 from bytescope.memory.messages.explanation_record import ExplanationRecord
+from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.json_schema import object_schema, schema_of
 from bytescope.memory.records.report_diff import Change, Measure
 from bytescope.memory.records.report_record import KEYS, ReportRecord
@@ -50,7 +51,7 @@ def report_schema() -> dict[str, Any]:
     return object_schema(keys)
 
 
-# ---- explain, diff, names, trace
+# ---- explain, diff, audit, names, trace
 
 
 class RemedyWords(TypedDict):
@@ -74,6 +75,36 @@ class DiffResult(TypedDict):
     measures: list[Measure]
     version_changes: dict[str, tuple[str, str]]
     failed: list[str]
+
+
+class HonoredKeys(TypedDict):
+    honored: bool | None
+
+
+class ProposalKeys(TypedDict):
+    kind: str
+    words: str
+    flags: str
+    place: str
+    files: list[str]
+    allocated_bytes_before: int
+    allocated_bytes_after: int | None
+    seconds_before: float | None
+    seconds_after: float | None
+    not_honored: int | None
+    numerics: str
+    error: str
+
+
+class AuditResult(TypedDict):
+    program: str
+    target: Values
+    versions: dict[str, str]
+    honored: int
+    not_honored: int
+    unknown: int
+    requests: list[Annotated[HonoredKeys, AuditRow]]
+    proposals: list[ProposalKeys]
 
 
 class NameKeys(TypedDict):
@@ -469,6 +500,28 @@ class BudgetEntry(TypedDict):
     report: Values | None
 
 
+class MeasuredKeys(TypedDict):
+    point: str
+    value: float | None
+    exceeds: bool | None
+    status: str
+    seconds: float
+
+
+class BisectResult(TypedDict):
+    axis: str
+    candidates: list[str]
+    quantity: str
+    bound: float
+    measured: list[MeasuredKeys]
+    change: list[str]
+    before: str | None
+    after: str | None
+    difference: DiffResult | None
+    notes: list[str]
+    records: str
+
+
 class CheckResult(TypedDict):
     schema: int
     budgets: dict[str, BudgetEntry]
@@ -479,6 +532,8 @@ class CheckResult(TypedDict):
 RESULTS: Mapping[str, Any] = {
     "explain": Annotated[ExplanationKeys, ExplanationRecord],
     "diff": DiffResult,
+    "audit": AuditResult,
+    "bisect": BisectResult,
     "check": CheckResult,
     "names": NamesResult,
     "trace": TraceResult,

@@ -39,6 +39,7 @@ class Subcommand:
         reads: what a command without a config reads, such as "reads a trace"; "" for a command with a config. It is
           part of the error message about --config.KEY.
         is_list: whether `bytescope list NAME` runs the command. The overview then leaves the command out.
+        is_tool: whether other programs run the command, such as a shell. The overview then names it below the groups.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Subcommand:
     examples: tuple[str, ...] = ()
     reads: str = ""
     is_list: bool = False
+    is_tool: bool = False
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"bytescope.{self.module}")
@@ -106,6 +108,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "serve report, explain, compare and fit to agents (an MCP server)",
         ("", "--skill"),
         reads="takes the config in each call",
+        is_tool=True,
     ),
     "trace": Subcommand(
         "memory.commands.trace_command",
@@ -133,6 +136,29 @@ COMMANDS: Mapping[str, Subcommand] = {
         "compare two memory reports, given as JSON files",
         ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
         reads="reads two JSON files",
+    ),
+    "audit": Subcommand(
+        "train.commands.audit_config",
+        "measure",
+        "check that each checkpoint, offload and donation was honored",
+        (
+            "llama_8b h100:8 --strict",
+            "--program=my_package.train:program h100:8 --json=audit.json",
+            "--hlo=step.after_optimizations.hlo.pb",
+            "maxtext:llama2-7b h100:8 remat_policy=minimal",
+        ),
+    ),
+    "bisect": Subcommand(
+        "train.commands.bisect_config",
+        "measure",
+        "find the version, commit, flag, key or line that added memory",
+        (
+            "--program=my_package.train:program h100 --jax=0.10.2..0.12.0",
+            "--program=train.py:program h100 --git=v1.0..HEAD --bytes=40GiB",
+            "llama_8b h200:8 --xla-flags=flags.txt --seconds=+5%",
+            "llama_8b h200:8 --keys=my_config.py --bytes=+5%",
+            "--diff=before.py..after.py --function=program h100",
+        ),
     ),
     "check": Subcommand(
         "memory.commands.check_command",
@@ -241,11 +267,15 @@ COMMANDS: Mapping[str, Subcommand] = {
         is_list=True,
     ),
     "completion": Subcommand(
-        "train.commands.completion_command", "list", "print a script that completes commands in bash, zsh or fish"
+        "train.commands.completion_command",
+        "list",
+        "print a script that completes commands in bash, zsh or fish",
+        is_tool=True,
     ),
 }
-# The commands that `bytescope list NAME` runs.
+# The commands that `bytescope list NAME` runs, and the commands that other programs run.
 LISTS = tuple(name for name, command in COMMANDS.items() if command.is_list)
+TOOLS = tuple(name for name, command in COMMANDS.items() if command.is_tool)
 # Group -> its heading in the overview.
 HEADINGS: Mapping[str, str] = {
     "measure": "see what uses memory",
@@ -256,7 +286,11 @@ HEADINGS: Mapping[str, str] = {
 }
 # Heading -> the commands below it.
 GROUPS: Mapping[str, list[str]] = {
-    heading: [name for name, command in COMMANDS.items() if command.group == group and not command.is_list]
+    heading: [
+        name
+        for name, command in COMMANDS.items()
+        if command.group == group and not (command.is_list or command.is_tool)
+    ]
     for group, heading in HEADINGS.items()
 }
 

@@ -17,14 +17,14 @@ from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_settings, check_files, refuse_flags, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
-from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord
-from bytescope.train.commands.config_arguments import add_subject, with_xla
+from bytescope.train.commands.config_arguments import add_subject, check_program, with_xla
 from bytescope.train.generate import generate_flags
 from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.source import NO_CONFIG
 
 if TYPE_CHECKING:
+    from bytescope.memory.compare.prepared_program import PreparedProgram
+    from bytescope.memory.devices.targets import Target
     from bytescope.memory.formulas.model_facts import ModelFacts
 
 
@@ -76,17 +76,8 @@ def run(args: argparse.Namespace) -> int:
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises ReportError if flags contradict each other, or if a requested file cannot be written."""
     check_files(args)
+    check_program(args)
     given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
-    if given and args.config:
-        raise ReportError(f"a config and --{given[0]} cannot be combined: give one of the two")
-    if len(given) > 1:
-        raise ReportError("--program and --hlo cannot be combined: give one of the two")
-    if not given and not args.config:
-        raise ReportError(f"{NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
-    if given and args.overrides:
-        raise ReportError(
-            f"--config.{args.overrides[0][0]} cannot be used with --{given[0]}, because it needs a config: leave it out"
-        )
     generate_flags.check_pool(args)
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
@@ -97,18 +88,12 @@ def _check_flags(args: argparse.Namespace) -> None:
                 f"--{flag.replace('_', '-')} cannot be used with --generate, because it belongs to a training step: "
                 "leave one of them out"
             )
-    if args.hlo is not None and args.xla:
-        raise ReportError(
-            f"--xla={args.xla[0]} cannot be used with --hlo, because a dump is compiled already: leave it out"
-        )
     for flag in ("formulas", "run", "generate"):
         if given and getattr(args, flag):
             raise ReportError(
                 f"--{flag} cannot be used with --{given[0]}, because it needs a config: give a config instead of "
                 f"--{given[0]}"
             )
-    if args.program is not None:
-        user_program.split(args.program)
 
 
 def _report_step(args: argparse.Namespace) -> int:
@@ -116,7 +101,6 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.report.allocator_table import check_target
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
-    from bytescope.train.plan.open_levers import parse_flags
     from bytescope.train.plan.report_remedies import with_remedies
     from bytescope.train.program import config_files as configs
 
@@ -129,19 +113,7 @@ def _report_step(args: argparse.Namespace) -> int:
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
     if args.try_remedies:
-
-        def compile_with(finding: Finding) -> ReportRecord | None:
-            if not finding.flags:
-                return report_command.report_with_options(prepared, finding, subject)
-            overrides = [*args.overrides, *parse_flags(finding.flags)]
-            try:
-                changed = build_program(args.config, overrides, target)
-                flat = configs.load_flat(args.config, overrides)
-                return report_command.make_report(prepare_program(changed, target, flat), subject)[0]
-            except ValueError:  # the config cannot run with this remedy
-                return None
-
-        report = report_command.with_tried_remedies(report, compile_with)
+        report = with_tried_remedies(args, target, prepared, report)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
     if args.formulas and prepared.facts:
@@ -157,6 +129,37 @@ def _report_step(args: argparse.Namespace) -> int:
     if code == DOES_NOT_FIT:
         _show_advice(report, args)
     return code
+
+
+def with_tried_remedies(
+    args: argparse.Namespace, target: Target, prepared: PreparedProgram, report: ReportRecord
+) -> ReportRecord:
+    """Returns the report of a config's step with what the remedy of each finding frees. Each remedy is compiled.
+
+    Args:
+        args: the command line with the config and its overrides.
+        target: the devices to compile for.
+        prepared: the step as it is.
+        report: the report of the step, with remedies as flags.
+    """
+    from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+    from bytescope.train.plan.open_levers import parse_flags
+    from bytescope.train.program import config_files as configs
+
+    subject = functools.partial(subject_of, args.config, args.overrides, prepared)
+
+    def compile_with(finding: Finding) -> ReportRecord | None:
+        if not finding.flags:
+            return report_command.report_with_options(prepared, finding, subject)
+        overrides = [*args.overrides, *parse_flags(finding.flags)]
+        try:
+            changed = build_program(args.config, overrides, target)
+            flat = configs.load_flat(args.config, overrides)
+            return report_command.make_report(prepare_program(changed, target, flat), subject)[0]
+        except ValueError:  # the config cannot run with this remedy
+            return None
+
+    return report_command.with_tried_remedies(report, compile_with)
 
 
 def _report_generation(args: argparse.Namespace) -> int:

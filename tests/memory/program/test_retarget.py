@@ -25,7 +25,10 @@ def step(mesh):
     2 x 4; one argument lies in host memory, one is a random key."""
 
     def place(shape, *axes, **kind):
-        return spec(shape, jnp.float32, sharding=NamedSharding(mesh, P(*axes), **kind))
+        sharding = NamedSharding(mesh, P(*axes), **kind)
+        if kind and sharding.memory_kind is None:  # jax drops the kind if the mesh has described devices
+            sharding = NamedSharding(mesh.abstract_mesh, P(*axes), **kind)
+        return spec(shape, jnp.float32, sharding=sharding)
 
     def mean(x):
         return jax.lax.pmean(x, "data")
@@ -81,6 +84,7 @@ def test_the_bytes_are_those_of_the_target(devices, native):
     assert figures(report) == figures(native)
     assert native.target["name"] == report.target["name"] == "h200:8"
     assert native.host_bytes >= 4 * LAYERS * WIDTH * WIDTH // 4 and {c.kind for c in native.collectives}
+    assert {t.direction for t in report.transfers} == {"to host", "to device"}  # an argument in host memory is fetched
     assert {b.name for b in native.buffers if b.phase == "argument"} == {"weights", "held", "x", "key"}
 
 
@@ -188,3 +192,31 @@ def test_a_kernel_of_pallas_is_for_the_target():
 
     report = memory.analyze(step, spec((64, 128), jnp.float32), target="h200")
     assert report.peak_bytes == 2 * 64 * 128 * 4
+
+
+def test_arguments_stay_in_host_memory_on_a_target(devices):
+    """An argument is in host memory if its sharding or `in_shardings` says so, also if no other argument names devices
+    and if the result does not reuse its memory. A named argument may be donated."""
+    mesh = Mesh(np.array(devices[:1]), ("data",))
+    on_host = NamedSharding(mesh, P(), memory_kind="pinned_host")
+    single = jax.sharding.SingleDeviceSharding(devices[0], memory_kind="pinned_host")
+    array, size = spec((64, 64), jnp.float32), 4 * 64 * 64
+
+    def read(held, x):
+        return jax.device_put(held, jax.memory.Space.Device) @ x
+
+    def memory_of(step, *arguments, **named):
+        report = memory.analyze(step.trace(*arguments, **named), target="h200")
+        return {b.name: b.memory for b in report.buffers if b.phase == "argument"}, report
+
+    for sharding in (on_host, single):
+        found, report = memory_of(jax.jit(read), spec(array.shape, array.dtype, sharding=sharding), array)
+        assert found == {"held": "host", "x": "device"}
+        assert [(t.direction, t.bytes) for t in report.transfers] == [("to device", size)]
+    found, _ = memory_of(jax.jit(read, in_shardings=(on_host, NamedSharding(mesh, P()))), array, array)
+    assert found == {"held": "host", "x": "device"}
+    fetch = jax.jit(lambda held: 2 * jax.device_put(held, NamedSharding(mesh, P(), memory_kind="device")))
+    assert memory_of(fetch, spec(array.shape, array.dtype, sharding=on_host))[0] == {"held": "host"}
+
+    step = jax.jit(lambda *, state, x: state + x, donate_argnames="state")
+    assert memory_of(step, state=array, x=array)[1].xla.alias_bytes == size

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, make_parser
+from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, make_parser
 from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick
@@ -18,8 +18,8 @@ def test_every_command_is_in_the_overview_once(capsys):
     assert cli.main([]) == cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     names = [name for group in GROUPS.values() for name in group]
-    assert sorted([*names, *LISTS]) == sorted(COMMANDS) and len(names) <= 25
-    assert all(f"\n  {name} " in text for name in names) and max(map(len, text.splitlines())) <= 80
+    assert sorted([*names, *LISTS, *TOOLS]) == sorted(COMMANDS) and len(names) <= 25
+    assert all(f"\n  {name} " in text for name in (*names, *TOOLS)) and max(map(len, text.splitlines())) <= 80
     assert "\n  list         list configs, targets, keys and policies\n" in text
     assert not any(f"\n  {name} " in text for name in LISTS)
 

@@ -1,0 +1,182 @@
+"""Audits calls of jax.checkpoint and the names of `checkpoint_name`: the table's entry for both."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.audit.checkpoint_outcomes import CompiledOutcome, region_rows, rows_without_jaxpr
+from bytescope.memory.audit.checkpoint_requests import (
+    CheckpointRegion,
+    find_regions,
+    line_of,
+    mentioned_names,
+    request_for,
+)
+from bytescope.memory.hlo.sources import short_place
+from bytescope.memory.jaxprs import checkpoint_name_of, distinct_jaxprs
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.audit_record import AuditRow
+from bytescope.memory.records.report_record import JudgedProgram
+
+# Minimum similarity (difflib's ratio) of a word and its misspelling.
+_SIMILAR = 0.75
+_SEPARATORS = re.compile(r"[_\W]+")
+
+
+def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
+    """Yields a row for each call of `jax.checkpoint` that is differentiated, and for each checkpoint name that a remat
+    policy saves, recomputes or mentions.
+
+    Names that a policy offloads have a row here only if no value has the name. Without a jaxpr, as for a dump, the
+    requests are unknown, and the rows list what the compiled module recomputes and keeps.
+    """
+    outcome = CompiledOutcome(report, program.module)
+    kept: dict[str, int] = defaultdict(int)
+    for buffer in outcome.residuals:
+        for name in filter(None, buffer.checkpoint_name.split(", ")):
+            kept[name] += buffer.bytes
+    if program.jaxpr is None:
+        yield from rows_without_jaxpr(outcome)
+        for name, size in kept.items():
+            yield AuditRow("name", name, done="kept", bytes=size)
+        return
+    regions = find_regions(program.jaxpr)
+    if regions:
+        yield from region_rows(report, regions, outcome)
+        carried = _lines_of_names(program.jaxpr)
+        for name, line in carried.items():
+            yield from _carried_name(name, line, kept.get(name, 0), regions, outcome)
+        for policy, asking in _regions_by_policy(regions):
+            yield from _absent_names(policy, asking, carried)
+
+
+def _lines_of_names(jaxpr: Any) -> dict[str, str]:
+    """Returns the checkpoint names in a jaxpr: name -> "file.py:line" of a value with the name."""
+    lines: dict[str, str] = {}
+    for inside in distinct_jaxprs(jaxpr):
+        for equation in inside.eqns:
+            name = checkpoint_name_of(equation)
+            if name and name not in lines:
+                lines[name] = line_of(equation)
+    return lines
+
+
+def _regions_by_policy(regions: Iterable[CheckpointRegion]) -> list[tuple[Any, list[CheckpointRegion]]]:
+    groups: dict[int, tuple[Any, list[CheckpointRegion]]] = {}
+    for region in regions:
+        if region.policy is not None:
+            groups.setdefault(id(region.policy), (region.policy, []))[1].append(region)
+    return list(groups.values())
+
+
+def _carried_name(
+    name: str, line: str, size: int, regions: Sequence[CheckpointRegion], outcome: CompiledOutcome
+) -> Iterator[AuditRow]:
+    """Yields the row of a name that values of the program have; none if no policy decides about the name.
+
+    size: bytes of the residuals with the name at the peak.
+    """
+    requests = [request_for(region.policy, name) if region.has_policy else "" for region in regions]
+    saving = [region for region, request in zip(regions, requests) if request == "save"]
+    again = [region for region in regions if name in region.names]
+    lost = [region for region in saving if region in again]
+    if lost:
+        message = (
+            f"the policy of jax.checkpoint of {lost[0].title} saves {name}, but the value is computed again: name a "
+            "value outside of functions with a custom gradient"
+        )
+        yield AuditRow("name", name, line, "save", "recomputed", size, 0, "autodiff", message, _calls(lost))
+    elif saving:
+        yield AuditRow("name", name, line, "save", "kept", size, count=_calls(saving))
+    elif again:
+        merged = [region for region in again if outcome.is_merged(region)]
+        if merged:
+            message = (
+                f"the policy of jax.checkpoint of {merged[0].title} recomputes {name}, but XLA merges the "
+                f"recomputation with the forward pass: change jax.checkpoint of {merged[0].title}, as its row says"
+            )
+            yield AuditRow("name", name, line, "recompute", "kept", size, 0, "cse", message, _calls(merged))
+        else:
+            yield AuditRow("name", name, line, "recompute", "recomputed", size, count=_calls(again))
+    elif size and not any(region.has_policy for region in regions):
+        yield AuditRow("name", name, line, done="kept", bytes=size)
+
+
+def _calls(regions: Iterable[CheckpointRegion]) -> int:
+    return sum(region.count for region in regions)
+
+
+def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dict[str, str]) -> Iterator[AuditRow]:
+    """Yields a row for each name that a policy mentions and that no value of the program has.
+
+    A policy may list the names of several models. If the program has other names of the policy, and a name resembles no
+    name of the program, the row's request is unknown.
+    """
+    requests = mentioned_names(policy)
+    absent = [name for name in requests if name not in carried]
+    unmentioned = [name for name in carried if name not in requests]
+    files = {line.rpartition(":")[0] for region in regions for line in region.lines}
+    for name in absent:
+        message = f"the policy of jax.checkpoint of {regions[0].title} mentions {name}, but no value has this name: "
+        alike = [other for other in unmentioned if _is_misspelling(name, other)]
+        unused = next(filter(None, (_unused_name(file, name) for file in sorted(files))), "")
+        if unused:
+            message += f"use the result of checkpoint_name in {short_place(unused)}"
+        elif alike:
+            message += f"did you mean {alike[0]}?"
+        elif len(absent) == len(requests):
+            message += "give a value the name with jax.ad_checkpoint.checkpoint_name"
+        else:
+            message = ""
+        asked = requests[name] if message else "unknown"
+        source = unused or (carried[alike[0]] if alike else "") or regions[0].source
+        undone_by = "tracing" if message else ""
+        yield AuditRow("name", name, source, asked, "ignored", undone_by=undone_by, message=message)
+
+
+def _is_misspelling(name: str, other: str) -> bool:
+    """Returns whether a name is probably a misspelling of another name. The names "q_rot" and "k_rot" are not: each
+    word between the separators must be similar."""
+    words, others = _SEPARATORS.split(name.lower()), _SEPARATORS.split(other.lower())
+    if "".join(words) == "".join(others):
+        return True
+    if len(words) != len(others):
+        return False
+    return all(difflib.SequenceMatcher(None, *pair).ratio() >= _SIMILAR for pair in zip(words, others))
+
+
+@functools.lru_cache(maxsize=256)
+def _unused_name(file: str, name: str) -> str:
+    """Returns "file.py:line" of a call checkpoint_name(x, name) in a source file whose result is not used, "" if there
+    is none."""
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+        for node in ast.walk(function):
+            targets = node.targets if isinstance(node, ast.Assign) else ()
+            unread = all(isinstance(target, ast.Name) and target.id not in read for target in targets)
+            if isinstance(node, ast.Expr | ast.Assign) and unread and _names(node.value, name):
+                return f"{file}:{node.lineno}"
+    return ""
+
+
+def _names(node: ast.expr, name: str) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
+    return function == "checkpoint_name" and any(
+        isinstance(each, ast.Constant) and each.value == name for each in given
+    )

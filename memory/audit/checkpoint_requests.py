@@ -1,0 +1,342 @@
+"""Reads the requests to recompute values from the jaxpr of a step: calls of jax.checkpoint with their remat policies.
+
+After differentiation, a call of `jax.checkpoint` is an equation of the backward pass. The equations that it computes
+again have "rematted_computation" in their name stacks. With the flag `jax_remat3`, these equations stand in the jaxpr
+of the backward pass itself, and the policy is no longer known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from bytescope.memory.cost import flops
+from bytescope.memory.findings import user_functions
+from bytescope.memory.hlo.module import Frame, Metadata
+from bytescope.memory.hlo.sources import OWN, kind_of, source_line
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of, checkpoint_of, inner_jaxpr, parameters
+
+# Primitives that draw random bits.
+RANDOM = frozenset(("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"))
+# Primitives of kernels: XLA does not copy them into the fusions of their users, as it does elementwise operations.
+KERNELS = frozenset((*flops.KERNELS, *flops.OPAQUE, "pallas_call"))
+# (source line "file.py:line", primitive) by which an equation is found in the compiled module.
+Key = tuple[str, str]
+_MAX_SAMPLE = 24
+_MAX_DEPTH = 6
+
+
+class Recomputed(NamedTuple):
+    """An equation that the backward pass computes again, and "file.py:line" of the user's code that made it ("" if
+    unknown). jax traces its own functions only once, so an inner equation without a line has the line of their call."""
+
+    line: str
+    equation: Any
+
+    @property
+    def key(self) -> Key:
+        return self.line, self.equation.primitive.name
+
+
+@dataclasses.dataclass
+class CheckpointRegion:
+    """The calls of `jax.checkpoint` in one source line, with one function and one remat policy.
+
+    Fields:
+        title: name of the checkpointed function, such as "Block".
+        source: "file.py:line" of the call in the user's code; "" if unknown.
+        policy: the remat policy; None if there is none, or if it is unknown.
+        has_policy: whether `policy` is known. It is unknown with the flag `jax_remat3`.
+        prevent_cse: whether XLA's optimization barriers protect the recomputation; True if unknown.
+        count: number of calls in one step, including the iterations of loops.
+        unrolled: number of these calls outside of the loop over layers, such as the calls of a Python loop.
+        recomputed: the equations that the backward pass computes again, in all calls, with inner equations.
+        constant: the equations among `recomputed` whose results depend on no argument of the function.
+        flops: FLOPs of `recomputed` in one step, on all devices, including the iterations of loops.
+    """
+
+    title: str
+    source: str
+    policy: Any
+    has_policy: bool
+    prevent_cse: bool
+    count: int = 0
+    unrolled: int = 0
+    recomputed: list[Recomputed] = dataclasses.field(default_factory=list)
+    constant: list[Recomputed] = dataclasses.field(default_factory=list)
+    flops: int = 0
+
+    @functools.cached_property
+    def keys(self) -> frozenset[Key]:
+        """The keys of all equations that are computed again and whose line is known."""
+        return frozenset(each.key for each in self.recomputed if each.line)
+
+    @functools.cached_property
+    def lines(self) -> frozenset[str]:
+        """The source lines ("file.py:line") of all equations that are computed again."""
+        return frozenset(line for line, _ in self.keys) - {""}
+
+    @functools.cached_property
+    def kernels(self) -> list[Key]:
+        """The keys of the kernels, such as matrix products, that are computed again; one for each equation."""
+        return [each.key for each in self.recomputed if each.equation.primitive.name in KERNELS]
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The checkpoint names of the values that are computed again."""
+        return frozenset(checkpoint_name_of(each.equation) for each in self.recomputed) - {""}
+
+    @property
+    def recomputes(self) -> bool:
+        """False if the policy saves every value, so that no equation is left to compute again."""
+        return bool(self.recomputed) or not saves_every_value(self.policy)
+
+    def saves(self, name: str) -> bool:
+        """Returns whether the remat policy saves or offloads the values with a checkpoint name; `name` may be "" for
+        values without one."""
+        names = name.split(", ") if name else ()
+        return any(request_for(self.policy, each) in ("save", "offload") for each in names)
+
+
+def find_regions(jaxpr: Any) -> list[CheckpointRegion]:
+    """Returns the differentiated calls of `jax.checkpoint` in a ClosedJaxpr, grouped by function, policy and line.
+    Calls that are not differentiated recompute nothing and are left out."""
+    finder = _RegionFinder()
+    finder.visit(inner_jaxpr(jaxpr), 1, looped=False)
+    return list(finder.regions.values())
+
+
+class _RegionFinder:
+    """Collects the regions of a jaxpr. A jaxpr without regions is visited only once, however often it is used."""
+
+    def __init__(self) -> None:
+        self.regions: dict[Any, CheckpointRegion] = {}
+        self._empty: dict[int, Any] = {}
+        self._rematted: dict[Any, bool] = {}
+
+    def visit(self, jaxpr: Any, times: int, looped: bool, inside: bool = False) -> bool:
+        """Adds the regions of a Jaxpr that runs `times` times in one step, and returns whether there were any.
+
+        looped: whether a compiled loop runs the jaxpr. inside: whether the jaxpr is the body of a region, whose own
+        recomputed equations were added before.
+        """
+        if id(jaxpr) in self._empty:
+            return False
+        found = False
+        run: list[Any] = []
+        barrier = None
+        for equation in jaxpr.eqns:
+            if self._is_rematted(equation):
+                run.append(equation)
+                continue
+            if run and not inside:
+                found |= self._add_run(barrier, run, times, looped)
+            run = []
+            if equation.primitive.name == "optimization_barrier":
+                barrier = equation
+            checkpoint = checkpoint_of(equation)
+            if checkpoint is not None and parameters(equation).get("differentiated"):
+                found |= self._add_checkpoint(equation, times, looped)
+                found |= self.visit(inner_jaxpr(checkpoint.jaxpr), times, looped, inside=True)
+            elif equation.primitive.name != "pallas_call":
+                trips = equation.params["length"] if equation.primitive.name == "scan" else 1
+                in_loop = looped or equation.primitive.name in ("scan", "while")
+                for body in bodies(equation):
+                    found |= self.visit(body, times * trips, in_loop)
+        if run and not inside:
+            found |= self._add_run(barrier, run, times, looped)
+        if not found:
+            self._empty[id(jaxpr)] = jaxpr
+        return found
+
+    def _is_rematted(self, equation: Any) -> bool:
+        stack = equation.source_info.name_stack
+        if stack not in self._rematted:
+            self._rematted[stack] = bool(flops.RECOMPUTED.search(str(stack)))
+        return self._rematted[stack]
+
+    def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
+        """Adds a region of `jax_remat3`. Its equations follow an optimization barrier with the line of the call."""
+        title = common_function(frames_of(each) for each in _sample(rematted))
+        source = source_line(Metadata("", frames_of(barrier))) if barrier is not None else ""
+        region = CheckpointRegion(title, source or line_of(rematted[0]), None, False, True)
+        return self._add((title, source), region, rematted, times, looped)
+
+    def _add_checkpoint(self, equation: Any, times: int, looped: bool) -> bool:
+        given = parameters(equation)
+        body, prevent_cse = inner_jaxpr(given["jaxpr"]), given["prevent_cse"]
+        protected = all(prevent_cse) if isinstance(prevent_cse, tuple) else bool(prevent_cse)
+        title, source = _title_of(body), line_of(equation)
+        region = CheckpointRegion(title, source, given["policy"], True, protected)
+        rematted = [each for each in body.eqns if self._is_rematted(each)]
+        return self._add((title, source, id(region.policy), protected), region, rematted, times, looped)
+
+    def _add(self, key: Any, region: CheckpointRegion, rematted: Sequence[Any], times: int, looped: bool) -> bool:
+        region = self.regions.setdefault(key, region)
+        region.count += times
+        region.unrolled += 0 if looped else times
+        region.recomputed += _with_inner(rematted)
+        region.constant += _independent_of_inputs(rematted)
+        region.flops += times * sum(flops.count_equation(each).total for each in rematted)
+        return True
+
+
+def _with_inner(equations: Iterable[Any], line: str = "") -> Iterator[Recomputed]:
+    for equation in equations:
+        own = line_of(equation) or line
+        yield Recomputed(own, equation)
+        if equation.primitive.name != "pallas_call":
+            for body in bodies(equation):
+                yield from _with_inner(body.eqns, own)
+
+
+def _independent_of_inputs(equations: Sequence[Any]) -> list[Recomputed]:
+    """Returns the equations, and inner equations, whose results depend on no variable from outside of `equations`."""
+    constant: set[Any] = set()
+    found = []
+    for equation in equations:
+        if all(hasattr(atom, "val") or atom in constant for atom in equation.invars):
+            constant.update(equation.outvars)
+            found.append(equation)
+    return list(_with_inner(found))
+
+
+# ---- source positions --------------------------------------------------------------------------------------------
+
+
+def frames_of(equation: Any) -> tuple[Frame, ...]:
+    """Returns the stack frames of the user's and the libraries' code that made an equation, innermost first."""
+    return _frames_of_traceback(equation.source_info.traceback)
+
+
+@functools.lru_cache(maxsize=16384)
+def _frames_of_traceback(traceback: Any) -> tuple[Frame, ...]:
+    from jax._src import source_info_util
+
+    frames = source_info_util.user_frames(traceback)
+    return tuple(
+        Frame(each.file_name, each.start_line, each.start_column, each.end_line, each.end_column, each.function_name)
+        for each in frames
+    )
+
+
+def line_of(equation: Any) -> str:
+    """Returns "file.py:line" of the user's code that made an equation, "" if it is unknown."""
+    return _line_of_frames(frames_of(equation))
+
+
+@functools.lru_cache(maxsize=16384)
+def _line_of_frames(frames: tuple[Frame, ...]) -> str:
+    return source_line(Metadata("", frames))
+
+
+def _sample(equations: Sequence[Any]) -> Sequence[Any]:
+    return [*equations[:_MAX_SAMPLE], *equations[-_MAX_SAMPLE:]]
+
+
+def _title_of(body: Any) -> str:
+    info = getattr(body, "debug_info", None)
+    name, file = getattr(info, "func_name", "") or "", getattr(info, "func_filename", "") or ""
+    if name and not name.endswith(">") and file and kind_of(file) == OWN:
+        return user_functions.Function(name, file).title
+    return common_function(frames_of(each) for each in _sample(body.eqns)) or name
+
+
+def common_function(stacks: Iterable[Iterable[Frame]]) -> str:
+    """Returns the name of the innermost function of the user that all of these stacks of frames are inside of, "" if
+    there is none."""
+    calls = [each for each in map(user_functions.calls, stacks) if each]
+    common = set.intersection(*({call.function for call in each} for each in calls)) if calls else set()
+    for call in calls[0] if calls else ():
+        if call.function in common and not call.function.nameless:
+            return call.function.title
+    return ""
+
+
+# ---- remat policies ----------------------------------------------------------------------------------------------
+
+
+def mentioned_names(policy: Any) -> dict[str, str]:
+    """Returns the names that a remat policy mentions: name -> what the policy asks for it, "save", "offload" or
+    "recompute".
+
+    The names are the strings in the policy's fields and closure, and in the policies that it combines. The policy is
+    called with each name, so that the request is the policy's own answer. Strings for which the policy answers as for
+    any other name, such as the kind of a memory, are left out.
+    """
+    requests = {}
+    for name in sorted(_strings_of(policy, _MAX_DEPTH)):
+        request = request_for(policy, name)
+        if request and request != request_for(policy, "any other name"):
+            requests[name] = request
+    return requests
+
+
+def request_for(policy: Any, name: str) -> str:
+    """Returns what a remat policy asks for a value with a checkpoint name: "save", "offload" or "recompute"; "" if the
+    policy cannot be asked. Without a policy, jax recomputes the value."""
+    if policy is None:
+        return "recompute"
+    planned = _planned_names(policy)
+    if planned is not None:
+        return "save" if name in planned else "recompute"
+    try:
+        from jax._src.ad_checkpoint import name_p
+
+        answer = policy(name_p, name=name)
+    except Exception:  # a policy of the user may need the type of the value, which is unknown
+        return ""
+    if isinstance(answer, bool):
+        return "save" if answer else "recompute"
+    # jax's markers: the objects or classes Saveable, Recompute and Offloadable
+    kind = answer.__name__ if isinstance(answer, type) else type(answer).__name__
+    return {"Offloadable": "offload", "RecomputeType": "recompute", "SaveableType": "save"}.get(kind, "")
+
+
+def saves_every_value(policy: Any) -> bool:
+    """Returns whether a remat policy saves values without a name that no kernel computes, so that nothing is left to
+    recompute. Returns False without a policy, and if the policy cannot be asked."""
+    if policy is None:
+        return False
+    import jax
+
+    try:
+        return policy(jax.lax.mul_p) is True
+    except Exception:  # a policy of the user may need the types of the operands
+        return False
+
+
+def _strings_of(value: Any, depth: int) -> set[str]:
+    if isinstance(value, str):
+        return {value}
+    if depth == 0 or value is None or isinstance(value, types.ModuleType):
+        return set()
+    inside: Collection[Any] = ()
+    if isinstance(value, (set, frozenset, tuple, list)):
+        inside = value
+    elif isinstance(value, functools.partial):
+        inside = (value.func, *value.args, *value.keywords.values())
+    elif inspect.isfunction(value):
+        inside = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inside = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    else:
+        inside = _planned_names(value) or ()
+    return set().union(*(_strings_of(each, depth - 1) for each in inside))
+
+
+def _planned_names(policy: Any) -> frozenset[str] | None:
+    """Returns the names that a `memory.remat.recognition.RematPolicy` saves, None for other policies. This policy is
+    not called, because it records the calls of jax."""
+    return getattr(getattr(policy, "wanted", None), "names", None)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # an empty cell
+        return False

@@ -1,0 +1,299 @@
+"""Audits offloads: whether the values that a program sends to host memory arrive there.
+
+A program asks for host memory with a remat policy that offloads names or matrix products, with `jax.device_put` to a
+host memory, or with arguments whose sharding has a host memory kind. jax writes the first two as `device_put` equations
+whose result has the memory space Host; a policy that offloads a value which jax does not keep leaves no such equation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from bytescope.memory.audit.checkpoint_requests import line_of, request_for
+from bytescope.memory.cost import host_transfers
+from bytescope.memory.hlo import loops
+from bytescope.memory.hlo.buffers import HOST_COLOR
+from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.shapes import leaves
+from bytescope.memory.hlo.sources import short_place, source_line
+from bytescope.memory.jaxprs import bodies, checkpoint_name_of, checkpoint_of, inner_jaxpr, parameters
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.program.pairing import root_of
+from bytescope.memory.records.audit_record import AuditRow
+from bytescope.memory.records.report_record import JudgedProgram
+
+# Primitives whose results are the same values as their operands, in the same order.
+_SAME = frozenset(("reduce_precision", "sharding_constraint", "optimization_barrier", "copy", "copy_p", "device_put"))
+# A kernel, whose jaxpr has references instead of its operands.
+_KERNEL = "pallas_call"
+
+_ON_CPU = (
+    "the CPU backend has no separate host memory, so jax drops the move to it: compile for a GPU, such as h200, to see "
+    "the move"
+)
+_ROUND_TRIP = (
+    "XLA moves nothing to host memory, because it removes a move whose only use is the move back: put "
+    "jax.lax.optimization_barrier around the array in host memory"
+)
+
+
+class _Named(NamedTuple):
+    """A checkpoint name of a value in device memory, with the place of the name ("file.py:line")."""
+
+    name: str
+    line: str
+
+
+# The checkpoint names of a value in device memory.
+Labels = frozenset[_Named]
+
+
+class _Request(NamedTuple):
+    """A value for which the program asks host memory.
+
+    Fields:
+        subject: the checkpoint name of the value, or else the primitive that computes it.
+        line: "file.py:line" of the request; "" if unknown.
+        type: the type (aval) of the value, over all devices.
+        times: how often the step makes the value.
+        kept: whether jax keeps the value in device memory as an input of `jax.checkpoint`, so that nothing moves it.
+    """
+
+    subject: str
+    line: str
+    type: Any
+    times: int
+    kept: bool = False
+
+
+def offloads(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
+    """Yields rows for the values that a program sends to host memory: one for each argument, checkpoint name, or line.
+
+    Names of a policy that no value has are left to the audit of names. Without a jaxpr, as for a dump, the requests are
+    unknown, and the rows list what the compiled program keeps in or moves to host memory.
+    """
+    yield from _argument_rows(report, program)
+    if program.jaxpr is None:
+        yield from _unknown_requests(program.module)
+        return
+    outcome = _HostArrays(program.module)
+    rows: dict[tuple[str, str, str, bool], AuditRow] = {}
+    for request in _Walk().requests(program.jaxpr):
+        size = outcome.moved_bytes(request)
+        done, undone_by, message = "offloaded", "", ""
+        if request.kept:
+            size, done, undone_by = outcome.size_on_device(request), "kept", "autodiff"
+            message = (
+                f"jax.checkpoint keeps its inputs in device memory, and {request.subject} names an input: inside the "
+                f"function under jax.checkpoint, give the input the name before it is used"
+            )
+        elif not size:
+            size, done = outcome.size_on_device(request), "kept"
+            on_cpu = report.target.get("platform", "cpu") == "cpu"
+            undone_by, message = ("lowering", _ON_CPU) if on_cpu else ("offloader", _ROUND_TRIP)
+        key = request.subject, request.line, done, request.kept
+        row = rows.get(key) or AuditRow(
+            "offload", request.subject, request.line, "offload", done, 0, 0, undone_by, message, 0
+        )
+        rows[key] = dataclasses.replace(row, bytes=row.bytes + size, count=row.count + request.times)
+    yield from rows.values()
+
+
+def _argument_rows(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
+    asked = set()
+    if program.jaxpr is not None and program.signature is not None:
+        for leaf, aval in zip(program.signature.arguments, program.jaxpr.in_avals):
+            if _is_on_host(aval):
+                asked.add(leaf.parameter)
+    rows: dict[tuple[str, str], AuditRow] = {}
+    for allocation in program.allocations:
+        on_host = allocation.color == HOST_COLOR
+        if not allocation.entry_parameter or not (on_host or allocation.parameter in asked):
+            continue
+        root = root_of(program.arguments.path(allocation.parameter))
+        done, undone_by, message = "offloaded", "", ""
+        if not on_host:
+            done, undone_by, message = "kept", "lowering", _ON_CPU
+        request = "unknown" if program.jaxpr is None else "offload"
+        row = rows.get((root, done)) or AuditRow("offload", root, "", request, done, 0, 0, undone_by, message, 0)
+        rows[root, done] = dataclasses.replace(row, bytes=row.bytes + allocation.size, count=row.count + 1)
+    yield from rows.values()
+
+
+def _unknown_requests(module: Module) -> Iterator[AuditRow]:
+    """Yields a row for each source line whose values a compiled module moves to host memory."""
+    moved: dict[str, tuple[int, int]] = {}
+    for computation, times in loops.runs(module).items():
+        for id in module.computations[computation].instructions if computation in module.computations else ():
+            instruction = module.instructions[id]
+            for direction, size, _ in host_transfers.moved(module, instruction):
+                if direction == host_transfers.TO_HOST:
+                    line = source_line(module.metadata(instruction))
+                    total, count = moved.get(line, (0, 0))
+                    moved[line] = total + size * times, count + times
+    for line, (size, count) in moved.items():
+        yield AuditRow("offload", short_place(line) or "copy", line, done="offloaded", bytes=size, count=count)
+
+
+# ---- the requests in the jaxpr -----------------------------------------------------------------------------------
+
+
+def _is_on_host(aval: Any) -> bool:
+    return getattr(getattr(aval, "memory_space", None), "name", "") == "Host"
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
+
+
+class _Walk:
+    """Follows the checkpoint names of values through a jaxpr, and collects the values that are sent to host memory."""
+
+    def __init__(self) -> None:
+        self._relevant: dict[int, tuple[Any, bool]] = {}
+
+    def requests(self, jaxpr: Any) -> list[_Request]:
+        """Returns the requests of a ClosedJaxpr, in the order of its equations."""
+        inside = inner_jaxpr(jaxpr)
+        return self._walk(inside, [frozenset()] * len(inside.invars))[1]
+
+    def _walk(self, jaxpr: Any, given: Sequence[Labels]) -> tuple[list[Labels], list[_Request]]:
+        """Returns the names of a Jaxpr's results and its requests. `given`: the names of its inputs."""
+        known: dict[Any, Labels] = dict(zip(jaxpr.invars, given))
+        makers: dict[Any, Any] = {}
+        used: set[Any] = set()
+        found: list[_Request] = []
+
+        def labels_of(atoms: Iterable[Any]) -> list[Labels]:
+            return [known.get(atom, frozenset()) if not hasattr(atom, "val") else frozenset() for atom in atoms]
+
+        for equation in jaxpr.eqns:
+            labels, primitive = labels_of(equation.invars), equation.primitive.name
+            results: list[Labels] = [frozenset()] * len(equation.outvars)
+            name, checkpoint = checkpoint_name_of(equation), checkpoint_of(equation)
+            if name:
+                results = [labels[0] | {_Named(name, line_of(equation))}]
+            elif primitive == "device_put":
+                used = used or {atom for each in jaxpr.eqns for atom in each.invars if not hasattr(atom, "val")}
+                for source, target, own in zip(equation.invars, equation.outvars, labels):
+                    # jax may send a value to host memory that the backward pass does not need.
+                    if target in used or target in jaxpr.outvars:
+                        found += _put(equation, makers, source, target, own)
+                results = [
+                    own if not _is_on_host(to.aval) else frozenset() for to, own in zip(equation.outvars, labels)
+                ]
+            elif primitive in _SAME:
+                results = labels[: len(results)] if len(labels) >= len(results) else results
+            elif primitive != _KERNEL and (any(labels) or self._is_relevant(equation)):
+                if checkpoint is not None and parameters(equation).get("differentiated", True):
+                    found += _kept_inputs(equation, checkpoint.policy, labels)
+                inner, requests = self._walk_bodies(equation, labels)
+                results = inner if len(inner) == len(results) else results
+                found += requests
+            for variable, own in zip(equation.outvars, results):
+                makers[variable] = equation
+                if own:
+                    known[variable] = own
+        return labels_of(jaxpr.outvars), found
+
+    def _walk_bodies(self, equation: Any, labels: list[Labels]) -> tuple[list[Labels], list[_Request]]:
+        given, primitive = parameters(equation), equation.primitive.name
+        if primitive == "scan":
+            body = inner_jaxpr(given["jaxpr"])
+            # Stacked inputs and results have one dimension more outside of the loop. The inputs are constants, the
+            # carry and stacked inputs, the results are the carry and stacked results.
+            end = sum(_rank(outer) == _rank(inner) for outer, inner in zip(equation.invars, body.invars))
+            first = end - sum(_rank(outer) == _rank(inner) for outer, inner in zip(equation.outvars, body.outvars))
+            results, requests = self._walk(body, labels)
+            carried = [own | after for own, after in zip(labels[first:end], results[: end - first])]
+            if carried != labels[first:end]:  # a later iteration gets the names of the carry
+                results, requests = self._walk(body, [*labels[:first], *carried, *labels[end:]])
+            return results, [each._replace(times=each.times * given["length"]) for each in requests]
+        if primitive == "while":
+            body = inner_jaxpr(given["body_jaxpr"])
+            return self._walk(body, labels[len(labels) - len(body.invars) :])
+        if primitive == "cond":
+            branches = [self._walk(inner_jaxpr(branch), labels[1:]) for branch in given["branches"]]
+            merged = [frozenset().union(*each) for each in zip(*(results for results, _ in branches))]
+            return merged, [request for _, requests in branches for request in requests]
+        for body in bodies(equation):
+            if len(body.invars) == len(labels):
+                return self._walk(body, labels)
+        found = []
+        for body in bodies(equation):
+            found += self._walk(body, [frozenset()] * len(body.invars))[1]
+        return [], found
+
+    def _is_relevant(self, equation: Any) -> bool:
+        """Returns whether a body of an equation contains a name or a `device_put`."""
+        return any(map(self._has_requests, bodies(equation)))
+
+    def _has_requests(self, jaxpr: Any) -> bool:
+        if id(jaxpr) not in self._relevant:
+            relevant = any(
+                equation.primitive.name == "device_put" or checkpoint_name_of(equation) or self._is_relevant(equation)
+                for equation in jaxpr.eqns
+            )
+            self._relevant[id(jaxpr)] = jaxpr, relevant
+        return self._relevant[id(jaxpr)][1]
+
+
+def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels: Labels) -> Iterator[_Request]:
+    """Yields the request of a `device_put` equation that moves the variable `source` to `target` in host memory."""
+    if not _is_on_host(target.aval) or _is_on_host(source.aval):
+        return
+    maker = makers.get(source) if not hasattr(source, "val") else None
+    while maker is not None and maker.primitive.name in _SAME:
+        maker = makers.get(maker.invars[0])
+    # jax makes the equation of a policy at no line of its own, and with copy semantics that users rarely ask for.
+    by_policy = "ALWAYS_COPY" in str(parameters(equation).get("copy_semantics"))
+    lines = [line_of(each) for each in (equation, maker) if each is not None]
+    line = next(filter(None, reversed(lines) if by_policy else lines), "")
+    subject = ", ".join(sorted({label.name for label in labels}))
+    if not subject:
+        subject = maker.primitive.name if maker is not None else "device_put"
+    yield _Request(subject, min(labels).line if labels else line, target.aval, 1)
+
+
+def _kept_inputs(equation: Any, policy: Any, labels: Sequence[Labels]) -> Iterator[_Request]:
+    """Yields the inputs of a `jax.checkpoint` with names that its policy offloads. jax keeps them in device memory."""
+    for variable, own in zip(equation.invars, labels):
+        for label in sorted(own):
+            if request_for(policy, label.name) == "offload":
+                yield _Request(label.name, label.line, variable.aval, 1, kept=True)
+
+
+# ---- the outcome in the compiled module --------------------------------------------------------------------------
+
+
+class _HostArrays:
+    """The arrays in host memory of a compiled module, by which the moves of a program are recognized. XLA's copies have
+    no metadata, so a value is found by its dtype and its number of elements.
+    """
+
+    def __init__(self, module: Module):
+        self._devices = module.devices
+        self._sizes: dict[str, dict[int, int]] = {}  # dtype -> elements of one array -> bytes
+        for computation in loops.runs(module):
+            for id in module.computations[computation].instructions if computation in module.computations else ():
+                for _, shape in leaves(module.shape(module.instructions[id])):
+                    if shape.memory_space == host_transfers.HOST_SPACE:
+                        self._sizes.setdefault(shape.dtype, {})[math.prod(shape.dims)] = shape.bytes
+
+    def moved_bytes(self, request: _Request) -> int:
+        """Returns the bytes on one device of a request's values in host memory, 0 if there are none."""
+        whole = math.prod(request.type.shape)
+        for elements, size in sorted(self._sizes.get(request.type.dtype.name, {}).items(), reverse=True):
+            for times in {1, request.times}:  # one array, or the stack of a loop's arrays
+                parts, rest = divmod(whole * times, max(elements, 1))
+                if not rest and 1 <= parts <= self._devices:
+                    return size * request.times // times
+        return 0
+
+    def size_on_device(self, request: _Request) -> int:
+        """Returns the bytes on one device of a request's values, if the devices hold equal parts of them."""
+        size = math.prod(request.type.shape) * request.type.dtype.itemsize
+        return size * request.times // self._devices

@@ -1,0 +1,77 @@
+"""bytescope audit: compares what a program asks jax and XLA for with what the compiled program does.
+
+This module audits a user's program, an HLO dump, or a program of an adapter; `train.commands.audit_config` adds
+configs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from bytescope.memory.commands import audit_fix, report_command
+from bytescope.memory.commands.arguments import add_json, add_xla, show_written, user_path, write
+from bytescope.memory.commands.json_output import COMPILED, write_json
+from bytescope.memory.records.report_record import ReportRecord
+
+# The exit code of --strict if a request was not honored.
+NOT_HONORED = 1
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bytescope audit` that do not name the program."""
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a request was not honored")
+    audit_fix.add_fix(parser)
+    add_xla(parser)
+    add_json(parser, "the requests with their outcomes")
+    parser.add_argument(
+        "--html", metavar="FILE", type=user_path, help="write the report of the program, with the audit, as a page"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `bytescope audit` for the program of --program, of --hlo or of an adapter. Returns the exit code."""
+    program, subject = report_command.open_program(args)
+    report, compilation = report_command.make_report(program, subject)
+    show(report)
+    tried = audit_fix.fix_program(args, report, compilation.jaxpr) if args.fix else ()
+    return finish(args, report, tried)
+
+
+def show(report: ReportRecord) -> None:
+    """Prints the requests of a program with their outcomes."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.report import audit_view
+    from bytescope.memory.view.console import put
+
+    title = Text(f"{report.title} on {report.target.get('name', 'an unnamed target')}", "bold")
+    put(Group(title, Text(), audit_view.render(report.audit)))
+
+
+def finish(args: argparse.Namespace, report: ReportRecord, tried: Sequence[audit_fix.TriedProposal] = ()) -> int:
+    """Writes the files of --json and --html. Returns the exit code: with --strict, NOT_HONORED if a request was not
+    honored, else 0.
+
+    tried: the changes that --fix compiled.
+    """
+    result: dict[str, Any] = {
+        "program": report.title,
+        "target": report.target,
+        "versions": report.versions,
+        "honored": sum(row.honored is True for row in report.audit),
+        "not_honored": sum(row.honored is False for row in report.audit),
+        "unknown": sum(row.honored is None for row in report.audit),
+        "requests": [dataclasses.asdict(row) | {"honored": row.honored} for row in report.audit],
+        "proposals": [row.to_json() for row in tried],
+    }
+    write_json(args, result, caveats=(COMPILED, *report.notes))
+    if args.html:
+        from bytescope.memory.report import report_page
+
+        write(args.html, report_page.render(report))
+    show_written(args.json, args.html)
+    return NOT_HONORED if args.strict and result["not_honored"] else 0

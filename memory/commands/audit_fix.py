@@ -1,0 +1,229 @@
+"""bytescope audit --fix and --fix-sharding: propose changes for the problems of a report, compile them, and write them
+as a patch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.fixes import equal_results, patched_program
+from bytescope.memory.fixes.equal_results import NOT_CHECKED, SmallRun
+from bytescope.memory.fixes.proposals import Proposal, propose
+from bytescope.memory.fixes.source_edits import unified_diff
+from bytescope.memory.jaxprs import checkpoint_names_in
+from bytescope.memory.program import user_program
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.view.table_model import ColumnView, TableView
+
+@dataclasses.dataclass(frozen=True)
+class TriedProposal:
+    """A proposal with the program that was compiled with it. Sizes are bytes on one device.
+
+    Fields:
+        proposal: the proposal.
+        before, after: allocated bytes without and with the change; `after` is None if it was not compiled.
+        seconds_before, seconds_after: predicted seconds of an update; None if unknown.
+        not_honored: number of requests that the changed program still asks for in vain; None if it was not compiled.
+        numerics: "equal", "differs" or "not checked", for the results of the changed program at small sizes.
+        comparison: a sentence about the numerics; "" if they were not checked.
+        error: why the changed program could not be compiled; "" if it was, or if the change is by hand.
+    """
+
+    proposal: Proposal
+    before: int
+    after: int | None = None
+    seconds_before: float | None = None
+    seconds_after: float | None = None
+    not_honored: int | None = None
+    numerics: str = NOT_CHECKED
+    comparison: str = ""
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the proposal as JSON values. `files` are the changed files; [] for a change by hand."""
+        return {
+            "kind": self.proposal.kind,
+            "words": self.proposal.words,
+            "flags": self.proposal.flags,
+            "place": self.proposal.place,
+            "files": [str(path) for path in self.proposal.changed],
+            "allocated_bytes_before": self.before,
+            "allocated_bytes_after": self.after,
+            "seconds_before": self.seconds_before,
+            "seconds_after": self.seconds_after,
+            "not_honored": self.not_honored,
+            "numerics": self.numerics,
+            "comparison": self.comparison,
+            "error": self.error,
+        }
+
+
+def _outcome(row: TriedProposal) -> str:
+    if row.error:
+        return "failed"
+    return "by hand" if row.after is None else "compiled"
+
+
+COLUMNS = (
+    ColumnView("kind", "change for", "name", read=lambda row: row.proposal.kind),
+    ColumnView("outcome", "change", "text", read=_outcome),
+    ColumnView("before", "before", "bytes"),
+    ColumnView("after", "after", "bytes"),
+    ColumnView("seconds_before", "before", "duration", skip_zero=True),
+    ColumnView("seconds_after", "after", "duration", skip_zero=True),
+    ColumnView("numerics", "results at small sizes", "text", short="results"),
+)
+
+
+def add_fix(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags --fix, --fix-sharding, --small and --write of `bytescope audit`."""
+    parser.add_argument(
+        "--fix",
+        action="store_true",
+        help="propose changes for the findings and for requests that were not honored, compile each, and print the "
+        "bytes before and after, and the changes as a patch",
+    )
+    parser.add_argument(
+        "--fix-sharding",
+        action="store_true",
+        help="compile the program with sharding constraints where its partitioner gathers an array in full, and rank "
+        "them by bytes and seconds",
+    )
+    parser.add_argument(
+        "--small",
+        metavar="KEY=VALUE,...",
+        help="with --fix or --fix-sharding: keyword arguments of the --program function that make the program small; each change is then "
+        "run on the CPU, and its results are compared with those of the unchanged program",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="with --fix: write the changes to the source files (default: only print them)",
+    )
+
+
+def check_fix(args: argparse.Namespace) -> None:
+    """Raises ReportError if --small or --write is given without --fix, or --fix without a program that can be
+    changed."""
+    fixes = [flag for flag in ("fix", "fix_sharding") if getattr(args, flag)]
+    for flag in ("small", "write"):
+        if getattr(args, flag) and not (args.fix or (flag == "small" and args.fix_sharding)):
+            raise ReportError(f"--{flag} is only valid with --fix: give both, or leave it out")
+    if fixes and args.hlo:
+        raise ReportError(
+            f"--{fixes[0].replace('_', '-')} cannot be used with --hlo, because a dump has no source files: give the step "
+            "with --program=MODULE:FUNCTION"
+        )
+    if args.small:
+        equal_results.parse_small(args.small)
+
+
+def fix_program(args: argparse.Namespace, report: ReportRecord, jaxpr: Any) -> list[TriedProposal]:
+    """Proposes changes of the program of --program, compiles and prints them, and writes them with --write. Returns the
+    proposals.
+
+    report: the report of the unchanged program. jaxpr: its ClosedJaxpr.
+    """
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    function = user_program.load_function(args.program)
+    step = function.make(target=None).program
+    words = [f"--program={args.program}", args.target, *(f"--xla={flag}" for flag in args.xla)]
+    proposals = propose(report, function, step, checkpoint_names_in(jaxpr))
+    unchanged = None
+    if args.small and any(proposal.changed for proposal in proposals):
+        put(Prose(f"running the unchanged program with {args.small}", "dim"))
+        unchanged = _run_small(args, {})
+    tried = []
+    for proposal in proposals:
+        if not proposal.changed:
+            tried.append(TriedProposal(proposal, report.allocated_bytes))
+            continue
+        put(Prose(f"compiling with the change for {proposal.kind}: {proposal.words}", "dim"))
+        row = _compiled(proposal, words, report)
+        if unchanged is not None and not row.error:
+            try:
+                equality = equal_results.compare_results(unchanged, _run_small(args, proposal.changed))
+                row = dataclasses.replace(row, numerics=equality.outcome, comparison=equality.sentence)
+            except ReportError as error:
+                row = dataclasses.replace(row, comparison=str(error))
+        tried.append(row)
+    show(tried)
+    if args.write:
+        _write(tried)
+    return tried
+
+
+def _run_small(args: argparse.Namespace, changed: Mapping[Path, str]) -> SmallRun:
+    from bytescope.memory.devices import targets
+
+    small = equal_results.parse_small(args.small)
+    return equal_results.run_version(args.program, small, changed, targets.parse(args.target).n_devices)
+
+
+def _compiled(proposal: Proposal, words: Sequence[str], report: ReportRecord) -> TriedProposal:
+    before = report.prediction.get("seconds")
+    try:
+        changed = patched_program.report_with(words, proposal.changed)
+    except ReportError as error:
+        return TriedProposal(proposal, report.allocated_bytes, seconds_before=before, error=str(error))
+    return TriedProposal(
+        proposal,
+        report.allocated_bytes,
+        changed.allocated_bytes,
+        before,
+        changed.prediction.get("seconds"),
+        sum(row.honored is False for row in changed.audit),
+    )
+
+
+def show(tried: Sequence[TriedProposal]) -> None:
+    """Prints the proposals as a table, then the patch of each compiled change, for `git apply` in the current folder,
+    and the changes by hand."""
+    from rich.text import Text
+
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.table_views import terminal_table
+    from bytescope.memory.view.text_layout import Prose
+
+    if not tried:
+        put(Prose("no change to propose"))
+        return
+    put(terminal_table(TableView(COLUMNS, tried)))
+    for row in tried:
+        proposal = row.proposal
+        if row.error:
+            put(Prose(f"{proposal.kind}: {proposal.words}: does not compile: {row.error}", "red"))
+        elif proposal.flags:
+            put(Prose(f"{proposal.kind}: {proposal.words}"))
+        elif proposal.changed:
+            put(Text(f"\n{proposal.words}", "bold"))
+            if row.comparison:
+                put(Prose(row.comparison, "red" if row.numerics == equal_results.DIFFERS else ""))
+            print(unified_diff(proposal.changed, Path.cwd()))  # not wrapped
+        else:
+            where = f" at {proposal.place}" if proposal.place else ""
+            put(Prose(f"by hand, {proposal.kind}{where}: {proposal.words}"))
+
+
+def _write(tried: Sequence[TriedProposal]) -> None:
+    """Writes the compiled changes that do not change results. Changes of one file are not combined: the first one with
+    the most freed bytes is written, and the command can run again."""
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    written: set[Path] = set()
+    usable = [row for row in tried if row.after is not None and row.numerics != equal_results.DIFFERS]
+    for row in sorted(usable, key=lambda row: row.after or 0):
+        if written & row.proposal.changed.keys():
+            put(Prose(f"not written, because its file has changed: {row.proposal.words}; run the command again"))
+            continue
+        for path, text in row.proposal.changed.items():
+            path.write_text(text, encoding="utf-8", newline="")
+            written.add(path)
+            put(Prose(f"wrote {path}"))

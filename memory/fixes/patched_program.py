@@ -1,0 +1,72 @@
+"""Runs a command of bytescope on a user's program whose source files have changes that are not written to disk.
+
+The command runs in a child process, because a module that is imported once keeps its old code.
+
+    python -m bytescope.memory.fixes.patched_program CHANGED.json report --program=steps.py:program h100:8 --json=-
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_record import ReportRecord
+
+# Exit codes of `bytescope report` after which its JSON was written: done, and does not fit.
+_REPORTED = (0, 3)
+
+
+def report_with(words: Sequence[str], changed: Mapping[Path, str]) -> ReportRecord:
+    """Returns the report of a program with changed source files, compiled in a child process.
+
+    Args:
+        words: arguments of `bytescope report` that name the program and the target.
+        changed: path of a source file -> its new text; {} for the program as it is.
+
+    Raises ReportError, a one-line message, if the changed program cannot be imported, traced or compiled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files, out = Path(folder, "changed.json"), Path(folder, "report.json")
+        files.write_text(json.dumps({os.path.realpath(path): text for path, text in changed.items()}))
+        child = subprocess.run(
+            [sys.executable, "-m", __spec__.name, str(files), "report", *words, f"--json={out}"],
+            capture_output=True,
+            text=True,
+        )
+        if child.returncode in _REPORTED and out.is_file():
+            return ReportRecord.from_json(json.loads(out.read_text()))
+    errors = child.stderr.strip().splitlines() or [f"the compile ended with exit code {child.returncode}"]
+    raise ReportError(errors[-1].removeprefix("error: "))
+
+
+def use_changed_files(changed: Mapping[str, str]) -> None:
+    """Makes this process import changed source text. `changed`: real path of a file -> its text."""
+    get_code = importlib.machinery.SourceFileLoader.get_code
+
+    def get_changed_code(loader: Any, name: str) -> Any:
+        path = loader.get_filename(name)
+        text = changed.get(os.path.realpath(path))
+        return get_code(loader, name) if text is None else loader.source_to_code(text.encode(), path)
+
+    setattr(importlib.machinery.SourceFileLoader, "get_code", get_changed_code)  # noqa: B010  # its type is not writable
+
+
+def main() -> None:
+    """Runs the command in `sys.argv`: the JSON file with the changed text by path, then the words of the command."""
+    file, *words = sys.argv[1:]
+    use_changed_files(json.loads(Path(file).read_text()))
+    sys.argv = ["bytescope", *words]
+    runpy.run_module("bytescope.memory", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Proposes changes of a user's source files, or of places in them, for the findings and the audit of a report."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from bytescope.memory.fixes.source_edits import Edit, SourceFile, changed_text
+from bytescope.memory.hlo.sources import OWN, kind_of
+from bytescope.memory.program.user_program import UserFunction
+from bytescope.memory.records.report_record import ReportRecord
+
+# Findings whose remedy is a place in the code and words, not an edit.
+BY_HAND = ("full_logits", "wide_activations", "spare_memory", "weight_copies", "state_resharded", "unrolled_layers")
+_POSITION = re.compile(r"args\[(\d+)\]$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A change that should remove a problem of a program.
+
+    Fields:
+        kind: the finding or the kind of the audit's row that it is for, such as "not_donated" or "name".
+        words: the change in words.
+        changed: path of a source file -> its new text; {} if the change must be made by hand.
+        place: "file.py:line" of a change by hand; "" if unknown.
+        flags: flags of `bytescope train` that make the change; "" for a user's program.
+    """
+
+    kind: str
+    words: str
+    changed: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    place: str = ""
+    flags: str = ""
+
+
+def propose(report: ReportRecord, function: UserFunction, step: object, names: Collection[str]) -> list[Proposal]:
+    """Returns proposals for a report, those with an edit first.
+
+    Args:
+        report: the report of the program.
+        function: the function that returns the program.
+        step: the program's step, whose parameters give the positions of donated arguments.
+        names: the checkpoint names in the program's jaxpr.
+    """
+    sources = SourceFiles([inspect.getsourcefile(function.module), *(row.source for row in report.audit)])
+    return [*_edits(report, function, step, names, sources), *_by_hand(report)]
+
+
+class SourceFiles:
+    """The user's source files in which edits are searched. Files of libraries and files that cannot be parsed are left
+    out.
+
+    places: paths of source files, or source lines such as "/w/model.py:31".
+    """
+
+    def __init__(self, places: Iterable[str | None]):
+        self.files: dict[Path, SourceFile] = {}
+        for place in places:
+            file = re.sub(r":\d+$", "", place or "")
+            if file and kind_of(file) == OWN and Path(file) not in self.files:
+                try:
+                    self.files[Path(file)] = SourceFile(Path(file))
+                except (OSError, ValueError):
+                    continue
+
+    def only_edit(self, make: Callable[[SourceFile], list[Edit]]) -> dict[Path, str]:
+        """Returns path -> new text for the only file in which `make` finds an edit; {} if none or several have one."""
+        edited = {path: changed_text(file, edits) for path, file in self.files.items() if (edits := make(file))}
+        return edited if len(edited) == 1 else {}
+
+
+def _edits(
+    report: ReportRecord, function: UserFunction, step: object, names: Collection[str], sources: SourceFiles
+) -> Iterator[Proposal]:
+    for finding in report.findings:
+        if finding.kind == "not_donated":
+            numbers = _positions(step, finding.subjects)
+            own = function.name.rpartition(":")[2].rpartition(".")[2]
+            changed = sources.only_edit(partial(SourceFile.donate, function=own, numbers=numbers)) if numbers else {}
+            yield Proposal(finding.kind, f"donate {', '.join(finding.subjects)}: {finding.remedy}", changed)
+        elif finding.kind == "checkpoint_saves" and finding.subjects:
+            file, wrapped = Path(finding.file), finding.subjects[0]
+            changed = SourceFiles([finding.file]).only_edit(partial(SourceFile.checkpoint, function=wrapped))
+            yield Proposal(finding.kind, finding.remedy, changed, "" if changed else file.name)
+    for row in report.audit:
+        if row.honored is not False:
+            continue
+        near = difflib.get_close_matches(row.subject, names, 1)
+        if row.done == "ignored" and near:
+            changed = sources.only_edit(partial(SourceFile.rename, old=row.subject, new=near[0]))
+            yield Proposal(row.kind, f"write {near[0]} for {row.subject} in the policy", changed, row.source)
+        elif row.kind == "checkpoint" and row.undone_by == "cse":
+            changed = sources.only_edit(partial(SourceFile.prevent_cse, function=row.subject))
+            words = f"remove prevent_cse=False from jax.checkpoint of {row.subject}" if changed else row.message
+            yield Proposal(row.kind, words, changed, row.source)
+        elif row.asked == "offload" and row.done == "kept":
+            changed = sources.only_edit(partial(SourceFile.keep_only_offloaded, name=row.subject))
+            words = f"remove {row.subject} from the names that the policy saves" if changed else row.message
+            yield Proposal(row.kind, words, changed, row.source)
+        else:
+            yield Proposal(row.kind, row.message, {}, row.source)
+
+
+def _by_hand(report: ReportRecord) -> list[Proposal]:
+    return [
+        Proposal(finding.kind, f"{finding.message}: {finding.remedy}")
+        for finding in report.findings
+        if finding.kind in BY_HAND
+    ]
+
+
+def _positions(step: object, roots: Sequence[str]) -> tuple[int, ...]:
+    """Returns the positions of arguments in a call of the step, by their names; () if one is unknown."""
+    try:
+        parameters = list(inspect.signature(step).parameters) if callable(step) else []
+    except ValueError:
+        parameters = []
+    numbers = []
+    for root in roots:
+        match = _POSITION.match(root)
+        if match:
+            numbers.append(int(match[1]))
+        elif root in parameters:
+            numbers.append(parameters.index(root))
+        else:
+            return ()
+    return tuple(sorted(numbers))

@@ -1,0 +1,94 @@
+"""The view of an audit: the requests of a program to jax and XLA, with their outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bytescope.memory.hlo.sources import short_place
+from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
+from bytescope.memory.view.elements import PageTable
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import page_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+# Maximum number of requests on the page of a report. The JSON has all requests.
+MAX_ROWS = 60
+
+
+def _verdict(row: AuditRow) -> str:
+    return {True: "fits", False: "exceeds", None: "dim"}[row.honored]
+
+
+def _subject(row: AuditRow) -> str:
+    return f"{row.subject} ({row.count})" if row.count > 1 else row.subject
+
+
+COLUMNS = (
+    ColumnView("kind", "request", "text"),
+    ColumnView("subject", "of", "name", read=_subject),
+    ColumnView("asked", "asked", "text"),
+    ColumnView("done", "done", "text", verdict=_verdict),
+    ColumnView("bytes", "bytes", "bytes"),
+    ColumnView("flops", "recomputed FLOPs", "flops", skip_zero=True, short="FLOPs"),
+    ColumnView("undone_by", "undone by", "text"),
+    ColumnView("source", "at", "place", read=lambda row: short_place(row.source)),
+)
+
+
+def render(rows: Sequence[AuditRow]) -> RenderableType:
+    """Returns the table of all requests of a program for the terminal, with a sentence for each request that was not
+    honored."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.view.table_views import terminal_table
+    from bytescope.memory.view.text_layout import Prose
+
+    if not rows:
+        return Prose("the program asks jax and XLA for nothing: no checkpoint, checkpoint name, offload or donation")
+    parts: list[RenderableType] = [terminal_table(TableView(COLUMNS, rows)), Text(), Prose(summary(rows), "bold")]
+    return Group(*parts, *(Prose(line, "yellow", indent=2) for line in sentences(rows)))
+
+
+def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:
+    """Returns the requests that were not honored, for the terminal report of a program; None if there are none."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.view.text_layout import Prose
+
+    lines = sentences(rows)
+    if not lines:
+        return None
+    head = Text(f"not done as asked ({summary(rows)})", style="bold")
+    return Group(head, *(Prose(line, "yellow", indent=2) for line in lines))
+
+
+def page_rows(rows: Sequence[AuditRow]) -> PageTable | None:
+    """Returns the table of the requests for a page; None if there are none. The tooltip of a row is its message."""
+    if not rows:
+        return None
+    return page_table(TableView(COLUMNS, rows[:MAX_ROWS], hover=lambda row: row.message))
+
+
+def summary(rows: Sequence[AuditRow]) -> str:
+    """Returns the number of honored requests, such as "11 of 12 requests honored, 2 unknown"."""
+    known = [row for row in rows if row.honored is not None]
+    honored = sum(row.count for row in known if row.honored)
+    unknown = sum(row.count for row in rows if row.honored is None)
+    line = f"{honored} of {sum(row.count for row in known)} requests honored"
+    return f"{line}, {unknown} {UNKNOWN}" if unknown else line
+
+
+def sentences(rows: Sequence[AuditRow]) -> list[str]:
+    """Returns a sentence for each request that was not honored: what was asked, where, what happened, and how to change
+    it."""
+    lines = []
+    for row in rows:
+        if row.honored is False:
+            where = f" at {short_place(row.source)}" if row.source else ""
+            lines.append(f"{row.kind} {row.subject}{where}: {row.message}")
+    return lines

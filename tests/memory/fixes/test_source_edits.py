@@ -1,0 +1,81 @@
+"""Edits of source files: donated arguments, names of policies, decorators; the patch is one that git applies."""
+
+import subprocess
+
+import pytest
+
+from bytescope.memory.fixes.source_edits import SourceFile, changed_text, unified_diff
+
+pytestmark = pytest.mark.quick
+
+
+def edited(tmp_path, text, method, *words):
+    path = tmp_path / "steps.py"
+    path.write_text(text)
+    source = SourceFile(path)
+    edits = getattr(source, method)(*words)
+    return changed_text(source, edits) if edits else ""
+
+
+@pytest.mark.parametrize(
+    ("returned", "donated"),
+    [
+        ("step, (state, batch)", 'step, (state, batch), {"donate_argnums": (0, 1)}'),
+        ("step, (é, batch), {}", 'step, (é, batch), {"donate_argnums": (0, 1)}'),
+        ('step, args, {"tokens": 8}', 'step, args, {"donate_argnums": (0, 1), "tokens": 8}'),
+        ('step, args, {"donate_argnums": 2}', 'step, args, {"donate_argnums": (0, 1, 2)}'),
+        ("jax.jit(step).trace(a, b)", "jax.jit(step, donate_argnums=(0, 1)).trace(a, b)"),
+        ("jit(step, donate_argnums=(1,)).lower(a)", "jit(step, donate_argnums=(0, 1)).lower(a)"),
+        ('step, args, {"donate_argnums": numbers}', ""),
+        ("step, args, OPTIONS", ""),
+        ("jax.jit(step, **options).trace(a)", ""),
+        ("jax.jit(jax.jit(step))", ""),
+        ("config", ""),
+    ],
+)
+def test_donated_arguments(tmp_path, returned, donated):
+    text = "def program(width=8):\n    return {}\n"
+    found = edited(tmp_path, text.format(returned), "donate", "program", (0, 1))
+    assert found == (text.format(donated) if donated else "")
+
+
+def test_names_of_policies(tmp_path):
+    text = "p = save_only_these_names('hiden', \"out\")\nx = checkpoint_name(x, 'hiden')\n"
+    assert edited(tmp_path, text, "rename", "hiden", "hidden").startswith(
+        "p = save_only_these_names('hidden', \"out\")"
+    )
+    assert edited(tmp_path, text * 2, "rename", "hiden", "hidden") == ""
+    assert edited(tmp_path, "x = checkpoint_name(x, 'hiden')\n", "rename", "hiden", "hidden") == ""
+    both = 'p = P.save_and_offload_only_these_names(names_which_can_be_saved={}, names_which_can_be_offloaded=["b"])\n'
+    assert edited(tmp_path, both.format('["a", "b"]'), "keep_only_offloaded", "b") == both.format('["a"]')
+    assert edited(tmp_path, both.format('("a", "b")'), "keep_only_offloaded", "b") == both.format('("a",)')
+    assert edited(tmp_path, both.format("names"), "keep_only_offloaded", "b") == ""
+
+
+def test_the_protection_of_a_recomputation(tmp_path):
+    text = "f = jax.checkpoint(layer, prevent_cse=False, policy=p)\ng = checkpoint(other, prevent_cse=False)\n"
+    assert edited(tmp_path, text, "prevent_cse", "layer") == text.replace("False", "True", 1)
+    assert edited(tmp_path, text, "prevent_cse", "third") == ""
+
+
+def test_a_decorator(tmp_path):
+    text = "import jax\ndef f():\n    @other\n    def layer(x):\n        return x\n"
+    changed = edited(tmp_path, text, "checkpoint", "f.<locals>.layer")
+    assert changed == text.replace("    @other", "    @jax.checkpoint\n    @other")
+    assert edited(tmp_path, text.replace("import jax", "import jax as j"), "checkpoint", "layer") == ""
+    assert edited(tmp_path, text * 2, "checkpoint", "layer") == ""
+    with pytest.raises(ValueError, match="is not Python"):
+        edited(tmp_path, "def (:\n", "checkpoint", "layer")
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_git_applies_the_patch(tmp_path, end):
+    path = tmp_path / "steps.py"
+    path.write_bytes(f"import jax\r\ndef program():\r\n    # \x0c\r\n    return step, args{end}".encode())
+    source = SourceFile(path)
+    new = changed_text(source, source.donate("program", (0,)))
+    patch = unified_diff({path: new}, tmp_path)
+    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+    subprocess.run(["git", "apply", "--check", "-"], cwd=tmp_path, check=True, input=patch.encode())
+    subprocess.run(["git", "apply", "-"], cwd=tmp_path, check=True, input=patch.encode())
+    assert path.read_bytes() == new.encode() and b'{"donate_argnums": (0,)}' in new.encode()

@@ -1,0 +1,81 @@
+"""bytescope audit: what a config's step, or any program, asks jax and XLA for, and what the compiled program does.
+
+`memory.commands.audit_command` audits other programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+
+from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.commands import audit_command, audit_fix, report_command
+from bytescope.memory.commands.arguments import add_settings, check_files, refuse_flags
+from bytescope.memory.errors import ReportError
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.train.commands.config_arguments import add_subject, check_program, with_xla
+from bytescope.train.launch.runtime import TRAIN_FRACTION
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command-line arguments of `bytescope audit` to the parser."""
+    add_subject(parser)
+    add_settings(parser)
+    report_command.add_program(parser)
+    audit_command.add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compiles the program, prints its requests with their outcomes, and writes the requested files; returns the exit
+    code."""
+    check_files(args)
+    if is_adapted(args.config):
+        refuse_flags(args, ("fix", "small", "write"))
+        return audit_command.run(args)
+    check_program(args)
+    audit_fix.check_fix(args)
+    if not args.config:
+        return audit_command.run(args)
+    for flag in ("small", "write"):
+        if getattr(args, flag):
+            raise ReportError(f"--{flag} is only valid with --program: a config is changed by flags; leave it out")
+    return _audit_config(args)
+
+
+def _audit_config(args: argparse.Namespace) -> int:
+    from bytescope.memory.devices import targets
+    from bytescope.train.commands.report_config import with_tried_remedies
+    from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
+    from bytescope.train.plan.report_remedies import with_remedies
+    from bytescope.train.program import config_files as configs
+
+    args.overrides = with_xla(args, args.overrides)
+    report_command.start_platform(args, TRAIN_FRACTION.value)
+    target = targets.parse(args.target, TRAIN_FRACTION)
+    program = build_program(args.config, args.overrides, target)
+    prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
+    subject = functools.partial(subject_of, args.config, args.overrides, prepared)
+    report = report_command.make_report(prepared, subject)[0]
+    audit_command.show(report)
+    tried = []
+    if args.fix:
+        report = with_tried_remedies(args, target, prepared, with_remedies(report))
+        tried = tried_flags(report)
+        audit_fix.show(tried)
+    return audit_command.finish(args, report, tried)
+
+
+def tried_flags(report: ReportRecord) -> list[audit_fix.TriedProposal]:
+    """Returns the remedies of a report's findings as proposals, with the bytes of the programs that were compiled with
+    them."""
+    rows = []
+    for finding in report.findings:
+        changes = finding.flags or finding.options
+        proposal = audit_fix.Proposal(finding.kind, f"{finding.message}: {changes or finding.remedy}", flags=changes)
+        seconds = report.prediction.get("seconds")
+        rows.append(
+            audit_fix.TriedProposal(
+                proposal, report.allocated_bytes, finding.tried_bytes, seconds, finding.tried_seconds
+            )
+        )
+    return rows
