@@ -122,11 +122,11 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
     requests = mentioned_names(policy)
     absent = [name for name in requests if name not in carried]
     unmentioned = [name for name in carried if name not in requests]
-    files = {line.rpartition(":")[0] for region in regions for line in region.lines}
+    files = sorted({line.rpartition(":")[0] for region in regions for line in region.lines})
     for name in absent:
         message = f"the policy of jax.checkpoint of {regions[0].title} mentions {name}, but no value has this name: "
         alike = [other for other in unmentioned if _is_misspelling(name, other)]
-        unused = next(filter(None, (_unused_name(file, name) for file in sorted(files))), "")
+        unused = next((_unused_names(file)[name] for file in files if name in _unused_names(file)), "")
         if unused:
             message += f"use the result of checkpoint_name in {short_place(unused)}"
         elif alike:
@@ -142,8 +142,8 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
 
 
 def _is_misspelling(name: str, other: str) -> bool:
-    """Returns whether a name is probably a misspelling of another name. The names "q_rot" and "k_rot" are not: each
-    word between the separators must be similar."""
+    """Returns whether a name is probably a misspelling of another name. Each word between the separators must be
+    similar, so that "q_rot" is no misspelling of "k_rot"."""
     words, others = _SEPARATORS.split(name.lower()), _SEPARATORS.split(other.lower())
     if "".join(words) == "".join(others):
         return True
@@ -153,30 +153,30 @@ def _is_misspelling(name: str, other: str) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _unused_name(file: str, name: str) -> str:
-    """Returns "file.py:line" of a call checkpoint_name(x, name) in a source file whose result is not used, "" if there
-    is none."""
+def _unused_names(file: str) -> dict[str, str]:
+    """Returns the names of a source file's calls checkpoint_name(x, "name") whose results are not used: name ->
+    "file.py:line"."""
     try:
-        tree = ast.parse(Path(file).read_bytes())
+        source = Path(file).read_bytes()
+        tree = ast.parse(source if b"checkpoint_name" in source else b"")
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return ""
+        return {}
+    unused: dict[str, str] = {}
     for function in ast.walk(tree):
         if not isinstance(function, ast.FunctionDef):
             continue
         read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         for node in ast.walk(function):
-            targets = node.targets if isinstance(node, ast.Assign) else ()
-            unread = all(isinstance(target, ast.Name) and target.id not in read for target in targets)
-            if isinstance(node, ast.Expr | ast.Assign) and unread and _names(node.value, name):
-                return f"{file}:{node.lineno}"
-    return ""
+            if isinstance(node, ast.Expr | ast.Assign):
+                targets = node.targets if isinstance(node, ast.Assign) else ()
+                if all(isinstance(target, ast.Name) and target.id not in read for target in targets):
+                    unused |= dict.fromkeys(_given_names(node.value), f"{file}:{node.lineno}")
+    return unused
 
 
-def _names(node: ast.expr, name: str) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    function = getattr(node.func, "attr", getattr(node.func, "id", ""))
+def _given_names(node: ast.expr) -> list[str]:
+    """Returns the strings that an expression passes to checkpoint_name, [] if it is no call of checkpoint_name."""
+    if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) != "checkpoint_name":
+        return []
     given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
-    return function == "checkpoint_name" and any(
-        isinstance(each, ast.Constant) and each.value == name for each in given
-    )
+    return [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]

@@ -7,7 +7,6 @@ instruction may have the op_name of either of the two. It is found by its users:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
@@ -20,8 +19,8 @@ from bytescope.memory.audit.checkpoint_requests import (
     Key,
     common_function,
 )
-from bytescope.memory.findings import user_functions
 from bytescope.memory.findings.evidence import TOY, at_peak, start_of_backward
+from bytescope.memory.findings.user_functions import Function
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.module import Frame, Instruction, Module
 from bytescope.memory.hlo.sources import source_line
@@ -54,6 +53,7 @@ _NO_WORK = frozenset(
 # merge kernels with a common operand, so fewer kernels than equations are expected.
 _RECOMPUTED = 1 / 4
 # The word in an op_name that separates the call of jax.checkpoint from the operations that it computes again.
+_MARK = b"rematted_computation"
 _REGION = re.compile(r"/rematted_computation\b|\brematted_computation\b")
 
 
@@ -174,30 +174,27 @@ class CompiledOutcome:
         """
         if not region.recomputed or not self._may_be_merged(region) or self.merged_bytes(region) <= TOY:
             return False
+        again: Counter[Key] = Counter()
+        for key, name in self._recomputations:
+            if key in region.keys and not (self._is_unprotected(region) and name in self._needed_forward):
+                again[key] += 1
         if not region.kernels:
-            return not any(self._found(key).again for key in region.keys)
-        found = [self._found(key) for key in set(region.kernels)]
-        again = sum(each.again for each in found)
-        return any(each.once for each in found) and again < _RECOMPUTED * len(region.kernels)
+            return not again
+        return sum(again[key] for key in set(region.kernels)) < _RECOMPUTED * len(region.kernels)
 
     def _may_be_merged(self, region: CheckpointRegion) -> bool:
+        unprotected = self._is_unprotected(region) and region.unrolled > 1
+        return unprotected or _bytes_to_recompute(region, self.residuals) > TOY
+
+    def _is_unprotected(self, region: CheckpointRegion) -> bool:
         # Optimization barriers separate the passes, but XLA's CPU compiler removes them early.
-        unprotected = not region.prevent_cse or self._report.target.get("platform") == "cpu"
-        kept = sum(
-            buffer.bytes
-            for buffer in self.residuals
-            if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name)
-        )
-        return kept > TOY or (unprotected and region.unrolled > 1)
+        return not region.prevent_cse or self._report.target.get("platform") == "cpu"
 
     def merged_bytes(self, region: CheckpointRegion) -> int:
         """Returns the bytes at the peak of the values of a region that the jaxpr computes again. It counts the values
         that stay alive from the forward pass to the backward pass, and the values of the recomputation, which XLA may
         compute at any time if the passes are merged."""
-        kept = [
-            buffer for buffer in self._kept if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name)
-        ]
-        return sum(buffer.bytes for buffer in kept)
+        return _bytes_to_recompute(region, self._kept)
 
     @functools.cached_property
     def _kept(self) -> list[Buffer]:
@@ -213,30 +210,26 @@ class CompiledOutcome:
         stay alive until the backward pass, with its results."""
         size = 0
         for buffer in self._kept:
-            calls = user_functions.calls(self._frames(buffer.name))
-            if any(call.function.title == region.title for call in calls):
+            functions = {Function(frame.function, frame.file).title for frame in self._frames(buffer.name)}
+            if region.title in functions:
                 size += buffer.bytes
         return size
 
-    def _found(self, key: Key) -> _Found:
-        return self._instructions.get(key, _Found())
-
     @functools.cached_property
-    def _instructions(self) -> dict[Key, _Found]:
-        """Key -> the numbers of the instructions of the forward pass and of the recomputation with this key."""
-        found: dict[Key, _Found] = defaultdict(_Found)
-        for instruction in self._module.instructions.values():
-            metadata = self._module.metadata(instruction)
-            if instruction.opcode in _NO_WORK or self._has_same_name_inside(instruction, metadata.op_name):
+    def _recomputations(self) -> list[tuple[Key, str]]:
+        """(key, name) of the instructions with the op_name of a recomputation. If XLA merged the passes, some of them
+        belong to both."""
+        module, found = self._module, []
+        for instruction in module.instructions.values():
+            # Most metadata is never read, so the bytes are searched before they are decoded.
+            if instruction.opcode in _NO_WORK or module.data.find(_MARK, *instruction.metadata) < 0:
+                continue
+            metadata = module.metadata(instruction)
+            if self._has_same_name_inside(instruction, metadata.op_name):
                 continue
             scope = scopes.parse(metadata.op_name)
-            if scope.phase not in ("forward", "recompute"):
-                continue
-            each = found[source_line(metadata), scope.operation]
-            if scope.phase == "recompute" and instruction.name not in self._needed_forward:
-                each.again += 1
-            else:
-                each.once += 1
+            if scope.phase == "recompute":
+                found.append(((source_line(metadata), scope.operation), instruction.name))
         return found
 
     def _has_same_name_inside(self, instruction: Instruction, op_name: str) -> bool:
@@ -292,14 +285,6 @@ class CompiledOutcome:
         for op_name, frames in stacks.items():
             functions[common_function(frames) or scopes.parse(op_name + "/x").operation] += 1
         return functions
-
-
-@dataclasses.dataclass
-class _Found:
-    """Numbers of instructions: computed once for both passes or only for the forward pass, and computed again."""
-
-    once: int = 0
-    again: int = 0
 
 
 def _bytes_to_recompute(region: CheckpointRegion, buffers: Iterable[Buffer]) -> int:

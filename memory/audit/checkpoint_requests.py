@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.cost import flops
-from bytescope.memory.findings import user_functions
+from bytescope.memory.findings.user_functions import Function
 from bytescope.memory.hlo.module import Frame, Metadata
 from bytescope.memory.hlo.sources import OWN, kind_of, source_line
 from bytescope.memory.jaxprs import bodies, checkpoint_name_of, checkpoint_of, inner_jaxpr, parameters
@@ -116,7 +116,7 @@ class _RegionFinder:
     def __init__(self) -> None:
         self.regions: dict[Any, CheckpointRegion] = {}
         self._empty: dict[int, Any] = {}
-        self._rematted: dict[Any, bool] = {}
+        self._rematted: dict[int, tuple[Any, bool]] = {}
 
     def visit(self, jaxpr: Any, times: int, looped: bool, inside: bool = False) -> bool:
         """Adds the regions of a Jaxpr that runs `times` times in one step, and returns whether there were any.
@@ -154,10 +154,11 @@ class _RegionFinder:
         return found
 
     def _is_rematted(self, equation: Any) -> bool:
-        stack = equation.source_info.name_stack
-        if stack not in self._rematted:
-            self._rematted[stack] = bool(flops.RECOMPUTED.search(str(stack)))
-        return self._rematted[stack]
+        stack = equation.source_info.name_stack  # kept in the cache, so that no other object gets the same id
+        known = self._rematted.get(id(stack))
+        if known is None:
+            known = self._rematted[id(stack)] = stack, bool(flops.RECOMPUTED.search(str(stack)))
+        return known[1]
 
     def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
         """Adds a region of `jax_remat3`. Its equations follow an optimization barrier with the line of the call."""
@@ -170,7 +171,7 @@ class _RegionFinder:
         given = parameters(equation)
         body, prevent_cse = inner_jaxpr(given["jaxpr"]), given["prevent_cse"]
         protected = all(prevent_cse) if isinstance(prevent_cse, tuple) else bool(prevent_cse)
-        title, source = _title_of(body), line_of(equation)
+        title, source = _title_of(body, equation), _line_of_call(equation, body)
         region = CheckpointRegion(title, source, given["policy"], True, protected)
         rematted = [each for each in body.eqns if self._is_rematted(each)]
         return self._add((title, source, id(region.policy), protected), region, rematted, times, looped)
@@ -238,23 +239,40 @@ def _sample(equations: Sequence[Any]) -> Sequence[Any]:
     return [*equations[:_MAX_SAMPLE], *equations[-_MAX_SAMPLE:]]
 
 
-def _title_of(body: Any) -> str:
+def _title_of(body: Any, call: Any) -> str:
+    """Returns the name of a checkpointed function: its own name, or the user's function that it calls, or the function
+    that calls `jax.checkpoint`.
+
+    body: the Jaxpr of the function. call: the equation of the call.
+    """
     info = getattr(body, "debug_info", None)
     name, file = getattr(info, "func_name", "") or "", getattr(info, "func_filename", "") or ""
     if name and not name.endswith(">") and file and kind_of(file) == OWN:
-        return user_functions.Function(name, file).title
-    return common_function(frames_of(each) for each in _sample(body.eqns)) or name
+        return Function(name, file).title
+    title = common_function(frames_of(each) for each in _sample(body.eqns))
+    return title or common_function([frames_of(call)]) or name
+
+
+def _line_of_call(call: Any, body: Any) -> str:
+    """Returns "file:line" of the user's code that calls `jax.checkpoint`. If a library calls it, the line is the first
+    line of the user that the function runs."""
+    lines = [line_of(each) for each in (call, *_sample(body.eqns))]
+    return next((line for line in lines if kind_of(line.rpartition(":")[0]) == OWN), lines[0])
 
 
 def common_function(stacks: Iterable[Iterable[Frame]]) -> str:
     """Returns the name of the innermost function of the user that all of these stacks of frames are inside of, "" if
     there is none."""
-    calls = [each for each in map(user_functions.calls, stacks) if each]
-    common = set.intersection(*({call.function for call in each} for each in calls)) if calls else set()
-    for call in calls[0] if calls else ():
-        if call.function in common and not call.function.nameless:
-            return call.function.title
-    return ""
+    functions = [_functions(frames) for frames in stacks]
+    functions = [each for each in functions if each]
+    common = set.intersection(*map(set, functions)) if functions else set()
+    return next((function.title for function in functions[0] if function in common), "") if common else ""
+
+
+def _functions(frames: Iterable[Frame]) -> list[Function]:
+    """Returns the user's functions in a stack of frames, innermost first, without lambdas."""
+    called = [Function(frame.function, frame.file) for frame in frames if frame.function and kind_of(frame.file) == OWN]
+    return [function for function in called if not function.nameless]
 
 
 # ---- remat policies ----------------------------------------------------------------------------------------------

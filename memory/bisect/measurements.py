@@ -19,6 +19,8 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human, parse_bytes
 
 SCHEMA = 1
+# Buffers below this fraction of the peak are left out of the file.
+_SMALL_BUFFER = 1e-4
 # The keys of a report that a difference between two reports needs.
 _KEYS = (
     "schema",
@@ -161,8 +163,10 @@ class Measurement:
         if report is not None and self.report is not None:
             report = {key: report[key] for key in _KEYS}
             # Only the buffers at the peak are compared.
-            peak = self.report.peak_index
-            report["buffers"] = [row for row in report["buffers"] if row["start"] <= peak <= row["end"]]
+            peak, least = self.report.peak_index, self.report.peak_bytes * _SMALL_BUFFER
+            report["buffers"] = [
+                row for row in report["buffers"] if row["start"] <= peak <= row["end"] and row["bytes"] >= least
+            ]
         return {"point": self.point, "status": self.status, "seconds": round(self.seconds, 1), "report": report}
 
     @classmethod
