@@ -18,7 +18,7 @@ from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.text_layout import Prose
 
 COLUMNS = (
-    ColumnView("spec", "constraint", "value"),
+    ColumnView("spec", "constraint", "text"),
     ColumnView("array", "on", "name"),
     ColumnView("source", "at", "place", read=lambda trial: short_place(trial.source)),
     ColumnView("allocated_after", "allocated", "bytes"),
