@@ -31,9 +31,6 @@ from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 EQUAL, DIFFERS, NOT_CHECKED = "equal", "differs", "not checked"
 # Mesh axes for each dimension of an array, as in a PartitionSpec.
 Spec = tuple[tuple[str, ...], ...]
-# Results may differ by this many units of rounding, relative to the largest value of the array: a sum over devices adds
-# in another order.
-_ROUNDINGS = 64
 _OPAQUE = ("shard_map", "pallas_call", "custom_partitioning")
 
 
@@ -388,20 +385,34 @@ class _Rewriter:
 
 
 class _SmallRun:
-    """The step at small sizes, which runs on simulated CPU devices with and without a constraint."""
+    """The step at small sizes, which runs on simulated CPU devices with and without a constraint.
+
+    Two results are equal if the norm of their difference is at most the square root of the machine epsilon, relative to
+    the norm of the result. The machine epsilon is that of the least precise float dtype of the program, because a sum
+    over devices may add in another order."""
 
     def __init__(self, step: Any, args: Sequence[Any]):
+        import jax
+
         self.traced = unwrapped_stage(trace_step(step, args))
         self.mesh = _mesh_of(self.traced)
-        self.before = None if self.mesh is None else self._run(self.traced)
+        types = (atom.aval for inside in distinct_jaxprs(self.traced.jaxpr) for e in inside.eqns for atom in e.outvars)
+        dtypes = {each.dtype for each in types if hasattr(each, "dtype")}
+        floats = [dtype for dtype in dtypes if jax.dtypes.issubdtype(dtype, jax.numpy.inexact)]
+        self.epsilon = max((float(jax.numpy.finfo(dtype).eps) for dtype in floats), default=0.0)
+        self.before: list[Any] | None = None
+        self.signed = True  # negative numbers may be invalid for an argument, such as the second moment of Adam
+        if self.mesh is not None:
+            self.before = self._run(self.traced)
+            if self.before is not None and not _are_finite(self.before):
+                self.signed = False
+                self.before = self._run(self.traced)
 
     def compare(self, site: _Site, spec: Spec) -> str:
         """Returns whether the program gives the same results with a sharding constraint: "equal", "differs", or "not
-        checked" if one of the programs cannot run here."""
-        if self.before is None:
-            return NOT_CHECKED
+        checked" if one of the programs cannot run here or its results are not finite."""
         shapes = _same_rank_shapes(self.traced.jaxpr, site)
-        if not shapes:
+        if self.before is None or not _are_finite(self.before) or not shapes:
             return NOT_CHECKED
         small = dataclasses.replace(site, shape=shapes[0])
         try:
@@ -410,25 +421,24 @@ class _SmallRun:
             return NOT_CHECKED
         if after is None:
             return NOT_CHECKED
-        return EQUAL if all(_are_equal(*pair) for pair in zip(self.before, after)) else DIFFERS
+        return EQUAL if all(_are_equal(*pair, self.epsilon) for pair in zip(self.before, after)) else DIFFERS
 
     def _run(self, program: Any) -> list[Any] | None:
+        """Returns the results as numpy arrays; None if this process has too few CPU devices."""
         import jax
 
         try:
             lowered = retarget.lowered_for(program, targets.parse(f"cpu:{self.mesh.size}"))
-        except ReportError:  # too few CPU devices in this process
+        except ReportError:
             return None
         compiled: Any = compile_lowered(lowered, exact=False).executable
-        args, kwargs = compiled.args_info
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten(compiled.args_info)
         shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
-        arrays = [
-            jax.device_put(_random(number, leaf), sharding)
-            for number, (leaf, sharding) in enumerate(zip(leaves, shardings))
-        ]
+        arrays = []
+        for number, (leaf, sharding) in enumerate(zip(leaves, shardings)):
+            arrays.append(jax.device_put(_random(number, leaf, self.signed), sharding))
         args, kwargs = jax.tree.unflatten(tree, arrays)
-        return [jax.device_get(result) for result in jax.tree.leaves(compiled(*args, **kwargs))]
+        return [_as_numbers(result) for result in jax.tree.leaves(compiled(*args, **kwargs))]
 
 
 def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
@@ -442,8 +452,9 @@ def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _random(number: int, leaf: Any) -> Any:
-    """Returns a numpy array of normal numbers for floats, and of 0 and 1 for other dtypes."""
+def _random(number: int, leaf: Any, signed: bool) -> Any:
+    """Returns an array of small normal numbers for floats (their absolute values, unless `signed`), and of 0 and 1 for
+    other dtypes. `number`: seed of the random numbers."""
     import jax
     import numpy as np
 
@@ -451,16 +462,30 @@ def _random(number: int, leaf: Any) -> Any:
         return jax.random.key(number)
     generator = np.random.default_rng(number)
     if jax.dtypes.issubdtype(leaf.dtype, np.inexact):
-        return generator.normal(size=leaf.shape).astype(leaf.dtype)
+        values = 0.1 * generator.normal(size=leaf.shape)
+        return (values if signed else np.abs(values)).astype(leaf.dtype)
     return generator.integers(0, 2, leaf.shape).astype(leaf.dtype)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _as_numbers(result: Any) -> Any:
     import jax
     import numpy as np
 
-    one, other = np.asarray(one), np.asarray(other)
-    if not jax.dtypes.issubdtype(one.dtype, np.inexact):
+    if jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key):
+        result = jax.random.key_data(result)
+    is_float = jax.dtypes.issubdtype(result.dtype, np.floating)
+    return np.asarray(jax.device_get(result)).astype(np.float64 if is_float else result.dtype)
+
+
+def _are_finite(results: Sequence[Any] | None) -> bool:
+    import numpy as np
+
+    return results is not None and all(np.isfinite(result).all() for result in results)
+
+
+def _are_equal(one: Any, other: Any, epsilon: float) -> bool:
+    import numpy as np
+
+    if one.dtype.kind not in "fc":
         return np.array_equal(one, other)
-    bound = _ROUNDINGS * float(jax.numpy.finfo(one.dtype).eps) * float(np.max(np.abs(one), initial=0.0))
-    return np.allclose(one, other, rtol=0, atol=bound, equal_nan=True)
+    return bool(np.linalg.norm(one - other) <= math.sqrt(epsilon) * np.linalg.norm(one))
