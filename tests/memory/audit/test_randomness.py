@@ -2,7 +2,8 @@
 XLA for TPUs divides a draw differently (jax#21046, for which jax#21049 proposes an error).
 
 The last case needs a TPU compiler, so a module that it compiled is recorded here as text. On simulated CPU devices the
-bits of no key implementation depend on the sharding with jax 0.10.2 and 0.12, and no test can show a wrong gradient.
+bits of no key implementation depend on the sharding with jax 0.10.2 and 0.12: tests/bench/redrawn_mask.py shows the
+wrong gradient with jax 0.4.38.
 """
 
 import jax
@@ -16,6 +17,7 @@ from bytescope import memory
 from bytescope.memory.audit.randomness import randomness
 from bytescope.memory.hlo.buffers import read_module
 from bytescope.memory.peak.buffer_placement import PlacedProgram
+from support.bench_scripts import bench_script
 
 WIDTH, ROWS = 64, 32
 SPECS = (
@@ -138,3 +140,38 @@ def test_a_draw_that_the_partitioner_divides_differently(again):
     assert (row.asked, row.done, row.undone_by, row.honored) == ("unknown", "redrawn", "partitioner", None)
     assert (row.source, row.bytes) == ("model.py:7", 4 * 32 * 1024)
     assert "draws 32 x 1024 in the forward pass and 256 x 128 in the recomputation" in row.message
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_bits_of_threefry_keys_do_not_depend_on_the_sharding(constrained):
+    """The program whose gradient was wrong with jax 0.4.38 is right, so the audit reports no threefry key."""
+    before = jax.config.jax_threefry_partitionable
+    jax.config.update("jax_threefry_partitionable", False)
+    try:
+        loss, gradient = bench_script("redrawn_mask").compare(constrained)
+    finally:
+        jax.config.update("jax_threefry_partitionable", before)
+    assert loss < 1e-6 and gradient < 1e-6
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("unsafe", [True, False])
+def test_a_program_for_a_described_tpu(unsafe):
+    pytest.importorskip("libtpu")
+    target = memory.target("v5e:2x4")
+    mesh = Mesh(np.array(target.devices()).reshape(8), ("x",))
+    specs = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (
+            ((512, 1024), jnp.float32, P("x")),
+            ((1024, 512), jnp.float32, P("x")),
+            ((256, 512), jnp.float32, P("x")),
+            ((4,), jnp.uint32, P()),
+        )
+    ]
+    options = {"xla_tpu_spmd_rng_bit_generator_unsafe": True} if unsafe else {}
+    step = bench_script("redrawn_mask").tpu_step
+    report = memory.analyze(step, *specs, target=target, compiler_options=options)
+    (row,) = [row for row in report.audit if row.kind == "random"]
+    assert (row.honored, row.subject) == (not unsafe, "random_bits of key<rbg>")
+    assert row.bytes == 4 * (32 if unsafe else 256) * 1024
