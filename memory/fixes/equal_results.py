@@ -143,7 +143,7 @@ def run_small(program: PreparedProgram) -> SmallRun:
 
     compilation, _ = program.compile()
     compiled = compilation.executable
-    infos, tree = jax.tree.flatten(compiled.args_info, is_leaf=lambda node: hasattr(node, "donated"))
+    infos, tree = jax.tree.flatten(compiled.args_info)
     places = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda node: node is None)  # None: an unused argument
     roles = program_arguments.read(
         compilation.program, signature=compilation.signature, extra=program.roles or ()
@@ -206,7 +206,7 @@ def _random_array(info: Any, path: str, role: str, rounding: float) -> Any:
     random = np.random.default_rng(zlib.crc32(path.encode()))
     shape, dtype = info.shape, info.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return jnp.broadcast_to(jax.random.key(0, impl=jax.random.key_impl(info)), shape)
+        return jnp.broadcast_to(jax.random.key(0, impl=dtype._impl.name), shape)
     if role in _ZERO:
         return np.zeros(shape, dtype)
     if jnp.issubdtype(dtype, jnp.bool_):
