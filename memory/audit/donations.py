@@ -68,8 +68,8 @@ _OFF = (
     "on when the step was compiled"
 )
 _READ_LATER = (
-    "XLA copies the old array, because the compiled step reads or returns it after the new one is written: leave out "
-    "results that need the old array, or compute them in a program of their own"
+    "XLA copies the old array, because the step returns it, or reads it together with the new array: leave out results "
+    "that need both, or compute them in a program of their own"
 )
 _UNUSED = (
     "the step does not use the argument, so jax leaves it out of the program and its memory stays with the caller: do "
@@ -117,18 +117,36 @@ def _bytes_of(dtype: str) -> int:
 
 
 def _copied_parameters(module: Module) -> set[int]:
-    """Returns the numbers of the entry parameters that XLA copies, in the same memory and layout, because their memory
-    is overwritten while they are still needed. Copies to another layout have other reasons.
+    """Returns the numbers of the donated entry parameters whose old value the program returns, or reads to compute
+    something from the new value, so that XLA has to copy it. XLA's copies for other reasons are left out.
     """
-    entry, copied = module.computations.get(module.entry), set()
-    for id in entry.instructions if entry else ():
+    entry, root = module.computations.get(module.entry), module.root(module.entry)
+    if entry is None or root is None:
+        return set()
+    results: dict[int, int] = {}  # parameter -> id of the result that reuses its memory
+    for index, parameter, _ in module.aliases:
+        result = module.operand(root, index[0]) if index else root
+        results[parameter] = result.id if result is not None else root.id
+    copies: dict[int, int] = {}  # id of a copy -> parameter
+    users: dict[int, list[int]] = {}
+    for id in entry.instructions:
         instruction = module.instructions[id]
-        operand = module.operand(instruction, 0)
-        if instruction.opcode != "copy" or operand is None or operand.opcode != "parameter":
-            continue
-        # The serialized shapes contain layout and memory space.
-        if module.data[slice(*operand.shape)] == module.data[slice(*instruction.shape)]:
-            copied.add(operand.parameter)
+        for operand in instruction.operands:
+            users.setdefault(operand, []).append(id)
+        source = module.operand(instruction, 0)
+        if instruction.opcode == "copy" and source is not None and source.opcode == "parameter":
+            copies[id] = source.parameter
+    copied = set()
+    for id, parameter in copies.items():
+        if parameter in results and results[parameter] != id:
+            pending, computed_from_new = [results[parameter]], set[int]()
+            while pending:
+                for user in users.get(pending.pop(), ()):
+                    if user not in computed_from_new:
+                        computed_from_new.add(user)
+                        pending.append(user)
+            if computed_from_new.intersection(users.get(id, ())):
+                copied.add(parameter)
     return copied
 
 

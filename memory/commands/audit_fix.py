@@ -19,6 +19,7 @@ from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.table_model import ColumnView, TableView
 
+
 @dataclasses.dataclass(frozen=True)
 class TriedProposal:
     """A proposal with the program that was compiled with it. Sizes are bytes on one device.

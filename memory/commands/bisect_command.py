@@ -336,7 +336,8 @@ def _heading(axis: Axis, bound: Bound) -> str:
     limit = f"{bound.value:+g} %" if bound.is_percent else quantity.text(bound.value)
     what = f"{bound.quantity} bytes" if not quantity.unit else bound.quantity
     if axis.is_sequence:
-        return f"{len(axis.changes)} versions, {axis.changes[0]} to {axis.changes[-1]}; bound: {what} {limit}"
+        noun = "commits" if axis.name == "git" else "versions"
+        return f"{len(axis.changes)} {noun}, {axis.changes[0]} to {axis.changes[-1]}; bound: {what} {limit}"
     changes = f"{len(axis.changes)} change{'s' if len(axis.changes) > 1 else ''}"
     return f"{changes} of {axis.name.replace('-', ' ')}; bound: {what} {limit}"
 
