@@ -8,13 +8,14 @@ from bytescope.memory.audit.checkpoint_names_audit import checkpoints
 from bytescope.memory.audit.donations import donations
 from bytescope.memory.audit.offloads import offloads
 from bytescope.memory.audit.partitioner import gathered_arrays
+from bytescope.memory.audit.randomness import randomness
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
 
 Audit = Callable[[JudgedProgram, PlacedProgram], Iterable[AuditRow]]
 
-AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, gathered_arrays)
+AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, randomness, gathered_arrays)
 
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:

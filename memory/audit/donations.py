@@ -11,15 +11,12 @@ from typing import Any
 from bytescope.memory.devices.signature import Signature, SignatureLeaf
 from bytescope.memory.findings.evidence import TOY, spec_words
 from bytescope.memory.hlo.buffers import Allocation
-from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.sources import OWN, kind_of
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
-
-# Opcodes whose result is the array of their operand, without a copy.
-_VIEWS = ("bitcast", "get-tuple-element")
 
 
 def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
@@ -46,13 +43,14 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
             continue
         leaf = leaves.get(number)
         if leaf is not None and leaf.donation_off:
-            if argument.update >= 0:
-                add(argument.path, allocation.size, "donate", "copied", "tracing", _OFF)
+            add(argument.path, allocation.size, "donate", "copied", "tracing", _OFF)
         elif number in reused:
-            if number in copied and argument.donated and allocation.size > TOY:
+            if leaf is None:
+                add(argument.path, allocation.size, "unknown", "reused")
+            elif number in copied and allocation.size > TOY:
                 add(argument.path, allocation.size, "donate", "copied", "copies", _READ_LATER)
             else:
-                add(argument.path, allocation.size, "donate" if argument.donated else "unknown", "reused")
+                add(argument.path, allocation.size, "donate", "reused")
         elif argument.donated and leaf is not None:
             message = _reason(program, signature, leaf, reused, allocation)
             add(argument.path, allocation.size, "donate", "copied", "lowering", message)
@@ -60,16 +58,18 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
         if leaf.donated and leaf.parameter < 0:
             size = math.prod(leaf.shape) * _bytes_of(leaf.dtype) // module.devices
             add(leaf.path, size, "donate", "ignored", "tracing", _UNUSED)
-    yield from rows.values()
+    for row in rows.values():
+        if row.done != "ignored" or row.bytes > TOY:  # unused counters and random keys waste nothing
+            yield row
 
 
 _OFF = (
-    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if the step "
-    "was compiled before"
+    "jax donates nothing while its setting jax_debug_nans is on: switch it off, and call jax.clear_caches() if it was "
+    "on when the step was compiled"
 )
 _READ_LATER = (
-    "the step reads or returns the old array after the new one is written, so XLA copies it: compute what needs the "
-    "old array before the update"
+    "XLA copies the old array, because the step returns it, or reads it together with the new array: leave out results "
+    "that need both, or compute them in a program of their own"
 )
 _UNUSED = (
     "the step does not use the argument, so jax leaves it out of the program and its memory stays with the caller: do "
@@ -117,17 +117,36 @@ def _bytes_of(dtype: str) -> int:
 
 
 def _copied_parameters(module: Module) -> set[int]:
-    """Returns the numbers of the entry parameters of which XLA makes a copy in device memory."""
-    entry, copied = module.computations.get(module.entry), set()
-    for id in entry.instructions if entry else ():
+    """Returns the numbers of the donated entry parameters whose old value the program returns, or reads to compute
+    something from the new value, so that XLA has to copy it. XLA's copies for other reasons are left out.
+    """
+    entry, root = module.computations.get(module.entry), module.root(module.entry)
+    if entry is None or root is None:
+        return set()
+    results: dict[int, int] = {}  # parameter -> id of the result that reuses its memory
+    for index, parameter, _ in module.aliases:
+        result = module.operand(root, index[0]) if index else root
+        results[parameter] = result.id if result is not None else root.id
+    copies: dict[int, int] = {}  # id of a copy -> parameter
+    users: dict[int, list[int]] = {}
+    for id in entry.instructions:
         instruction = module.instructions[id]
-        if instruction.opcode == "copy":
-            operand: Instruction | None = module.operand(instruction, 0)
-            while operand is not None and operand.opcode in _VIEWS:
-                operand = module.operand(operand, 0)
-            if operand is not None and operand.opcode == "parameter":
-                same_memory = module.shape(operand).memory_space == module.shape(instruction).memory_space
-                copied |= {operand.parameter} if same_memory else set()
+        for operand in instruction.operands:
+            users.setdefault(operand, []).append(id)
+        source = module.operand(instruction, 0)
+        if instruction.opcode == "copy" and source is not None and source.opcode == "parameter":
+            copies[id] = source.parameter
+    copied = set()
+    for id, parameter in copies.items():
+        if parameter in results and results[parameter] != id:
+            pending, computed_from_new = [results[parameter]], set[int]()
+            while pending:
+                for user in users.get(pending.pop(), ()):
+                    if user not in computed_from_new:
+                        computed_from_new.add(user)
+                        pending.append(user)
+            if computed_from_new.intersection(users.get(id, ())):
+                copied.add(parameter)
     return copied
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.dataflow import PASSING, Flow
-from bytescope.memory.hlo.module import Instruction, Metadata
+from bytescope.memory.hlo.module import Instruction, Metadata, Module
 from bytescope.memory.hlo.shapes import HloShape, Index
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.peak.buffer_rules import argument_read
+from bytescope.memory.peak.buffer_rules import way_to_argument
 from bytescope.memory.records.report_record import Collective, JudgedProgram
 
 GATHERS = ("all-gather", "all-gather-start")
@@ -28,6 +28,7 @@ class Gather:
         shape: shape of the gathered array.
         metadata: JAX's name and source lines of the collective.
         computation: id of the computation that contains the collective.
+        loop: the while loop whose body contains the collective; None if there is none.
         argument: the entry parameter that is gathered, possibly cast or sliced; None for a computed array.
         part: the part of the argument that is gathered, such as one of several stacked layers, as a key.
         looped: whether each iteration of the loop around the collective gathers another slice of the argument.
@@ -40,6 +41,7 @@ class Gather:
     shape: HloShape
     metadata: Metadata
     computation: int
+    loop: Instruction | None = None
     argument: Instruction | None = None
     part: bytes = b""
     looped: bool = False
@@ -113,41 +115,28 @@ def _read_gather(
         result = result.leaf((1,))
     if result.parts is not None:
         result = result.leaf((at,))
-    argument = argument_read(flow, flow.origin(value))
-    part, looped = _part_of(flow, value) if argument is not None else (b"", False)
+    way = way_to_argument(flow, flow.origin(value))
+    slices = [wire.message(span) for step in way for span in _slice_dimensions(module, step)]
     index: Index = (at,) if len(instruction.operands) > 1 else ()
     uses = tuple(_uses(flow, instruction, index))
-    slices = [use for use in uses if use.opcode == "dynamic-slice" and _differs_by_device(flow, use)]
+    cut = [use for use in uses if use.opcode == "dynamic-slice" and _differs_by_device(flow, use)]
     return Gather(
         item=item,
         shape=result if result.dtype else shape,
         metadata=module.metadata(start),
         computation=start.computation,
-        argument=argument,
-        part=part,
-        looped=looped,
+        loop=next((each for each in flow.callers.get(start.computation, ()) if each.opcode == "while"), None),
+        argument=way[-1] if way else None,
+        part=b"".join(module.data[start:end] for start, end in slices),
+        looped=any(step.opcode == "dynamic-slice" for step in way),
         uses=uses,
-        is_sliced=bool(uses) and len(slices) == len(uses),
+        is_sliced=bool(uses) and len(cut) == len(uses),
     )
 
 
-def _part_of(flow: Flow, value: Instruction) -> tuple[bytes, bool]:
-    """Returns (key of the slice of an argument that a value holds, whether each iteration of a loop takes another
-    slice)."""
-    pending, seen = [value], {value.id}
-    data = flow.module.data
-    while pending and len(seen) < _MAX_STEPS:
-        instruction = pending.pop()
-        if instruction.opcode == "dynamic-slice":
-            return b"", True
-        if instruction.opcode == "slice":
-            spans = [found for field, found in wire.fields(data, instruction.span) if field == _SLICE_FIELD]
-            return b"".join(data[slice(*wire.message(span))] for span in spans), False
-        before = list(flow.input_instructions(instruction))
-        fresh = [each for each in before if each.id not in seen]
-        seen.update(each.id for each in fresh)
-        pending += fresh
-    return b"", False
+def _slice_dimensions(module: Module, instruction: Instruction) -> Iterator[wire.Value]:
+    if instruction.opcode == "slice":
+        yield from (value for field, value in wire.fields(module.data, instruction.span) if field == _SLICE_FIELD)
 
 
 def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction]:

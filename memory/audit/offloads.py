@@ -245,14 +245,23 @@ def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels
     """Yields the request of a `device_put` equation that moves the variable `source` to `target` in host memory."""
     if not _is_on_host(target.aval) or _is_on_host(source.aval):
         return
-    maker = makers.get(source) if not hasattr(source, "val") else None
-    while maker is not None and maker.primitive.name in _SAME:
-        maker = makers.get(maker.invars[0])
-    line = line_of(equation) or (line_of(maker) if maker is not None else "")
-    subject = ", ".join(sorted({label.name for label in labels}))
-    if not subject:
-        subject = maker.primitive.name if maker is not None else "device_put"
-    yield _Request(subject, min(labels).line if labels else line, target.aval, 1)
+    maker, atom = None, source
+    while not hasattr(atom, "val"):
+        maker = makers.get(atom)
+        if maker is None or maker.primitive.name not in _SAME:
+            break
+        atom = maker.invars[0]
+    # jax makes the equation of a policy at no line of its own, and with copy semantics that users rarely ask for.
+    by_policy = "ALWAYS_COPY" in str(parameters(equation).get("copy_semantics"))
+    lines = [line_of(each) for each in (equation, maker) if each is not None]
+    line = next(filter(None, reversed(lines) if by_policy else lines), "")
+    subject = "device_put"
+    if maker is not None:
+        subject = checkpoint_name_of(maker) or maker.primitive.name
+        line = line_of(maker) if checkpoint_name_of(maker) else line
+    elif labels:
+        subject, line = min(labels)
+    yield _Request(subject, line, target.aval, 1)
 
 
 def _kept_inputs(equation: Any, policy: Any, labels: Sequence[Labels]) -> Iterator[_Request]:

@@ -27,7 +27,7 @@ from bytescope.memory.jaxprs import bodies, distinct_jaxprs
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.peak.buffer_rules import without_ones
 from bytescope.memory.program.roles import WEIGHTS
-from bytescope.memory.records.audit_record import AuditRow
+from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
 
 # Passes of a training step that compute activations and their gradients.
@@ -50,6 +50,8 @@ def gathered_arrays(report: JudgedProgram, program: PlacedProgram) -> Iterator[A
     for find_rows in (_resharded, _gathered_often, _whole_activations):
         for gather, row in find_rows(report, program, [each for each in gathers if id(each) not in listed]):
             listed.add(id(gather))
+            if program.jaxpr is None:
+                row = dataclasses.replace(row, asked=UNKNOWN)
             key = row.subject, row.source, row.message
             first = rows.get(key)
             if first is not None:
@@ -63,20 +65,12 @@ def gathered_arrays(report: JudgedProgram, program: PlacedProgram) -> Iterator[A
     yield from rows.values()
 
 
-_Found = Iterator[tuple[Gather | None, AuditRow]]
+_Found = Iterator[tuple[Gather, AuditRow]]
 
 
 def _row(subject: str, source: str, bytes: int, wire_bytes: int, message: str) -> AuditRow:
     return AuditRow(
-        kind="sharding",
-        subject=subject,
-        source=source,
-        asked="divide",
-        done="replicated",
-        bytes=bytes,
-        undone_by="partitioner",
-        message=message,
-        wire_bytes=wire_bytes,
+        "sharding", subject, source, "divide", "replicated", bytes, 0, "partitioner", message, wire_bytes=wire_bytes
     )
 
 
@@ -92,6 +86,7 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
 
     XLA's log names them with both shardings. Without a log, as for a dump, the compiled program shows them."""
     rest = list(gathers)
+    constraints = list(_constraints(program.jaxpr)) if program.full_remats and program.jaxpr is not None else []
     for remat in dict.fromkeys(program.full_remats):
         source, target = parse_sharding(remat.source), parse_sharding(remat.target)
         if source is None:
@@ -99,14 +94,15 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
         tiles = source.tiles or (1,) * len(remat.dims)
         dims = tuple(dim * tile for dim, tile in zip(remat.dims, tiles))
         dtype = re.sub(r"^[a-z]+(?=\d)", lambda match: _DTYPES.get(match[0], match[0]), remat.dtype)
-        same = [each for each in rest if each.shape.elements == math.prod(dims) and each.shape.dtype == dtype]
+        same = [each for each in rest if each.shape.elements == math.prod(dims)]
+        same = [each for each in same if each.shape.dtype == dtype] or same  # a cast may move across the gather
         same = [each for each in same if each.metadata.op_name == remat.op_name] or same[:1]
         if not same:  # later passes of the compiler removed the gather
             continue
         # Calls of one function, such as unrolled layers, have the same op_name: the log has one line for each.
         times = sum(each == remat for each in program.full_remats)
         specs = [_spec(each, program) for each in (source, target)]
-        asked = _constraint_line(program, dims, specs[1])
+        asked = _constraint_line(constraints, dims, specs[1])
         place = _operation_line(program, remat) or asked or source_line(same[0].metadata)
         words = " to ".join(spec_words(spec) if spec is not None else "another sharding" for spec in specs)
         where = f" at {short_place(asked)}" if asked and asked != place else ""
@@ -154,16 +150,15 @@ def _operation_line(program: PlacedProgram, remat: FullRemat) -> str:
     return best
 
 
-def _constraint_line(program: PlacedProgram, dims: Sequence[int], spec: tuple[tuple[str, ...], ...] | None) -> str:
-    """Returns "file:line" of the sharding constraint that asks for a sharding of an array of the global dimensions
-    `dims`; "" if there is none."""
-    if program.jaxpr is None or spec is None:
-        return ""
-    for equation in _constraints(program.jaxpr):
-        own = tuple(getattr(equation.params["sharding"], "spec", ()))
-        axes = tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in own)
-        if tuple(equation.invars[0].aval.shape) == tuple(dims) and axes + ((),) * (len(dims) - len(axes)) == spec:
-            return equation_line(equation)
+def _constraint_line(constraints: Iterable[Any], dims: Sequence[int], spec: tuple[tuple[str, ...], ...] | None) -> str:
+    """Returns "file:line" of the first of the sharding constraints that asks for a sharding of an array of the global
+    dimensions `dims`; "" if there is none."""
+    for equation in constraints:
+        if spec is not None and tuple(equation.invars[0].aval.shape) == tuple(dims):
+            own = getattr(equation.params["sharding"], "spec", ())
+            axes = tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in own)
+            if axes + ((),) * (len(dims) - len(axes)) == spec:
+                return equation_line(equation)
     return ""
 
 
@@ -212,14 +207,12 @@ def _loop_trips(program: PlacedProgram, gather: Gather) -> int:
     """Returns the iterations of the loop around a gather, if each iteration gathers the same array and the loop is part
     of one pass of the step; 1 otherwise. A loop over micro-batches has both a forward and a backward pass."""
     module = program.module
-    callers = (each for each in module.instructions.values() if gather.computation in each.called)
-    loops = [each for each in callers if each.opcode == "while"]
-    if not loops or gather.looped:
+    if gather.loop is None or gather.looped:
         return 1
     phases = set()
     for id in module.computations[gather.computation].instructions:
         phases.add(parse(module.metadata(module.instructions[id]).op_name).phase)
-    return 1 if {"forward", "backward"} <= phases else trip_count(module, loops[0]) or 1
+    return 1 if {"forward", "backward"} <= phases else trip_count(module, gather.loop) or 1
 
 
 # ---- activations that are gathered in full --------------------------------------------------------------------------

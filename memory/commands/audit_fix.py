@@ -1,23 +1,25 @@
-"""bytescope audit --fix: proposes changes for the problems of a report, compiles them, and writes them as a patch."""
+"""bytescope audit --fix and --fix-sharding: propose changes for the problems of a report, compile them, and write them
+as a patch."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.fixes import patched_program
+from bytescope.memory.fixes import equal_results, patched_program
+from bytescope.memory.fixes.equal_results import NOT_CHECKED, SmallRun
 from bytescope.memory.fixes.proposals import Proposal, propose
 from bytescope.memory.fixes.source_edits import unified_diff
 from bytescope.memory.jaxprs import checkpoint_names_in
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.view.console import put
 from bytescope.memory.view.table_model import ColumnView, TableView
-
-NOT_CHECKED = "not checked"
+from bytescope.memory.view.text_layout import Prose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class TriedProposal:
         seconds_before, seconds_after: predicted seconds of an update; None if unknown.
         not_honored: number of requests that the changed program still asks for in vain; None if it was not compiled.
         numerics: "equal", "differs" or "not checked", for the results of the changed program at small sizes.
+        comparison: a sentence about the numerics; "" if they were not checked.
         error: why the changed program could not be compiled; "" if it was, or if the change is by hand.
     """
 
@@ -40,6 +43,7 @@ class TriedProposal:
     seconds_after: float | None = None
     not_honored: int | None = None
     numerics: str = NOT_CHECKED
+    comparison: str = ""
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -56,6 +60,7 @@ class TriedProposal:
             "seconds_after": self.seconds_after,
             "not_honored": self.not_honored,
             "numerics": self.numerics,
+            "comparison": self.comparison,
             "error": self.error,
         }
 
@@ -78,7 +83,7 @@ COLUMNS = (
 
 
 def add_fix(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags --fix, --small and --write of `bytescope audit`."""
+    """Adds the flags --fix, --fix-sharding, --small and --write of `bytescope audit`."""
     parser.add_argument(
         "--fix",
         action="store_true",
@@ -86,10 +91,16 @@ def add_fix(parser: argparse.ArgumentParser) -> None:
         "bytes before and after, and the changes as a patch",
     )
     parser.add_argument(
+        "--fix-sharding",
+        action="store_true",
+        help="compile the program with sharding constraints where its partitioner gathers an array in full, and rank "
+        "them by bytes and seconds",
+    )
+    parser.add_argument(
         "--small",
         metavar="KEY=VALUE,...",
-        help="with --fix: keyword arguments of the --program function that make the program small; each change is then "
-        "run on the CPU, and its results are compared with those of the unchanged program",
+        help="with --fix or --fix-sharding: keyword arguments of the --program function that make the program small; "
+        "each change is then run on the CPU, and its results are compared with those of the unchanged program",
     )
     parser.add_argument(
         "--write",
@@ -101,14 +112,17 @@ def add_fix(parser: argparse.ArgumentParser) -> None:
 def check_fix(args: argparse.Namespace) -> None:
     """Raises ReportError if --small or --write is given without --fix, or --fix without a program that can be
     changed."""
+    fixes = [flag for flag in ("fix", "fix_sharding") if getattr(args, flag)]
     for flag in ("small", "write"):
-        if getattr(args, flag) and not args.fix:
+        if getattr(args, flag) and not (args.fix or (flag == "small" and args.fix_sharding)):
             raise ReportError(f"--{flag} is only valid with --fix: give both, or leave it out")
-    if args.fix and args.hlo:
+    if fixes and args.hlo:
         raise ReportError(
-            "--fix cannot be used with --hlo, because a dump has no source files: give the step with "
-            "--program=MODULE:FUNCTION"
+            f"--{fixes[0].replace('_', '-')} cannot be used with --hlo, because a dump has no source files: give the "
+            "step with --program=MODULE:FUNCTION"
         )
+    if args.small:
+        equal_results.parse_small(args.small)
 
 
 def fix_program(args: argparse.Namespace, report: ReportRecord, jaxpr: Any) -> list[TriedProposal]:
@@ -117,23 +131,39 @@ def fix_program(args: argparse.Namespace, report: ReportRecord, jaxpr: Any) -> l
 
     report: the report of the unchanged program. jaxpr: its ClosedJaxpr.
     """
-    from bytescope.memory.view.console import put
-    from bytescope.memory.view.text_layout import Prose
-
     function = user_program.load_function(args.program)
     step = function.make(target=None).program
     words = [f"--program={args.program}", args.target, *(f"--xla={flag}" for flag in args.xla)]
+    proposals = propose(report, function, step, checkpoint_names_in(jaxpr))
+    unchanged = None
+    if args.small and any(proposal.changed for proposal in proposals):
+        put(Prose(f"running the unchanged program with {args.small}", "dim"))
+        unchanged = _run_small(args, {})
     tried = []
-    for proposal in propose(report, function, step, checkpoint_names_in(jaxpr)):
+    for proposal in proposals:
         if not proposal.changed:
             tried.append(TriedProposal(proposal, report.allocated_bytes))
             continue
         put(Prose(f"compiling with the change for {proposal.kind}: {proposal.words}", "dim"))
-        tried.append(_compiled(proposal, words, report))
+        row = _compiled(proposal, words, report)
+        if unchanged is not None and not row.error:
+            try:
+                equality = equal_results.compare_results(unchanged, _run_small(args, proposal.changed))
+                row = dataclasses.replace(row, numerics=equality.outcome, comparison=equality.sentence)
+            except ReportError as error:
+                row = dataclasses.replace(row, comparison=str(error))
+        tried.append(row)
     show(tried)
     if args.write:
         _write(tried)
     return tried
+
+
+def _run_small(args: argparse.Namespace, changed: Mapping[Path, str]) -> SmallRun:
+    from bytescope.memory.devices import targets
+
+    small = equal_results.parse_small(args.small)
+    return equal_results.run_version(args.program, small, changed, targets.parse(args.target).n_devices)
 
 
 def _compiled(proposal: Proposal, words: Sequence[str], report: ReportRecord) -> TriedProposal:
@@ -157,9 +187,7 @@ def show(tried: Sequence[TriedProposal]) -> None:
     and the changes by hand."""
     from rich.text import Text
 
-    from bytescope.memory.view.console import put
     from bytescope.memory.view.table_views import terminal_table
-    from bytescope.memory.view.text_layout import Prose
 
     if not tried:
         put(Prose("no change to propose"))
@@ -173,6 +201,8 @@ def show(tried: Sequence[TriedProposal]) -> None:
             put(Prose(f"{proposal.kind}: {proposal.words}"))
         elif proposal.changed:
             put(Text(f"\n{proposal.words}", "bold"))
+            if row.comparison:
+                put(Prose(row.comparison, "red" if row.numerics == equal_results.DIFFERS else ""))
             print(unified_diff(proposal.changed, Path.cwd()))  # not wrapped
         else:
             where = f" at {proposal.place}" if proposal.place else ""
@@ -182,11 +212,8 @@ def show(tried: Sequence[TriedProposal]) -> None:
 def _write(tried: Sequence[TriedProposal]) -> None:
     """Writes the compiled changes that do not change results. Changes of one file are not combined: the first one with
     the most freed bytes is written, and the command can run again."""
-    from bytescope.memory.view.console import put
-    from bytescope.memory.view.text_layout import Prose
-
     written: set[Path] = set()
-    usable = [row for row in tried if row.after is not None and row.numerics != "differs"]
+    usable = [row for row in tried if row.after is not None and row.numerics != equal_results.DIFFERS]
     for row in sorted(usable, key=lambda row: row.after or 0):
         if written & row.proposal.changed.keys():
             put(Prose(f"not written, because its file has changed: {row.proposal.words}; run the command again"))

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import math
 import shlex
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.memory.adapters.trainers import TrainerFactory, find_adapter, overrides_of
@@ -32,14 +34,20 @@ from bytescope.memory.report.step_planning import StepCompiler
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.view.progress_bar import progress
 
+# Flags of `bytescope fit` that cannot be used with the program of an adapter.
+REFUSED_FLAGS = tuple(flag for flag in CONFIG_FLAGS if flag not in ("max_compiles", "max_seconds"))
 # Maximum batch on one device that is tried, and maximum number of programs compiled for the policies of one batch.
 MAX_BATCH, MAX_COMPILES = 64, 8
+
+
+class LimitReached(Exception):
+    """The search has reached its limit on compiles or seconds. The message says which limit."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope fit` for the program of an adapter. Returns the exit code: 0 if a program fits, 3 if none fits,
     130 after Ctrl-C."""
-    refuse_flags(args, CONFIG_FLAGS)
+    refuse_flags(args, REFUSED_FLAGS)
     check_files(args)
     start_platform(args)
     factory = find_adapter(args.config)
@@ -51,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
         )
     factory.check(overrides)
     target = targets.parse(args.target, factory.memory_fraction)
-    search = AdapterSearch(factory, overrides, target, args.budget)
+    limits = (args.max_compiles or math.inf, args.max_seconds or math.inf)
+    search = AdapterSearch(factory, overrides, target, args.budget, *limits)
     search.run_all()
     return show_and_write(args, search.result())
 
@@ -63,11 +72,18 @@ class AdapterCompiler(StepCompiler):
         factory: makes the programs.
         overrides: the trainer's keys with their values, without the policy.
         target: the devices to compile for.
+        check_limits: called before each compilation.
     """
 
-    def __init__(self, factory: TrainerFactory, overrides: Mapping[str, Any], target: Target):
+    def __init__(
+        self,
+        factory: TrainerFactory,
+        overrides: Mapping[str, Any],
+        target: Target,
+        check_limits: Callable[[], None] = lambda: None,
+    ):
         self.overrides = overrides
-        self._factory, self._devices = factory, target
+        self._factory, self._devices, self._check_limits = factory, target, check_limits
         super().__init__(lambda: self._make({}).trace(), lambda: make_report(self._make({})), only_names=True)
 
     @property
@@ -103,6 +119,7 @@ class AdapterCompiler(StepCompiler):
         return RematProblem(with_names(problem.graph, labels), problem.rates, problem.passes, problem.cost)
 
     def _build(self, policy: Any) -> Built:
+        self._check_limits()
         keys = policy if isinstance(policy, dict) else self.keys_of(())  # else the probe that keeps nothing
         try:
             program = self._make(keys)
@@ -123,18 +140,32 @@ class AdapterSearch(ProgramSearch):
         overrides: the program's name and the trainer's keys from the command line. The search does not change them.
         target: the devices to compile for.
         budget: the memory budget as text; None for all bytes that are available on a device.
+        max_compiles: maximum number of programs to compile.
+        max_seconds: seconds after which no compilation starts, except the first.
     """
 
-    def __init__(self, factory: TrainerFactory, overrides: Mapping[str, Any], target: Target, budget: str | None):
+    def __init__(
+        self,
+        factory: TrainerFactory,
+        overrides: Mapping[str, Any],
+        target: Target,
+        budget: str | None,
+        max_compiles: float = math.inf,
+        max_seconds: float = math.inf,
+    ):
         super().__init__(str(overrides[CONFIG]), target, budget)
         self._factory, self._overrides = factory, overrides
+        self._max_compiles, self._max_seconds = max_compiles, max_seconds
 
     def run_all(self) -> None:
-        """Compiles the programs of the search, and chooses the fastest that fits. Ctrl-C ends the search."""
+        """Compiles the programs of the search, and chooses the fastest that fits. Ctrl-C or a limit on compiles or
+        seconds ends the search."""
         with progress(None) as self._bar:
             try:
                 self._search_batches()
                 self._other_loop()
+            except LimitReached as reason:
+                self.stopped = str(reason)
             except KeyboardInterrupt:
                 self.stopped = "Ctrl-C"
         row = self._fastest()
@@ -142,6 +173,13 @@ class AdapterSearch(ProgramSearch):
             given = {key: value for key, value in self._overrides.items() if key != CONFIG}
             flags = shlex.join(f"{key}={value}" for key, value in {**given, **row["keys"]}.items())
             self._best = {**row, "policy": "", "policy_name": "", "kept": [], "code": [], "flags": flags}
+
+    def _check_limits(self) -> None:
+        """Raises LimitReached if no further program may be compiled."""
+        if len(self.walk) >= self._max_compiles:
+            raise LimitReached(f"the limit on compiles ({len(self.walk)}) was reached")
+        if self.walk and time.monotonic() - self._began > self._max_seconds:
+            raise LimitReached(f"the time limit ({self._max_seconds:g} s) was reached")
 
     def _fastest(self) -> dict[str, Any] | None:
         """Returns the row with the most predicted tokens per second among the programs that fit; None if none fits. Of
@@ -185,7 +223,7 @@ class AdapterSearch(ProgramSearch):
         keys: the trainer's key of the batch with its value; {} for the batch of the command line.
         """
         self.label(_words({**keys, self._factory.policy_key: "full"}))
-        compiler = AdapterCompiler(self._factory, {**self._overrides, **keys}, self._target)
+        compiler = AdapterCompiler(self._factory, {**self._overrides, **keys}, self._target, self._check_limits)
         if self._compiler is None:
             self._compiler, self.budget = compiler, compiler.budget(self._asked)
             with self.beside_bar():
@@ -222,6 +260,7 @@ class AdapterSearch(ProgramSearch):
             return
         row = self._fastest() or min(self.walk, key=lambda row: row["allocated_bytes"])
         keys = {**row["keys"], key: "false"}
+        self._check_limits()
         self.label(_words(keys))
         program = self._factory({**self._overrides, **keys}, self._target)
         words = [f"{key}={value}" for key, value in keys.items()]

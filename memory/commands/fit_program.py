@@ -18,7 +18,7 @@ Keys of the JSON result (sizes are bytes on ONE device):
   something fits.
 - `layers`: the layers that were found: `name`, `where`, `times`, `how`.
 - `program`, `budget_bytes`, `target`, `versions`, `programs` (number of programs compiled), `seconds` (duration of the
-  search), `stopped` ("Ctrl-C" if the search was interrupted, else ""), `rates` (the source of the rates behind the
+  search), `stopped` (why the search ended early; "" if it did not), `rates` (the source of the rates behind the
   predicted seconds).
 """
 
@@ -407,6 +407,6 @@ def show_and_write(args: argparse.Namespace, out: Mapping[str, Any]) -> int:
     if args.html:
         write(args.html, render_page(out))
     show_written(args.json, args.html)
-    if out["stopped"]:
+    if out["stopped"] == "Ctrl-C":
         return INTERRUPTED
     return 0 if out["best"] else DOES_NOT_FIT

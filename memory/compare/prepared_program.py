@@ -12,7 +12,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
-from bytescope.memory.program.compilation import compiled_for, trace_step, with_arrays
+from bytescope.memory.program.compilation import compiled_for, trace_step, with_arrays, with_donation_off
 from bytescope.memory.records.report_record import Finding, ReportRecord
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def prepare(program: UserProgram, target: Target | str) -> PreparedProgram:
         with user_program.one_line_errors(f"{program.name}: the step cannot be compiled"):
             compiler_options = {**(own["compiler_options"] or {}), **(flags or {})}
             compilation, judged = compiled_for(step, target=chosen, compiler_options=compiler_options)
-            return with_arrays(compilation, program.args, own["kwargs"] or {}), judged
+            compilation = with_arrays(compilation, program.args, own["kwargs"] or {})
+            return with_donation_off(compilation, program.program, options, step), judged
 
     def measure(compilation: Compilation) -> Mapping[str, float | None]:
         from bytescope.memory.compare.measured_steps import measure_program

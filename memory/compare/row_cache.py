@@ -27,6 +27,8 @@ LAYOUT = 7
 # Environment variables that change the compiled program or the available memory.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
 _PREFIXES = ("JAX_", "XLA_PYTHON_CLIENT_")
+# Set by this process when it describes a GPU (devices/targets.py). It changes no program.
+_OWN_VARIABLES = ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK",)
 
 
 def folder(env: Mapping[str, str] | None = None) -> Path:
@@ -101,7 +103,11 @@ def key(
         choice: a digest of the sources that choose settings left open by the config, or "".
     """
     env = os.environ if env is None else env
-    settings = {name: value for name, value in env.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
+    settings = {
+        name: value
+        for name, value in env.items()
+        if name not in _OWN_VARIABLES and (name in _VARIABLES or name.startswith(_PREFIXES))
+    }
     # Several machines may share a home folder, and `local` means different devices on each.
     machine = platform.node() if measure or base_name(target) in ("local", "cpu") else ""
     parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, settings, machine, choice]

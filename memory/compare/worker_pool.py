@@ -86,16 +86,24 @@ class Worker:
     """A worker process, which answers one job at a time.
 
     cpu_devices: the number of CPU devices that the process simulates. Only jobs with the same number are sent to it.
+    python: the interpreter that runs the process. folder: its current folder (default: that of this process).
     """
 
-    def __init__(self, env: Mapping[str, str], cpu_devices: int = 0) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        cpu_devices: int = 0,
+        python: str | Path = sys.executable,
+        folder: Path | None = None,
+    ) -> None:
         self.cpu_devices, env = cpu_devices, dict(env)
         if cpu_devices:
             simulate_devices([f"cpu:{cpu_devices}"], env)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the worker
         # The worker has its own session, so that Ctrl-C reaches only this process, which then stops the workers.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "bytescope.memory", "worker"],
+            [python, "-m", "bytescope.memory", "worker"],
+            cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

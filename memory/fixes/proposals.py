@@ -95,6 +95,10 @@ def _edits(
         if row.done == "ignored" and near:
             changed = sources.only_edit(partial(SourceFile.rename, old=row.subject, new=near[0]))
             yield Proposal(row.kind, f"write {near[0]} for {row.subject} in the policy", changed, row.source)
+        elif row.kind == "checkpoint" and row.undone_by == "cse":
+            changed = sources.only_edit(partial(SourceFile.prevent_cse, function=row.subject))
+            words = f"remove prevent_cse=False from jax.checkpoint of {row.subject}" if changed else row.message
+            yield Proposal(row.kind, words, changed, row.source)
         elif row.asked == "offload" and row.done == "kept":
             changed = sources.only_edit(partial(SourceFile.keep_only_offloaded, name=row.subject))
             words = f"remove {row.subject} from the names that the policy saves" if changed else row.message

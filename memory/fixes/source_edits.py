@@ -149,6 +149,22 @@ class SourceFile:
         start = self.line_start(first)
         return [Edit(start, start, f"{' ' * found[0].col_offset}@jax.checkpoint\n")]
 
+    def prevent_cse(self, function: str) -> list[Edit]:
+        """Returns the edits that replace prevent_cse=False by True in the calls that checkpoint a function; [] if there
+        are none.
+
+        function: name of the function that is passed to jax.checkpoint.
+        """
+        edits = []
+        for call in ast.walk(self.tree):
+            if not isinstance(call, ast.Call) or not call.args or _name_of(call.args[0]) != function:
+                continue
+            for keyword in call.keywords:
+                value = keyword.value
+                if keyword.arg == "prevent_cse" and isinstance(value, ast.Constant) and value.value is False:
+                    edits.append(Edit(*self.span(value), "True"))
+        return edits
+
     def _imports(self, module: str) -> bool:
         imports = (node for node in ast.walk(self.tree) if isinstance(node, ast.Import))
         return any(

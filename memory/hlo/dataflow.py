@@ -220,13 +220,13 @@ class Flow:
         """
         pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
-            for operand in self.input_instructions(pending.pop(0)):
+            for operand in self._input_instructions(pending.pop(0)):
                 if operand.id not in seen:
                     seen.add(operand.id)
                     pending.append(operand)
                     yield operand
 
-    def input_instructions(self, instruction: Instruction) -> list[Instruction]:
+    def _input_instructions(self, instruction: Instruction) -> list[Instruction]:
         if instruction.opcode in ("tuple", "while", "conditional"):
             # Only one element of the result may be read, and which one is unknown here.
             return []

@@ -347,8 +347,8 @@ class Attribution:
         """Returns whether a value is a parameter of the model, trained or frozen. The parameter may have been cast,
         moved, sliced or gathered. `origin`: the instruction that computed the value, and how it was passed on.
         """
-        argument = argument_read(self.flow, origin)
-        return argument is not None and self.roles.get(argument.parameter) in WEIGHTS
+        way = way_to_argument(self.flow, origin)
+        return bool(way) and self.roles.get(way[-1].parameter) in WEIGHTS
 
     def _weight_dims(self) -> frozenset[tuple[int, ...]]:
         """Returns the shapes of the parameters, without dimensions of size 1. A parameter has up to three shapes: one
@@ -377,19 +377,22 @@ class Attribution:
         return frozenset(sizes - {()})
 
 
-def argument_read(flow: Flow, origin: ValueOrigin) -> Instruction | None:
-    """Returns the entry parameter of the module that a value is read from, possibly cast, moved, sliced or gathered;
-    None for a computed value. `origin`: the instruction that computed the value, and how it was passed on."""
+def way_to_argument(flow: Flow, origin: ValueOrigin) -> list[Instruction]:
+    """Returns the instructions that read a value from an entry parameter of the module, such as casts, slices and
+    gathers, nearest to the value first, and at the end the parameter; [] for a computed value. `origin`: the
+    instruction that computed the value, and how it was passed on."""
+    steps: list[Instruction] = []
     instruction, seen = origin.instruction, set()
     while instruction is not None and instruction.id not in seen:
         seen.add(instruction.id)
+        steps.append(instruction)
         if instruction.opcode == "parameter" and instruction.computation == flow.module.entry:
-            return instruction
+            return steps
         if instruction.opcode not in _CASTING:
-            return None
+            return []
         operand = flow.module.operand(instruction, 0)
         instruction = flow.origin(operand).instruction
-    return None
+    return []
 
 
 def categorize(fact: Fact) -> str:

@@ -78,8 +78,7 @@ def compiled_for(
         compilation = compile_lowered(
             lowered, jaxpr=stage.jaxpr, notes=notes, device_memory_bytes=pool, options=compiler_options or {}
         )
-        off = tracing.donation_switched_off(step, options or {}, stage) if stage is not unwrapped_stage(step) else ()
-        compilation = _with_donation_off(with_arrays(compilation, args, kwargs or {}), off)
+        compilation = with_donation_off(with_arrays(compilation, args, kwargs or {}), step, options or {}, stage)
         return compilation, judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
         _refuse_other_devices(stage, target)
@@ -182,8 +181,16 @@ def with_arrays(compilation: Compilation, args: Sequence[Any], kwargs: Mapping[s
     return dataclasses.replace(compilation, signature=dataclasses.replace(signature, arguments=tuple(leaves)))
 
 
-def _with_donation_off(compilation: Compilation, off: Sequence[bool]) -> Compilation:
-    signature = compilation.signature
+def with_donation_off(compilation: Compilation, step: Any, options: Mapping[str, Any], program: Any) -> Compilation:
+    """Returns a compilation whose signature says which arguments a step asks to donate although a setting of jax
+    switches donation off.
+
+    Args:
+        step, options: the step and the options of `jax.jit` with which it was traced.
+        program: the `jax.stages.Traced` of the step, or a wrapper of one.
+    """
+    signature, traced = compilation.signature, unwrapped_stage(program)
+    off = tracing.donation_switched_off(step, options, traced) if is_traced(traced) else ()
     if signature is None or len(off) != len(signature.arguments):
         return compilation
     leaves = [dataclasses.replace(leaf, donation_off=flag) for leaf, flag in zip(signature.arguments, off)]

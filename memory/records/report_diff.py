@@ -99,8 +99,8 @@ def measures(before: ReportRecord, after: ReportRecord) -> tuple[Measure, ...]:
             seconds = [side.prediction["by_term"].get(term, 0.0) for side in (before, after)]
             rows.append((f"spent on {term.replace('_', ' ')}", "seconds", *seconds))
     if before.work and after.work:
-        rows.append(("FLOPs", "FLOPs", _phase_flops(before), _phase_flops(after)))
-        rows.append(("recomputed FLOPs", "FLOPs", _phase_flops(before, "recompute"), _phase_flops(after, "recompute")))
+        rows.append(("FLOPs", "FLOPs", step_flops(before), step_flops(after)))
+        rows.append(("recomputed FLOPs", "FLOPs", step_flops(before, "recompute"), step_flops(after, "recompute")))
     sent = [_bytes_sent_by_collective(side) for side in (before, after)]
     for name in dict.fromkeys((*sent[0], *sent[1])):
         rows.append((name, "bytes", sent[0].get(name, 0), sent[1].get(name, 0)))
@@ -112,7 +112,9 @@ def _is_figure(value: object) -> bool:
     return isinstance(value, int | float) and 0 <= value < 1e300
 
 
-def _phase_flops(report: ReportRecord, phase: str = "") -> float:
+def step_flops(report: ReportRecord, phase: str = "") -> float:
+    """Returns the FLOPs of one device in one call of the step, including recomputed ones. phase: a phase of the step,
+    such as "recompute"; "" for all phases."""
     phases = [report.work.get(phase, {})] if phase else report.work.values()
     counts = [work.get("flops") for work in phases if isinstance(work, Mapping)]
     numbers = [number for count in counts if isinstance(count, Mapping) for number in count.values()]

@@ -60,6 +60,10 @@ class JaxprSharding:
         known = self.inputs.get(id(jaxpr))
         return known or [_whole(variable.aval) for variable in jaxpr.invars]
 
+    def spec(self, variable: Any) -> Spec:
+        """Returns the mesh axes that shard each dimension of a variable; no axes if the sharding is unknown."""
+        return self._read(variable)
+
     def parts(self, variable: Any) -> int:
         """Returns the number of devices over which the value of a variable is sharded; 1 for a literal or if the
         sharding is unknown.

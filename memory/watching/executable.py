@@ -15,7 +15,7 @@ from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.program import in_place
-from bytescope.memory.program.compilation import compiled_for, takes_arguments, with_arrays
+from bytescope.memory.program.compilation import compiled_for, takes_arguments, with_arrays, with_donation_off
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
 from bytescope.memory.report.report_object import Report
@@ -177,7 +177,7 @@ def compile_jitted(
             return compilation, judged, Executable(compilation.executable, _make_refusing_run(name))
     stage, jaxpr, wrapper = _stage_step(jitted, args, kwargs)
     read, judged = compiled_for(stage, target=target)
-    read = with_arrays(read, args, kwargs)
+    read = with_donation_off(with_arrays(read, args, kwargs), jitted, {}, stage)
     compilation = read if read.jaxpr is not None else dataclasses.replace(read, jaxpr=jaxpr)
     executable = compilation.executable
     if not compilation.local:

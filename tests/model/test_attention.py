@@ -212,7 +212,7 @@ def test_cards_before_ampere_have_no_cudnn_attention(platform, capability, kerne
             choose_kernel(config(attention="cudnn"), PRECISIONS["bf16"], where, 128)
 
 
-@pytest.mark.parametrize("context", [1, 4])
+@pytest.mark.parametrize("context", [4, *exhaustive(1)])
 def test_no_block_of_scores_is_stacked_in_checkpointed_layers(context):
     """Splitting a checkpointed loop by what depends on its input must not work masks out for all pairs of blocks."""
     program = small_program(

@@ -185,8 +185,8 @@ WAYS = {
     [
         ("qwen", "sharded"),
         ("gemma2", "chunked"),
-        ("gemma3", "naive"),
         *exhaustive(
+            ("gemma3", "naive"),
             ("qwen", "chunked"),
             ("gemma2", "sharded"),
             ("gemma2", "tiles"),

@@ -91,7 +91,7 @@ def blocks(draw, scan):
     return keys, draw(st.sets(st.sampled_from(made(keys)), min_size=1, max_size=7))
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(drawn=blocks(st.booleans()))
 def test_what_crosses_is_what_the_policy_names(drawn):
     keys, names = drawn
@@ -137,9 +137,9 @@ def test_the_rows_keep_what_they_say(policy, names, scores, preset):
 
 
 COMPILED = [  # overrides, names that are kept, devices of the tensor axis
-    ({"remat.policy": "minimal", "batch.mode": "scan", "batch.accumulation": 2}, MATMULS, 1),
     ({"remat.policy": "selective", "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, OUTSIDE_CORE, 2),
     *exhaustive(
+        ({"remat.policy": "minimal", "batch.mode": "scan", "batch.accumulation": 2}, MATMULS, 1),
         ({"remat.policy": "custom", "remat.save": "up,context", "batch.accumulation": 2}, ("up", "context"), 1),
     ),
 ]

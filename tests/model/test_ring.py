@@ -75,10 +75,10 @@ def hops_of(function, *arguments) -> int:
 @pytest.mark.parametrize(
     ("mesh", "length", "chunk"),
     [
-        ({"context": 2}, 32, 4),
         ({"context": 4}, 40, 3),  # 5 positions a chunk, in blocks of 3 and 2
         ({"tensor": 2, "context": 4}, 32, 2),
         *exhaustive(
+            ({"context": 2}, 32, 4),
             ({"context": 1}, 40, 64),  # blocks never longer than a chunk
             ({"context": 8}, 32, 1),
             ({"data": 2, "tensor": 2, "context": 2}, 32, 4),
@@ -113,7 +113,7 @@ def test_bf16_is_summed_in_float32(devices):
         assert divided.dtype == jnp.bfloat16 and error < 1.05 * allowed
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", [3, 8, *exhaustive(1, 2)])
 def test_zigzag_pairs_an_early_chunk_with_a_late_one(ranks):
     length, n = 6 * ranks, 3
     order = np.concatenate(

@@ -44,6 +44,7 @@ LAYERS = {
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
         ("memory.fixes",),
+        ("memory.bisect",),
         ("memory.adapters",),
         ("memory",),
         ("memory.pytest_guard",),

@@ -96,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if is_adapted(args.config):
         from bytescope.memory.commands import fit_adapter
 
+        _check_numbers(args)
         return fit_adapter.run(args)
     if args.program:
         return fit_program.run(args)

@@ -20,6 +20,7 @@ from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
 from bytescope.train import cli
 from support.budget_project import PYPROJECT, STEP, git, make_project
+from support.cached_rows import keep_sources
 from support.json_results import read_result
 
 ROOT = Path(__file__).parents[3]
@@ -250,6 +251,7 @@ BROKEN = PYPROJECT.replace("mlp", "broken").replace('limit = "64MiB"', "keys = {
 
 
 def test_programs_and_configs_are_checked_and_cached(project, capsys, monkeypatch, tmp_path):
+    keep_sources(monkeypatch)
     baseline = '\nbaseline = "memory.json"\nfail_above = 2\n'
     (project / "pyproject.toml").write_text(PYPROJECT + baseline + CONFIG + BROKEN)
     (project / "src").mkdir()

@@ -135,6 +135,22 @@ def test_what_does_not_fit_exits_with_3_and_names_the_smallest(toy, tmp_path, ca
     assert "smallest: policy=full" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "limit, reason",
+    [
+        ("--max-compiles=1", "the limit on compiles (1) was reached"),
+        ("--max-seconds=0.001", "the time limit (0.001 s) was reached"),
+    ],
+)
+def test_a_limit_ends_the_search_with_the_best_program_so_far(toy, limit, reason, tmp_path, capsys):
+    out = tmp_path / "fit.json"
+    assert cli.main(["fit", "toy:named", "cpu", "--budget=700KiB", limit, f"--json={out}"]) == 0
+    found = read_result(out)
+    assert found["programs"] == 1 and found["best"]["flags"] == "batch=1 policy=full"
+    assert found["stopped"] == reason
+    assert f"stopped early: {reason}" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "words, message",
@@ -142,6 +158,7 @@ def test_what_does_not_fit_exits_with_3_and_names_the_smallest(toy, tmp_path, ca
         (["--program=x.py:program", "cpu", "--levers=remat"], "--levers searches the keys of a config"),
         (["toy:named", "cpu", "policy=full"], "policy=full cannot be given to fit, which searches it"),
         (["toy:named", "cpu", "--measure"], "--measure cannot be used with toy:named"),
+        (["toy:named", "cpu", "--max-compiles=0"], "--max-compiles=0 is too small: give 1 or more"),
         (["toy:named", "cpu", "depth=3"], "the toy has no key depth"),
     ],
 )

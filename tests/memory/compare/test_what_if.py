@@ -17,6 +17,14 @@ from support.json_results import read_result
 from support.same_process import SameProcess
 
 GIB = 2**30
+# Keys of a config that compiles fast.
+SMALL = (
+    "--config.model.n_layers=2",
+    "--config.model.d_model=64",
+    "--config.model.d_ff=128",
+    "--config.data.seq_len=128",
+    "--config.batch.micro=2",
+)
 SLOP, GEMM = "xla_gpu_memory_limit_slop_factor", "xla_gpu_enable_triton_gemm"
 STEP = """
 import jax, jax.numpy as jnp
@@ -163,10 +171,17 @@ def test_a_users_program_is_traced_once_and_compiled_with_each_option(tmp_path, 
 
 @pytest.mark.exhaustive
 @pytest.mark.oracle("cuda")
-def test_what_if_of_tiny(tmp_path, capsys):
-    assert command.main(["compare", "tiny", "h100:2", "--what-if", f"--json={tmp_path / 'w.json'}"]) == 0
+def test_what_if_of_a_config(tmp_path, monkeypatch, capsys):
+    """Every variant is compiled: XLA knows its option. Of options with several values, one value is compiled."""
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
+    repeated = ("optimization level O3", "memory slop 75 %", "memory slop 125 %")
+    variants = {change: options for change, options in what_if.VARIANTS.items() if change not in repeated}
+    monkeypatch.setattr(what_if, "VARIANTS", variants)
+    words = ["tiny", "h100", *SMALL, "--jobs=1", "--no-cache", "--what-if", f"--json={tmp_path / 'w.json'}"]
+    assert command.main(["compare", *words]) == 0
     out = read_result(tmp_path / "w.json")
     told = {row["change"] for row in out["rows"]} | set(out["unchanged"]) | set(out["left_out"])
+    assert all(why.startswith("the same program as ") or "needs jaxlib" in why for why in out["left_out"].values())
     assert set(what_if.VARIANTS) - {what_if.REMAT} < told and {"scan off", what_if.AS_GIVEN} <= told
     assert all(row["effect"] for row in out["rows"] if row["change"] != what_if.AS_GIVEN)
     seconds = [row["predicted_seconds"] for row in out["rows"][1:]]

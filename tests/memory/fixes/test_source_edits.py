@@ -52,6 +52,12 @@ def test_names_of_policies(tmp_path):
     assert edited(tmp_path, both.format("names"), "keep_only_offloaded", "b") == ""
 
 
+def test_the_protection_of_a_recomputation(tmp_path):
+    text = "f = jax.checkpoint(layer, prevent_cse=False, policy=p)\ng = checkpoint(other, prevent_cse=False)\n"
+    assert edited(tmp_path, text, "prevent_cse", "layer") == text.replace("False", "True", 1)
+    assert edited(tmp_path, text, "prevent_cse", "third") == ""
+
+
 def test_a_decorator(tmp_path):
     text = "import jax\ndef f():\n    @other\n    def layer(x):\n        return x\n"
     changed = edited(tmp_path, text, "checkpoint", "f.<locals>.layer")

@@ -150,13 +150,13 @@ def test_cut_and_spliced_messages():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", written.FORMS)
-def test_every_cut(name):
-    for text in cuts(name, 1):
+def test_many_cuts(name):
+    for text in cuts(name, 5):
         check(text)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(2))
 def test_many_splices(seed):
     for text in splices(1000, seed):
         check(text)

@@ -15,6 +15,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.train.plan.fit import fit_walk as walks
+from support.cached_rows import keep_sources
 from support.described import WIDE_GPU
 from support.fit_trials import GIB
 from support.json_results import read_result
@@ -64,6 +65,7 @@ def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, 
 def test_the_command(tmp_path, monkeypatch, capsys):
     """A budget that nothing helps; one that takes some recomputation; the same again out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_sources(monkeypatch)
     # What a CPU can do is measured in every process: here it is one that recomputes dearly, in every run.
     monkeypatch.setattr(roofline, "machine_rates", lambda: (1e9, 1e12))
     monkeypatch.setattr(walks, "MAX_NEIGHBOURS", 1)
@@ -180,8 +182,9 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
 
 @pytest.mark.exhaustive
 @pytest.mark.oracle("cuda")
-def test_an_option_of_xla_is_found_where_little_memory_is_missing(tmp_path, capsys):
+def test_an_option_of_xla_is_found_where_little_memory_is_missing(tmp_path, monkeypatch, capsys):
     """Full recomputation lacks 1.5 % of the budget; the step without XLA's latency-hiding scheduler fits."""
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     words = ["tiny", "h100:2", *(f"--config.{key}={value}" for key, value in WIDE_GPU.items())]
     assert command.main(["compare", *words, "--remat=full", f"--json={tmp_path / 'c.json'}"]) == 0
     row = read_result(tmp_path / "c.json")["rows"][0]

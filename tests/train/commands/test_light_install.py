@@ -1,7 +1,8 @@
 """The light install: an environment with the packages of `dependencies` alone runs every command that needs no trainer.
 
-The environment is a virtual one. Its site-packages has links to the required distributions of this environment, and
-either links to the source tree or, in the exhaustive test, the wheel that pip builds.
+The environment is a virtual one. Its site-packages has links to the required distributions of this environment, and to
+the source tree. `.ci/run` runs some commands in an environment in which pip installed the wheel, and
+tests/end_to_end/test_kept.py checks that an install has all files.
 """
 
 import json
@@ -9,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 import venv
 from importlib import metadata
@@ -70,6 +70,7 @@ WORKING = [
     "audit --hlo=step.hlo.pb cpu --json=-",
     "names --program=my.py:named cpu --json=-",
     "names --program=my.py:named cpu --json=names.json",
+    "bisect --program=my.py:program cpu --keys=width=64 --records=widths.jsonl --json=-",
     "check --pyproject=pyproject.toml --no-cache --json=check.json",
     "check --pyproject=pyproject.toml --no-cache --baseline=check.json",
     "trace card.xplane.pb --report=a.json --html=trace.html --json=-",
@@ -104,6 +105,7 @@ NEEDING_TRAINER = [
     "compare tiny cpu --remat=none,full",
     "names tiny cpu",
     "audit tiny cpu",
+    "bisect tiny cpu --keys=model.n_layers=2",
     "fit tiny cpu",
     "estimate llama_8b",
     "front tiny cpu",
@@ -259,28 +261,3 @@ def test_the_packages_of_the_extra_are_known():
     modules = {"orbax" if name == "orbax-checkpoint" else name.replace("-", "_") for name in names}
     assert modules == set(trainer_packages.PACKAGES) and trainer_packages.are_installed()
     assert not names & required()
-
-
-@pytest.mark.exhaustive
-def test_the_wheel_in_a_fresh_environment(results, folder, tmp_path):
-    """pip builds and installs the wheel; its script runs, and so does what needs seconds."""
-    tree = tmp_path / "tree"
-    for name in ("configs", "memory", "model", "train"):
-        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    python, packages = make_environment(tmp_path / "env")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", str(tree)]
-    subprocess.run(pip, check=True)
-    assert (packages / "bytescope" / "memory" / "view" / "templates").is_dir()
-    script = python.with_name("bytescope")
-    for line in ("--help", "report --program=my.py:program cpu", "calibrate --seconds=1"):
-        subprocess.run([script, *line.split()], cwd=folder, stdout=subprocess.DEVNULL, check=True)
-    done = subprocess.run([script, "train"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2 and INSTALL in done.stderr
-    shutil.rmtree(folder / "shards")
-    (folder / "bytescope_program.py").unlink()
-    lines = [*WORKING, *NEEDING_TRAINER]
-    codes = [code for code, _, _ in json.loads(run(python, folder, RUNNER, json.dumps(lines)))]
-    assert codes == [0] * len(WORKING) + [2] * len(NEEDING_TRAINER)
-    run(python, folder, LIBRARY)

@@ -64,9 +64,9 @@ def alone():
 @pytest.mark.parametrize(
     ("changes", "devices"),
     [
-        ({"remat.policy": "full", "model.attention": "chunked", "model.attention_chunk": 7}, 1),
         ({"mesh.fsdp": 4, "mesh.tensor": 2, "mesh.sequence_parallel": True, "batch.micro": 2}, 8),
         *exhaustive(
+            ({"remat.policy": "full", "model.attention": "chunked", "model.attention_chunk": 7}, 1),
             ({"remat.policy": "selective", "remat.granularity": "parts", "model.scan": False, "model.mlp_chunk": 8}, 1),
             (
                 {

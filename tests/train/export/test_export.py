@@ -28,6 +28,7 @@ from bytescope.train.program.program import build
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.load import load_params
+from support.exhaustive import exhaustive
 from support.models import checkpoints, weights
 from support.toy import made_state, small_config
 
@@ -101,7 +102,7 @@ def loaded(folder):
 # Our parameters in the dtype of the folder's.
 PRESETS = {"float32": "fp32", "bfloat16": "bf16_params"}
 NARROW = [("llama3", "bfloat16"), ("gpt2", "bfloat16"), ("mixtral", "bfloat16")]
-FIRST = [("llama", "float32"), ("gpt2", "bfloat16"), ("mixtral", "bfloat16"), ("deepseek_v3", "float32")]
+FIRST = [("gpt2", "bfloat16"), ("mixtral", "bfloat16"), ("deepseek_v3", "float32")]
 
 
 @pytest.fixture(
@@ -276,7 +277,7 @@ def record_another_sum(checkpoint, array="mlp"):
     [
         (flip, ""),
         (record_another_sum, "blocks.mlp.w_down does not match its checksum"),
-        (rewrite, "w_token does not match its checksum"),
+        *exhaustive((rewrite, "w_token does not match its checksum")),
     ],
 )
 def test_a_damaged_checkpoint_is_noticed(gpt2, damage, named, tmp_path, capsys, monkeypatch):

@@ -45,8 +45,11 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
         assert answer == theirs[len(prompt) :]
 
 
-@pytest.mark.parametrize("kernel", ["blocks", "gather"])
-@pytest.mark.parametrize("keys", [{}, LATENT], ids=["heads", "latents"])
+@pytest.mark.parametrize(
+    ("keys", "kernel"),
+    [({}, "blocks"), (LATENT, "gather"), *exhaustive(({}, "gather"), (LATENT, "blocks"))],
+    ids=["heads-blocks", "latents-gather", "heads-gather", "latents-blocks"],
+)
 def test_logits_of_pages_are_those_of_a_whole_pass(keys, kernel):
     model, params = random_model(keys)
     tokens_BT = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 48)), jnp.int32)

@@ -22,7 +22,7 @@ from bytescope.train.generate.training_sample import (
     sample_prompt,
 )
 from support.exhaustive import exhaustive
-from support.toy import first_state, small_config, small_program
+from support.toy import compiled_once, first_state, small_config, small_program
 
 SMALL = {
     "model.n_layers": 2,
@@ -38,9 +38,9 @@ LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.prese
 @pytest.mark.parametrize(
     ("keys", "devices"),
     [
-        ({"lora.rank": 4}, 1),
         ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
         *exhaustive(
+            ({"lora.rank": 4}, 1),
             ({"model.scan": False}, 1),
         ),
     ],
@@ -111,6 +111,7 @@ def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
 
 
 def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys):
+    compiled_once(monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"text": "def "}\n{"text": "import"}\n')
     settings = {

@@ -65,10 +65,8 @@ def plain():
 @pytest.mark.parametrize(
     ("stages", "ranks", "overrides"),
     [
-        (4, 1, {"pipeline.schedule": "gpipe"}),
         (4, 1, INTERLEAVED),
-        (2, 1, {"pipeline.schedule": "v"}),
-        *exhaustive((4, 2, {})),
+        *exhaustive((4, 1, {"pipeline.schedule": "gpipe"}), (2, 1, {"pipeline.schedule": "v"}), (4, 2, {})),
     ],
     ids=str,
 )

@@ -16,12 +16,14 @@ from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.remat_problem import PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import RematSearch, spread
 from bytescope.memory.view.console import plain_text
-from bytescope.train.plan import frontier, frontier_view
+from bytescope.model.remat.policies import POLICIES
+from bytescope.train.plan import block_description, frontier, frontier_view
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
 from bytescope.train.plan.trials import Stopped
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.cached_rows import keep_sources
 from support.json_results import read_result
 from support.same_process import SameProcess
 
@@ -309,6 +311,9 @@ def test_the_browser_draws_the_front(points, fixed, tmp_path):
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Four budgets of a small program; then the same out of the cache. The guarantees hold exactly at each."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_sources(monkeypatch)
+    fixed = {name: POLICIES[name] for name in ("full", "none", "minimal", "dots", "sqrt")}
+    monkeypatch.setattr(block_description, "POLICIES", fixed)  # a program is compiled with each
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     words = [
         "front",
@@ -323,7 +328,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert command.main(words) == 0
     out = read_result(tmp_path / "f.json")
     points, fixed = out["points"], {policy["policy"]: policy for policy in out["fixed"]}
-    assert {"full", "none", "minimal", "dots", "sqrt"} <= set(fixed) and len(points) == 4 and not out["missing"]
+    assert {"full", "none", "minimal", "dots", "sqrt"} == set(fixed) and len(points) == 4 and not out["missing"]
     ends = sorted(fixed[name]["allocated_bytes"] for name in (FULL, NONE))
     assert [points[0]["budget_bytes"], points[-1]["budget_bytes"]] == ends
     shares = [point["recompute_flops_fraction"] for point in points]

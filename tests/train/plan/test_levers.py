@@ -16,6 +16,7 @@ from bytescope.train.plan import levers, levers_view
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
+from support.cached_rows import keep_sources
 from support.json_results import read_result
 from support.same_process import SameProcess
 
@@ -207,6 +208,7 @@ def test_the_browser_draws_the_stairs_and_the_budget(levels, tmp_path):
 def test_the_command(tmp_path, monkeypatch, capsys):
     """Four stages, one of which the config refuses; then the same out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_sources(monkeypatch)
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], keys={"remat.policy": "ful"}))
     words = [

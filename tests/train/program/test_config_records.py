@@ -115,7 +115,9 @@ def test_a_loss_belongs_to_the_command_before_it(name):
     assert 0 < loss < 5.55  # nats of a guess: ln 256
 
 
-@pytest.mark.parametrize("name", ["tiny", pytest.param("llama_1b", marks=pytest.mark.oracle("cuda"))])
+@pytest.mark.parametrize(
+    "name", ["tiny", pytest.param("llama_1b", marks=(pytest.mark.oracle("cuda"), pytest.mark.exhaustive))]
+)
 def test_the_recorded_bytes_are_the_compilers(name):
     record = read(name)
     if others := other_versions(record):

@@ -13,6 +13,7 @@ from bytescope.train.generate.model_source import describe_model
 from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.quantize.quantize_work import METHODS
 from bytescope.train.weights.packed import BITS, LAYOUTS, SIZES
+from support.exhaustive import exhaustive
 from support.models.generating import TINY
 from support.toy import small_config
 
@@ -57,7 +58,10 @@ def test_choices_of_the_parsers_are_the_rows_of_the_tables():
     assert set(FORMATS) - set(BASES) == {f"int4_g{size}" for size in SIZES}
 
 
-@pytest.mark.parametrize("base", [name for name in FORMATS if name not in BASES])
+ROWS = [name for name in FORMATS if name not in BASES]
+
+
+@pytest.mark.parametrize("base", [ROWS[0], *exhaustive(*ROWS[1:])])
 def test_a_row_stores_what_it_says_and_reads_it_back(base):
     from bytescope.model.placement import ONE_DEVICE
     from bytescope.model.quantized.quantized_formats import Matrix, dequantize, parts_of, quantize_on_device

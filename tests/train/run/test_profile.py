@@ -16,7 +16,7 @@ from bytescope.train.run.profile import ProfiledUpdates
 from bytescope.train.user_errors import UserError
 from support.command_line import train as main
 from support.json_results import read_result
-from support.toy import small_config
+from support.toy import compiled_once, small_config
 
 TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
 
@@ -56,8 +56,10 @@ def runs(tmp_path_factory):
     place = tmp_path_factory.mktemp("profile")
     source = place / "corpus.txt"
     source.write_text("".join(f"{n} bottles and {n * n} more\n" for n in range(3000)))
-    train(place / "plain", source)
-    return source, place / "plain", place / "traced", train(place / "traced", source, "2")
+    with pytest.MonkeyPatch.context() as patch:
+        compiled_once(patch)
+        train(place / "plain", source)
+        return source, place / "plain", place / "traced", train(place / "traced", source, "2")
 
 
 @pytest.fixture(scope="module")

@@ -217,9 +217,9 @@ def test_biases_of_unrolled_layers_move_layer_by_layer():
 @pytest.mark.parametrize(
     "precision",
     [
-        {"precision.preset": "bf16_params"},
         {"mesh.strategy": "zero1", "mesh.fsdp": 2, "batch.micro": 4},
         *exhaustive(
+            {"precision.preset": "bf16_params"},
             {"precision.cast": "step"},
         ),
     ],

@@ -15,6 +15,7 @@ from bytescope.train.weights import quantized as loading
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
 from bytescope.train.weights.load import load_params
+from support.exhaustive import exhaustive
 from support.models import weights
 
 SIZES = {
@@ -34,7 +35,9 @@ def program(folder, devices=1, **overrides):
     return build(config, jax.devices()[:devices])
 
 
-@pytest.mark.parametrize(("base", "make"), [("nf4", weights.llama), ("int8", weights.llama), ("nf4", "gpt2")])
+@pytest.mark.parametrize(
+    ("base", "make"), [("nf4", weights.llama), *exhaustive(("int8", weights.llama), ("nf4", "gpt2"))]
+)
 def test_what_is_loaded_is_what_the_tensor_quantizes_to(base, make, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "PIECE", 128 * 24 * 4)  # pieces end within blocks of 256 scales
     if make == "gpt2":  # on disk the outputs of an input lie side by side

@@ -1,0 +1,184 @@
+"""Audits random bits that the backward pass draws again: whether the second draw has the bits of the first one.
+
+`jax.checkpoint` recomputes a dropout mask from its random key. The gradient is wrong if the recomputed mask differs.
+There are two causes:
+
+- `jax.lax.rng_uniform` takes no key. XLA advances a hidden state with each draw.
+- The key has the implementation `rbg` or `unsafe_rbg`, and the partitioner divides the draw, so that the bits depend on
+  the sharding of the mask. Only XLA for TPUs does so, with the flag xla_tpu_spmd_rng_bit_generator_unsafe
+  (https://github.com/jax-ml/jax/issues/21046). XLA for CPUs and GPUs draws the whole array on every device.
+
+The bits of threefry keys do not depend on the sharding. Until jax 0.4.38 they did with
+jax_threefry_partitionable=False; tests/bench/redrawn_mask.py has the measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from bytescope.memory.cost.flops import RECOMPUTED
+from bytescope.memory.hlo import scopes
+from bytescope.memory.hlo.module import Frame, Metadata, Module
+from bytescope.memory.hlo.sources import short_place, source_line
+from bytescope.memory.jaxprs import bodies, distinct_jaxprs, parameters
+from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
+from bytescope.memory.records.report_record import JudgedProgram
+
+# Primitives that draw random bits. The first one has no key.
+_STATEFUL = "rng_uniform"
+_DRAWS = frozenset((_STATEFUL, "random_bits", "rng_bit_generator", "threefry2x32"))
+# The HLO instruction whose bits depend on the shape of its result.
+_GENERATOR = "rng-bit-generator"
+_NO_KEY = (
+    "jax.lax.rng_uniform has no key, so the recomputed values differ from the values of the forward pass and the "
+    "gradient is wrong: draw with jax.random and a key"
+)
+
+
+class _Draw(NamedTuple):
+    """A draw of random bits in a jaxpr.
+
+    Fields:
+        source: "file:line" of the draw in the user's code.
+        recomputed: whether a `jax.checkpoint` of the backward pass draws.
+        subject: the primitive and the type of the key, such as "random_bits of key<rbg>".
+        array: type of the result, over all devices.
+    """
+
+    source: str
+    recomputed: bool
+    subject: str
+    array: Any
+
+
+class _Divided(NamedTuple):
+    """A draw whose instructions in the forward pass and in the recomputation have different shapes on a device.
+
+    Fields:
+        bytes: bytes that a device draws in the forward pass.
+        first, again: dimensions that a device draws in the forward pass and in the recomputation.
+    """
+
+    bytes: int
+    first: tuple[int, ...]
+    again: tuple[int, ...]
+
+
+def randomness(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
+    """Yields one row for each line of the user's code whose random bits are drawn in the forward pass and drawn again
+    in a `jax.checkpoint` of the backward pass. For a dump, only draws whose bits differ are listed."""
+    divided = _divided_differently(program.module)
+    first: set[str] = set()
+    again: dict[str, list[_Draw]] = defaultdict(list)
+    for draw in _draws(program.jaxpr) if program.jaxpr is not None else ():
+        if draw.recomputed:
+            again[draw.source].append(draw)
+        else:
+            first.add(draw.source)
+    for source in divided.keys() - again.keys():
+        asked = UNKNOWN if program.jaxpr is None else "repeat"
+        message = _describe(divided[source])
+        yield _redrawn("random bits", source, asked, divided[source].bytes, "partitioner", message)
+    for source, draws in again.items():
+        subject, size = draws[0].subject, max(_bytes_on_device(draw, program.module) for draw in draws)
+        if source in divided:
+            message = _describe(divided[source])
+            yield _redrawn(subject, source, "repeat", divided[source].bytes, "partitioner", message, len(draws))
+        elif source in first and subject == _STATEFUL:
+            yield _redrawn(subject, source, "repeat", size, "runtime", _NO_KEY, len(draws))
+        elif source in first:
+            yield AuditRow("random", subject, short_place(source), "repeat", "repeated", size, count=len(draws))
+
+
+def _redrawn(subject: str, source: str, asked: str, size: int, step: str, message: str, count: int = 1) -> AuditRow:
+    return AuditRow("random", subject, short_place(source), asked, "redrawn", size, 0, step, message, count)
+
+
+def _describe(divided: _Divided) -> str:
+    first, again = (" x ".join(map(str, dims)) for dims in (divided.first, divided.again))
+    return (
+        f"a device draws {first} in the forward pass and {again} in the recomputation, so the masks differ and the "
+        "gradient is wrong: put jax.lax.with_sharding_constraint on the random array, draw with a threefry key, or "
+        "leave out the flag xla_tpu_spmd_rng_bit_generator_unsafe"
+    )
+
+
+def _divided_differently(module: Module) -> dict[str, _Divided]:
+    """Returns the draws whose instructions in the forward pass and in the recomputation have no shape in common on a
+    device, by source place."""
+    if module.devices < 2:
+        return {}
+    shapes: dict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
+    for instruction in module.instructions.values():
+        if instruction.opcode != _GENERATOR:
+            continue
+        metadata, shape = module.metadata(instruction), module.shape(instruction)
+        bits = shape.parts[-1] if shape.parts else shape  # the result may be (new state, bits)
+        phase = scopes.parse(metadata.op_name).phase
+        shapes[source_line(metadata), phase][bits.dims] = bits.bytes
+    found = {}
+    for source in {source for source, _ in shapes}:
+        first, again = shapes.get((source, "forward"), {}), shapes.get((source, "recompute"), {})
+        if first and again and first.keys().isdisjoint(again):
+            dims = next(iter(first))
+            found[source] = _Divided(first[dims], dims, next(iter(again)))
+    return found
+
+
+def _bytes_on_device(draw: _Draw, module: Module) -> int:
+    """Returns the bytes of a draw on one device: from the largest instruction of its line whose elements are the draw
+    or a part of it, or the bytes of the whole draw if there is none."""
+    elements = whole = math.prod(draw.array.shape)
+    if module.devices > 1 and whole:
+        parts = [0]
+        for instruction in module.instructions.values():
+            size = module.shape(instruction).elements
+            is_part = parts[-1] < size <= whole and whole % size == 0
+            if is_part and source_line(module.metadata(instruction)) == draw.source:
+                parts.append(size)
+        elements = parts[-1] or whole
+    return elements * draw.array.dtype.itemsize
+
+
+def _draws(jaxpr: Any) -> Iterator[_Draw]:
+    """Yields the draws of a ClosedJaxpr whose values the program uses."""
+    from jax.interpreters import partial_eval
+
+    inner = jaxpr.jaxpr
+    if any(equation.primitive.name in _DRAWS for each in distinct_jaxprs(inner) for equation in each.eqns):
+        live, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars))
+        yield from _walk(live, "", "")
+
+
+def _walk(jaxpr: Any, stack: str, caller: str) -> Iterator[_Draw]:
+    """Yields the draws of a Jaxpr.
+
+    stack: the name stack around the jaxpr. caller: source place of the call of jax's own function that contains the
+    jaxpr; "" outside of jax's functions.
+    """
+    for equation in jaxpr.eqns:
+        path, name = f"{stack}/{equation.source_info.name_stack}", equation.primitive.name
+        if name in _DRAWS:
+            key = getattr(equation.invars[0].aval, "dtype", None)
+            subject = f"{name} of {key}" if name == "random_bits" else name
+            recomputed = bool(RECOMPUTED.search(path))
+            yield _Draw(caller or _place(equation), recomputed, subject, equation.outvars[-1].aval)
+            continue
+        inside = caller
+        # jax traces its own functions, such as _uniform, once: equations inside have the place of the first call.
+        if not caller and str(parameters(equation).get("name", "")).startswith("_"):
+            inside = _place(equation)
+        for body in bodies(equation):
+            yield from _walk(body, path, inside)
+
+
+def _place(equation: Any) -> str:
+    from jax._src import source_info_util
+
+    frames = source_info_util.user_frames(equation.source_info.traceback)
+    lines = tuple(Frame(each.file_name, each.start_line, function=each.function_name) for each in frames)
+    return source_line(Metadata(frames=lines))

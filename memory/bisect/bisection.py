@@ -1,0 +1,135 @@
+"""Runs a bisection over an axis of change: measures both ends, searches, and says what the measurements show."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from bytescope.memory.bisect.change_axes import Axis
+from bytescope.memory.bisect.change_search import minimal_set, search_sequence
+from bytescope.memory.bisect.measurements import QUANTITIES, Bound, Measurement
+from bytescope.memory.bisect.measuring import Candidate, check_measured
+
+# Steps below this fraction of the largest difference from the good end do not count as changes of direction.
+_SMALL_STEP = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of a bisection.
+
+    Fields:
+        good: value of the quantity at the good end.
+        measured: every measured candidate; those of a sequence in the order of the sequence.
+        change: the versions or changes among which the bound is first exceeded, usually one; () if there is none.
+        before, after: the measurements without and with the change; None if there is none.
+        notes: sentences on what makes the result uncertain, or why there is none.
+    """
+
+    good: float
+    measured: tuple[Measurement, ...]
+    change: tuple[str, ...] = ()
+    before: Measurement | None = None
+    after: Measurement | None = None
+    notes: tuple[str, ...] = ()
+
+
+def run_bisection(
+    axis: Axis, bound: Bound, measure: Callable[[Candidate], Measurement], measure_all: bool = False
+) -> Outcome:
+    """Finds the change of an axis at which the bound is first exceeded.
+
+    Args:
+        axis: the axis of change. bound: the bound on a quantity.
+        measure: measures a candidate.
+        measure_all: whether every version of a sequence is measured, instead of halving it.
+
+    Raises ReportError if an end of the axis cannot be measured.
+    """
+    measured: dict[str, Measurement] = {}
+    quantity = QUANTITIES[bound.quantity]
+
+    def value_of(candidate: Candidate) -> float | None:
+        if candidate.point not in measured:
+            measured[candidate.point] = measure(candidate)
+        return measured[candidate.point].value(bound.quantity)
+
+    ends = axis.good, axis.bad
+    good = value_of(axis.candidate(ends[0]))
+    good = check_measured(measured[axis.point(ends[0])], bound.quantity, "the good end")
+    value_of(axis.candidate(ends[1]))
+    bad = check_measured(measured[axis.point(ends[1])], bound.quantity, "the bad end")
+    limit = bound.text(good)
+
+    def exceeds(state: frozenset[int]) -> bool | None:
+        value = value_of(axis.candidate(state))
+        return None if value is None else bound.is_exceeded(value, good)
+
+    def answer(change: Sequence[str] = (), states: Sequence[frozenset[int]] = (), notes: Sequence[str] = ()) -> Outcome:
+        order = axis.points() if axis.is_sequence else tuple(measured)
+        rows = tuple(measured[point] for point in order if point in measured)
+        sides = [measured[axis.point(state)] for state in states]
+        before, after = sides or (None, None)
+        return Outcome(good, rows, tuple(change), before, after, tuple(notes))
+
+    if bound.is_exceeded(good, good):
+        return answer(notes=[f"the good end, {axis.point(ends[0])}, already exceeds the bound of {limit}"])
+    if axis.is_sequence and measure_all:
+        for index in range(1, len(axis.changes) - 1):
+            exceeds(frozenset([index]))
+    if not bound.is_exceeded(bad, good) and not (axis.is_sequence and measure_all):
+        return answer(notes=[f"no change found: the bad end, {axis.point(ends[1])}, is within the bound of {limit}"])
+    if axis.is_sequence:
+        last = len(axis.changes) - 1
+        if measure_all:
+            exceeding = [i for i in range(last + 1) if exceeds(frozenset([i]))]
+            if not exceeding:
+                return answer(notes=[f"no change found: every measured version is within the bound of {limit}"])
+            last = exceeding[0]
+        found = search_sequence(last + 1, lambda index: exceeds(frozenset([index])))
+        change = axis.changes[found.before + 1 : found.after + 1]
+        notes = _sequence_notes(axis, bound, good, measured, quantity.text)
+        if len(change) > 1:
+            notes.append(f"{', '.join(change[:-1])} could not be measured, so the change may be in any of them")
+        return answer(change, [frozenset([found.before]), frozenset([found.after])], notes)
+    minimal = minimal_set(len(axis.changes), exceeds)
+    # Without one of the changes, the rest was measured and is within the bound, unless it could not be measured.
+    rests = [minimal - {index} for index in sorted(minimal, reverse=True)]
+    rest = next((rest for rest in rests if exceeds(rest) is False), frozenset())
+    names = [axis.changes[index] for index in sorted(minimal)]
+    notes = []
+    if len(names) > 1:
+        notes.append(f"the bound is only exceeded by {len(names)} changes together")
+    within = [
+        point
+        for point, state in axis.states().items()
+        if state > minimal and point in measured and exceeds(state) is False
+    ]
+    if within:
+        notes.append(
+            f"not monotonic: {within[0]} contains the found change, but is within the bound, so other changes save as "
+            "much"
+        )
+    return answer(names, [rest, minimal], notes)
+
+
+def _sequence_notes(
+    axis: Axis, bound: Bound, good: float, measured: dict[str, Measurement], text: Callable[[float], str]
+) -> list[str]:
+    """Returns sentences about a sequence of versions that crosses the bound more than once, as far as it was
+    measured."""
+    values = [(point, measured[point].value(bound.quantity)) for point in axis.points() if point in measured]
+    known = [(point, value) for point, value in values if value is not None]
+    crossings = [
+        new
+        for (new, value), (_, old) in zip(known[1:], known[:-1], strict=True)
+        if bound.is_exceeded(value, good) != bound.is_exceeded(old, good)
+    ]
+    if len(crossings) > 1:
+        return [f"not monotonic: the bound is crossed at {', '.join(crossings)}; the first crossing is shown"]
+    least = _SMALL_STEP * max(abs(value - good) for _, value in known)
+    steps = {new > old for (_, new), (_, old) in zip(known[1:], known[:-1], strict=True) if abs(new - old) > least}
+    if len(steps) > 1:
+        listed = ", ".join(f"{text(value)} ({point})" for point, value in known)
+        return [f"not monotonic: {listed}; the bound may be crossed more than once: --all measures every version"]
+    return []

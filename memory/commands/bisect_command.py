@@ -1,0 +1,421 @@
+"""bytescope bisect: finds the change at which a program first exceeds a bound on its bytes, FLOPs or seconds.
+
+This module bisects a user's function or the program of an adapter; `train.commands.bisect_config` adds configs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import importlib.machinery
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrides_of
+from bytescope.memory.bisect import change_axes, environments
+from bytescope.memory.bisect.bisection import Outcome, run_bisection
+from bytescope.memory.bisect.change_axes import Axis, Program
+from bytescope.memory.bisect.measurements import QUANTITIES, Bound, Measurement, MeasurementFile, parse_bound
+from bytescope.memory.bisect.measuring import Candidate, Measuring
+from bytescope.memory.commands.arguments import (
+    add_json,
+    add_no_cache,
+    add_rates,
+    check_files,
+    show_written,
+    user_path,
+)
+from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
+from bytescope.memory.compare import row_cache
+from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, base_name, target_config
+from bytescope.memory.errors import ReportError
+from bytescope.memory.program import user_program
+from bytescope.memory.records import report_diff
+from bytescope.memory.report import diff_view
+from bytescope.memory.view.console import put, shorten
+from bytescope.memory.view.progress_bar import progress
+from bytescope.memory.view.text_layout import Prose
+
+AXES = ("jax", "git", "xla_flags", "keys", "diff")
+# Flag -> the quantity that its bound is for, and the default bound.
+BOUNDS = {"bytes": "allocated", "flops": "flops", "step-seconds": "seconds"}
+DEFAULT_BOUND = "+1%"
+# Environment variables that change the compiled program.
+_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
+# Columns of the name of a candidate; printed buffers.
+_MAX_LABEL, _MAX_BUFFERS = 40, 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of `bytescope bisect` that need no config: program, axes, bounds and files."""
+    parser.add_argument(
+        "--program",
+        metavar="MODULE:FUNCTION",
+        help="bisect your own step instead of a config: a function as for bytescope report --program",
+    )
+    axes = parser.add_argument_group("what changes (give one)")
+    axes.add_argument(
+        "--jax",
+        metavar="A..B",
+        help="versions of jax: 0.10.2..0.12.0 for all releases between, 0.10.2.. up to the newest, or a list; each is "
+        "installed in an environment of its own, which is kept in the user's cache folder",
+    )
+    axes.add_argument(
+        "--git",
+        metavar="GOOD..BAD",
+        help="commits of the repository of the program, checked out in a temporary folder; your files are not touched",
+    )
+    axes.add_argument(
+        "--xla-flags", metavar="FLAGS", help="flags of XLA: FLAG=VALUE,FLAG=VALUE, or a file with one per line"
+    )
+    axes.add_argument(
+        "--keys",
+        metavar="KEYS",
+        action="append",
+        help="values of keys or of the function's parameters: KEY=VALUE,KEY=VALUE, or another config, whose "
+        "differences from CONFIG are searched",
+    )
+    axes.add_argument(
+        "--diff", metavar="A..B", help="lines in which two files differ: two configs, or two programs with --function"
+    )
+    parser.add_argument("--function", metavar="NAME", help="with --diff: the function in both files that is a program")
+    bounds = parser.add_argument_group("bound (default: --bytes=+1%)")
+    bounds.add_argument(
+        "--bytes",
+        metavar="BOUND",
+        help="bytes of one device, such as 40GiB, or growth from the good end, such as +5%%; -5%% finds what saved 5%%",
+    )
+    bounds.add_argument("--flops", metavar="BOUND", help="FLOPs of one device in a call of the step: 3e12 or +5%%")
+    bounds.add_argument("--step-seconds", metavar="BOUND", help="predicted seconds of an update: 0.5 or +5%%")
+    bounds.add_argument(
+        "--of",
+        choices=("allocated", "peak", "predicted", "host"),
+        default="allocated",
+        metavar="BYTES",
+        help="bytes that --bytes bounds: allocated (the default), peak, predicted or host",
+    )
+    parser.add_argument("--python", metavar="PYTHON", help="with --jax: the Python interpreter of the environments")
+    parser.add_argument(
+        "--install",
+        metavar="PACKAGE",
+        action="append",
+        default=[],
+        help="with --jax: a package that the program needs, such as flax==0.12.1; repeat the flag for several",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with --jax or --git: measure every version instead of halving the range"
+    )
+    parser.add_argument(
+        "--records",
+        metavar="FILE",
+        type=user_path,
+        help="keep finished measurements in FILE (JSON lines; default: a file in the user's cache folder)",
+    )
+    add_no_cache(parser)
+    add_rates(parser)
+    add_json(parser, "the result")
+
+
+def check_arguments(args: argparse.Namespace) -> str:
+    """Checks the flags before anything is compiled. Returns the axis, an element of AXES.
+
+    Raises ReportError for flags that do not belong together.
+    """
+    given = [axis for axis in AXES if getattr(args, axis)]
+    flags = [f"--{axis.replace('_', '-')}" for axis in given]
+    if len(given) != 1:
+        words = f"{' and '.join(flags)} are two axes of change" if given else "no axis of change is given"
+        raise ReportError(f"{words}: give one of --jax, --git, --xla-flags, --keys and --diff")
+    for flag in ("python", "install"):
+        if getattr(args, flag) and given[0] != "jax":
+            raise ReportError(f"--{flag} is only valid with --jax: leave it out")
+    if args.all and given[0] not in ("jax", "git"):
+        raise ReportError("--all is only valid with --jax or --git: leave it out")
+    if args.function and given[0] != "diff":
+        raise ReportError("--function is only valid with --diff: give the program as --program=MODULE:FUNCTION")
+    if given[0] == "diff" and (args.program or args.config):
+        raise ReportError(
+            "--diff names the two files of the program: leave out the config and --program, and give --function=NAME "
+            "if the files are programs"
+        )
+    if args.program is not None:
+        user_program.split(args.program)
+        if args.config:
+            raise ReportError("a config and --program cannot be combined: give one of the two")
+    if (args.program or args.function) and args.overrides:
+        key, value = args.overrides[0]
+        raise ReportError(f"--config.{key} needs a config: bisect parameters of a program with --keys={key}={value}")
+    bounds = [flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]]
+    if len(bounds) > 1:
+        raise ReportError(f"--{bounds[0]} and --{bounds[1]} are two bounds: give one")
+    if args.of != "allocated" and bounds and bounds != ["bytes"]:
+        raise ReportError(f"--of={args.of} is only valid with --bytes: leave it out")
+    check_files(args, ("json", "records"))
+    return given[0]
+
+
+def bound_of(args: argparse.Namespace) -> Bound:
+    """Returns the bound of the command line. Raises ReportError if it cannot be parsed."""
+    flag = next((flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]), "bytes")
+    quantity = args.of if flag == "bytes" else BOUNDS[flag]
+    return parse_bound(flag, quantity, vars(args)[flag.replace("-", "_")] or DEFAULT_BOUND)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is bisected.
+
+    Fields:
+        program: the program at the good end; None with --diff.
+        of_file: with --diff, function from a file to its program.
+        find_file: with --diff, function from a name to a file.
+        keys_of: function from the name of another config to the keys in which it differs; None if there are no configs.
+        sources: function that returns the source files that decide what the program computes.
+    """
+
+    program: Program | None
+    of_file: Callable[[str], Program]
+    sources: Callable[[], list[Path]]
+    find_file: Callable[[str], Path] = Path
+    keys_of: Callable[[str], Mapping[str, str]] | None = None
+
+
+def subject_of(args: argparse.Namespace) -> Subject:
+    """Returns the subject of the command line for a user's function or the program of an adapter."""
+    if args.diff:
+        return Subject(None, lambda path: Program(f"{path}:{args.function}"), list)
+    if is_adapted(args.config):
+        adapter = find_adapter(args.config)
+        program = Program(adapter.reference, overrides_of(args.config, args.settings))
+        return Subject(program, lambda path: program, lambda: list(adapter.sources()))
+    return Subject(Program(args.program), Program, lambda: _list_sources(args.program))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `bytescope bisect` for a user's function or the program of an adapter. Returns the exit code."""
+    axis = check_arguments(args)
+    if not args.diff and not args.program and not is_adapted(args.config):
+        raise ReportError("no program is given: give --program=MODULE:FUNCTION, or a config")
+    return bisect(args, axis, subject_of(args))
+
+
+def bisect(args: argparse.Namespace, axis_name: str, subject: Subject) -> int:
+    """Runs the bisection of a subject, prints it and writes the file of --json.
+
+    Returns the exit code: 0 if a change was found, 1 if not. axis_name: an element of AXES. Raises KeyboardInterrupt
+    with a message on how to continue if Ctrl-C stopped the command.
+    """
+    from bytescope.memory.devices import targets
+    from bytescope.memory.devices.platform import choose_platform
+
+    bound = bound_of(args)
+    platform, chip = choose_platform(), CHIPS.get(base_name(args.target))
+    if chip is not None or base_name(args.target) != "local":
+        platform = targets.parse(args.target).platform
+    is_old_gpu = bool(chip and chip.gpu and chip.platform == "cuda" and chip.gpu.capability < CUDA_13_FROM)
+    gpu_config = target_config(chip, (12, 8)) if chip and platform == "cuda" else ""
+    with _open_axis(args, axis_name, subject, platform, is_old_gpu) as axis:
+        records = _open_records(args, axis, subject)
+        put(Prose(_heading(axis, bound), "bold"))
+        printer = _Printer(axis, bound)
+        # Both ends, and the halvings of a sequence. The number of tests of a set depends on the answers.
+        tests = math.ceil(math.log2(max(len(axis.changes) - 1, 1)))
+        total = 2 + tests if axis.is_sequence else None
+        try:
+            with (
+                progress(total, doing="bisecting") as bar,
+                Measuring(args.target, records, gpu_config, lambda doing: bar([doing], printer.count)) as measuring,
+            ):
+
+                def measure(candidate: Candidate) -> Measurement:
+                    recorded = records.find(candidate.point) is not None
+                    measurement = measuring.measure(candidate)
+                    with bar.aside():
+                        printer.show(measurement, recorded)
+                    return measurement
+
+                outcome = run_bisection(axis, bound, measure, args.all)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"interrupted: {printer.count} finished measurements are in {records.path}; run the same command again "
+                "to continue"
+            ) from None
+    _show(outcome, bound)
+    result = to_json(axis, bound, outcome, records.path)
+    rates = outcome.measured[0].report.prediction.get("rates", "") if outcome.measured[0].report else ""
+    target = outcome.measured[0].report.target if outcome.measured[0].report else None
+    write_json(args, result, target=target, caveats=(COMPILED, *predicted_caveat(rates)))
+    show_written(args.json)
+    return 0 if outcome.after else 1
+
+
+@contextlib.contextmanager
+def _open_axis(
+    args: argparse.Namespace, name: str, subject: Subject, platform: str, is_old_gpu: bool
+) -> Iterator[Axis]:
+    program = subject.program
+    if name == "diff":
+        first, second = map(subject.find_file, change_axes.split_files(args.diff))
+        with change_axes.diff_axis(first, second, subject.of_file) as axis:
+            yield axis
+        return
+    assert program is not None  # only --diff has none
+    if name == "jax":
+        interpreter, versions = environments.choose_versions(args.jax, args.python)
+        yield change_axes.jax_axis(program, interpreter.path, versions, platform, is_old_gpu, args.install)
+    elif name == "git":
+        where = program.factory.rpartition(":")[0]
+        folder = Path(where).absolute().parent if where.endswith(".py") else Path.cwd()
+        with change_axes.git_axis(program, args.git, folder) as axis:
+            yield axis
+    elif name == "xla_flags":
+        yield change_axes.flags_axis(program, args.xla_flags)
+    elif len(args.keys) == 1 and "=" not in args.keys[0] and subject.keys_of is not None:
+        keys = subject.keys_of(args.keys[0])
+        if not keys:
+            raise ReportError(f"--keys={args.keys[0]} has the same keys as {args.config}: give a different config")
+        yield change_axes.keys_axis(program, keys)
+    else:
+        yield change_axes.keys_axis(program, change_axes.parse_keys(args.keys))
+
+
+def _open_records(args: argparse.Namespace, axis: Axis, subject: Subject) -> MeasurementFile:
+    program = subject.program
+    # Commits have their sources in the name of the candidate, and --diff has its files in the changes.
+    sources = row_cache.digest_files(subject.sources()) if axis.name != "git" else ""
+    question = {
+        "program": program.factory if program else args.function or "",
+        "keys": dict(program.overrides) if program else dict(args.overrides),
+        "target": args.target,
+        "axis": axis.name,
+        # The names of versions are unique. The names of sets of changes are only unique in one set.
+        "changes": [] if axis.is_sequence else list(axis.changes),
+        "files": _digest_diff(args, subject),
+        "packages": list(args.install),
+        "sources": sources,
+        "rates": row_cache.digest_files([args.rates]) if args.rates else "",
+    }
+    place = [question, {name: os.environ.get(name) for name in _VARIABLES}, os.getcwd()]
+    digest = hashlib.sha256(json.dumps(place, sort_keys=True).encode()).hexdigest()[:16]
+    path = args.records or environments.cache_folder() / f"{digest}.jsonl"
+    return MeasurementFile(path, question, fresh=args.no_cache)
+
+
+def _digest_diff(args: argparse.Namespace, subject: Subject) -> str:
+    if not args.diff:
+        return ""
+    return row_cache.digest_files(map(subject.find_file, change_axes.split_files(args.diff)))
+
+
+def _list_sources(program: str) -> list[Path]:
+    """Returns the source files of a user's program without importing it: the file, or all files of the package."""
+    where, _ = user_program.split(program)
+    if where.endswith(".py"):
+        return [Path(where)] if Path(where).is_file() else []
+    spec = importlib.machinery.PathFinder.find_spec(where.partition(".")[0], [os.getcwd(), *sys.path])
+    if spec is None:
+        return []
+    if spec.submodule_search_locations:
+        return [path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.py")]
+    return [Path(spec.origin)] if spec.origin and Path(spec.origin).is_file() else []
+
+
+# ---- output
+
+
+def _heading(axis: Axis, bound: Bound) -> str:
+    quantity = QUANTITIES[bound.quantity]
+    limit = f"{bound.value:+g} %" if bound.is_percent else quantity.text(bound.value)
+    what = f"{bound.quantity} bytes" if not quantity.unit else bound.quantity
+    if axis.is_sequence:
+        noun = "commits" if axis.name == "git" else "versions"
+        return f"{len(axis.changes)} {noun}, {axis.changes[0]} to {axis.changes[-1]}; bound: {what} {limit}"
+    changes = f"{len(axis.changes)} change{'s' if len(axis.changes) > 1 else ''}"
+    return f"{changes} of {axis.name.replace('-', ' ')}; bound: {what} {limit}"
+
+
+class _Printer:
+    """Prints a line for each measurement: name, value, growth from the good end, and duration or source."""
+
+    def __init__(self, axis: Axis, bound: Bound) -> None:
+        longest = max(map(len, [*axis.changes, axis.point(axis.good), axis.point(axis.bad)]))
+        self._bound, self._width = bound, min(longest, _MAX_LABEL)
+        self._good: float | None = None
+        self.count = 0
+
+    def show(self, measurement: Measurement, recorded: bool) -> None:
+        self.count += 1
+        line = Text(f"{shorten(measurement.point, self._width):{self._width}}  ")
+        value = measurement.value(self._bound.quantity)
+        if value is None:
+            put(line.append(shorten(measurement.status if measurement.report is None else "unknown", 300), "yellow"))
+            return
+        self._good = value if self._good is None else self._good
+        growth = f"{100 * (value / self._good - 1):+.1f} %" if self._good else ""
+        exceeds = self._bound.is_exceeded(value, self._good)
+        line.append(f"{QUANTITIES[self._bound.quantity].text(value):>11}  {growth:>8}  ")
+        line.append(f"{'exceeds' if exceeds else 'within':7}", "red" if exceeds else "green")
+        put(line.append("  recorded" if recorded else f"  {measurement.seconds:.0f} s", "dim"))
+
+
+def _show(outcome: Outcome, bound: Bound) -> None:
+    put(Text())
+    if outcome.before and outcome.after and outcome.before.report and outcome.after.report:
+        quantity = QUANTITIES[bound.quantity]
+        old, new = (side.value(bound.quantity) or 0 for side in (outcome.before, outcome.after))
+        put(
+            Prose(
+                f"{' + '.join(outcome.change)}: {quantity.text(old)} -> {quantity.text(new)}; the bound is "
+                f"{bound.text(outcome.good)}",
+                "bold",
+            )
+        )
+        for note in outcome.notes:
+            put(Prose(note, "yellow"))
+        changes = report_diff.diff(outcome.before.report, outcome.after.report)
+        put(Text())
+        put(diff_view.render_text(outcome.before.report, outcome.after.report, changes, _MAX_BUFFERS))
+        return
+    for note in outcome.notes:
+        put(Prose(note, "bold"))
+
+
+def to_json(axis: Axis, bound: Bound, outcome: Outcome, records: Path) -> dict[str, Any]:
+    """Returns the result of a bisection as JSON values. `difference` has the keys of `bytescope diff --json`."""
+    difference = None
+    if outcome.before and outcome.after and outcome.before.report and outcome.after.report:
+        reports = outcome.before.report, outcome.after.report
+        difference = report_diff.to_json(*reports, report_diff.diff(*reports), ())
+    return {
+        "axis": axis.name,
+        "candidates": list(axis.changes),
+        "quantity": bound.quantity,
+        "bound": bound.limit(outcome.good),
+        "measured": [
+            {
+                "point": each.point,
+                "value": each.value(bound.quantity),
+                "exceeds": None
+                if (value := each.value(bound.quantity)) is None
+                else bound.is_exceeded(value, outcome.good),
+                "status": each.status,
+                "seconds": each.seconds,
+            }
+            for each in outcome.measured
+        ],
+        "change": list(outcome.change),
+        "before": outcome.before.point if outcome.before else None,
+        "after": outcome.after.point if outcome.after else None,
+        "difference": difference,
+        "notes": list(outcome.notes),
+        "records": str(records),
+    }

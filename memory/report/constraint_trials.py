@@ -1,0 +1,489 @@
+"""Tries sharding constraints at the equations whose arrays the partitioner gathers in full.
+
+Each trial inserts `jax.lax.with_sharding_constraint` into the traced program, compiles the program for the target and
+reads its report. The numbers of a trial are compared with those of the unchanged program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bytescope.memory.analysis import report_of
+from bytescope.memory.audit.partitioner import equation_line
+from bytescope.memory.devices import targets
+from bytescope.memory.devices.compiler import Compilation, compile_lowered
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.errors import ReportError
+from bytescope.memory.findings.evidence import spec_words
+from bytescope.memory.hlo.sharding_text import mesh_axes_of, parse_sharding
+from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr, with_parameters
+from bytescope.memory.program import retarget
+from bytescope.memory.program.compilation import compiled_for, trace_step, unwrapped_stage
+from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
+
+EQUAL, DIFFERS, NOT_CHECKED = "equal", "differs", "not checked"
+# Mesh axes for each dimension of an array, as in a PartitionSpec.
+Spec = tuple[tuple[str, ...], ...]
+_OPAQUE = ("shard_map", "pallas_call", "custom_partitioning")
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstraintTrial:
+    """A sharding constraint that was tried. Bytes and seconds are those of one device and one step.
+
+    Fields:
+        source: "file.py:line" of the operation whose array is constrained.
+        array: the constrained array: "the result" or "operand N", the operation, dtype and dimensions.
+        spec: the PartitionSpec as in source code, such as "P('x', None)".
+        code: the change in words of source code.
+        allocated_before, allocated_after: bytes that the program allocates without and with the constraint.
+        wire_before, wire_after: bytes that a device sends to others.
+        seconds_before, seconds_after: predicted seconds of a step; None if the rates of the target are unknown.
+        rows_before, rows_after: number of arrays that the partitioner gathers in full.
+        numerics: "equal" if both programs give equal results up to rounding at small sizes, "differs", or
+            "not checked".
+    """
+
+    source: str
+    array: str
+    spec: str
+    code: str
+    allocated_before: int
+    allocated_after: int
+    wire_before: int
+    wire_after: int
+    seconds_before: float | None
+    seconds_after: float | None
+    rows_before: int
+    rows_after: int
+    numerics: str = NOT_CHECKED
+
+    @property
+    def improves(self) -> bool:
+        """Whether the constraint lowers the allocated bytes, or the bytes sent at the same allocated bytes, and the
+        results do not differ."""
+        before, after = (self.allocated_before, self.wire_before), (self.allocated_after, self.wire_after)
+        return after < before and self.numerics != DIFFERS
+
+
+@dataclasses.dataclass(frozen=True)
+class _Site:
+    """Where a constraint is inserted: all equations of the forward pass, and of its recomputation, that one line makes
+    with one primitive. `position` counts the operands if `on_operand` is set, and the results otherwise."""
+
+    line: str
+    primitive: str
+    on_operand: bool
+    position: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def array(self) -> str:
+        place = f"operand {self.position}" if self.on_operand else "the result"
+        return f"{place} of {self.primitive}, {self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def try_constraints(
+    step: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Target | str,
+    options: Mapping[str, Any] | None = None,
+    small: tuple[Any, Sequence[Any]] | None = None,
+    max_trials: int = 12,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> tuple[ConstraintTrial, ...]:
+    """Compiles a step with candidate sharding constraints where its partitioner gathers an array in full. Returns one
+    record for each candidate that compiles, sorted by allocated bytes, then predicted seconds, then bytes sent. Returns
+    () if the audit of the step has no such array, or only parameters that a loop gathers.
+
+    Args:
+        step, args, kwargs: the step and its arguments, as for `memory.analyze`.
+        target: the devices, such as "h100:8".
+        options: options of `jax.jit` for a plain step, such as `donate_argnums`.
+        small: (the same step at small sizes, its arguments), which must shard over a mesh with the same axes. Both
+            programs run on simulated CPU devices of this process with random arguments. Without `small`, or with fewer
+            CPU devices than the mesh has, numerics are "not checked".
+        max_trials: maximum number of candidates that are compiled.
+        progress: function that is called before each compilation with its number, the number of all candidates and
+            the candidate's text.
+
+    Raises ReportError if the step cannot be compiled for the target.
+    """
+    target = targets.parse(target) if isinstance(target, str) else target
+    traced = unwrapped_stage(trace_step(step, args, kwargs, target=target, options=options))
+    compilation, _ = compiled_for(traced, target=target)
+    before = report_of(compilation, target=target, seconds=True)
+    mesh = _mesh_of(traced)
+    if mesh is None:
+        return ()
+    candidates = list(_candidates(traced, compilation, before, mesh))[:max_trials]
+    small_run = _SmallRun(*small) if small is not None and candidates else None
+    trials = []
+    for number, (site, spec) in enumerate(candidates, start=1):
+        words = spec_words(spec)
+        if progress is not None:
+            progress(number, len(candidates), f"{words} for {site.array}")
+        try:
+            changed = _changed(traced, site, spec, mesh)
+            lowered = retarget.lowered_for(changed, target)
+            pool = target.pool_bytes if target.is_described else None
+            after = report_of(
+                compile_lowered(lowered, jaxpr=changed.jaxpr, device_memory_bytes=pool), target=target, seconds=True
+            )
+        except (ReportError, ValueError, TypeError, RuntimeError):  # jax and XLA refuse some shardings
+            continue
+        trials.append(
+            ConstraintTrial(
+                source=site.line,
+                array=site.array,
+                spec=words,
+                code=f"x = jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, {words}))",
+                allocated_before=before.allocated_bytes,
+                allocated_after=after.allocated_bytes,
+                wire_before=_wire_bytes(before),
+                wire_after=_wire_bytes(after),
+                seconds_before=before.prediction.get("seconds"),
+                seconds_after=after.prediction.get("seconds"),
+                rows_before=len(_rows(before)),
+                rows_after=len(_rows(after)),
+                numerics=small_run.compare(site, spec) if small_run is not None else NOT_CHECKED,
+            )
+        )
+    return tuple(sorted(trials, key=lambda trial: (trial.allocated_after, trial.seconds_after or 0, trial.wire_after)))
+
+
+def _wire_bytes(report: ReportRecord) -> int:
+    return sum(item.wire_bytes * item.times for item in report.collectives)
+
+
+def _rows(report: ReportRecord) -> list[Any]:
+    return [row for row in report.audit if row.kind == "sharding" and row.honored is False]
+
+
+def _mesh_of(traced: Any) -> Any:
+    """Returns the mesh of the program's arguments or sharding constraints; None without a mesh of devices."""
+    shardings = list(retarget.argument_shardings(traced))
+    for inside in distinct_jaxprs(traced.jaxpr):
+        shardings += [equation.params.get("sharding") for equation in inside.eqns]
+    meshes = (getattr(sharding, "mesh", None) for sharding in shardings)
+    return next((mesh for mesh in meshes if mesh is not None and not mesh.empty and hasattr(mesh, "devices")), None)
+
+
+# ---- candidates -----------------------------------------------------------------------------------------------------
+
+
+def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mesh: Any) -> Iterator[tuple[_Site, Spec]]:
+    """Yields (where, sharding) of each candidate: the first one of each array, beginning with the largest array, then
+    the second one of each array, and so on."""
+    sizes = {str(name): int(size) for name, size in mesh.shape.items() if size > 1}
+    leaves = [types.SimpleNamespace(sharding=sharding) for sharding in retarget.argument_shardings(traced)]
+    sharding = JaxprSharding.from_arguments(traced.jaxpr, leaves)
+    logged = [parse_sharding(text) for remat in compilation.full_remats for text in (remat.source, remat.target)]
+    between = [mesh_axes_of(parsed, list(mesh.shape.items())) for parsed in logged if parsed is not None]
+    signature = compilation.signature
+    paths = {leaf.path for leaf in signature.arguments} if signature is not None else set()
+    by_site: dict[_Site, list[Spec]] = {}
+    for row in sorted(_rows(report), key=lambda row: -row.bytes):
+        if row.subject in paths:  # a parameter that a loop gathers, which a constraint inside the loop does not change
+            continue
+        for site, variable in _sites(traced.jaxpr, row.source, row.bytes // row.count):
+            rank = len(site.shape)
+            own = tuple(tuple(axis for axis in axes if axis in sizes) for axes in sharding.spec(variable))
+            starts = [spec for spec in between if spec is not None and len(spec) == rank]
+            by_site.setdefault(site, list(_specs(own, starts, site.shape, sizes)))
+    for turn in itertools.zip_longest(*by_site.values()):
+        for site, spec in zip(by_site, turn):
+            if spec is not None:
+                yield site, spec
+
+
+def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Spec]:
+    """Yields candidate shardings of an array: its own one; those of `between` and its own one with one mesh axis moved
+    to another dimension; one dimension over all axes; one dimension over one axis."""
+    rank = len(shape)
+    specs = [own]
+    for spec in (*between, own):
+        for start, end in itertools.permutations(range(rank), 2):
+            for axis in spec[start]:
+                moved = list(spec)
+                moved[start] = tuple(other for other in spec[start] if other != axis)
+                specs += [
+                    (*moved[:end], axes, *moved[end + 1 :])
+                    for axes in dict.fromkeys(((*moved[end], axis), (axis, *moved[end])))
+                ]
+    for axes in (tuple(sizes), *((axis,) for axis in sizes)):
+        specs += [((),) * dim + (axes,) + ((),) * (rank - dim - 1) for dim in range(rank)]
+    for spec in dict.fromkeys(specs):
+        parts = [math.prod(sizes.get(axis, 1) for axis in axes) for axes in spec]
+        if any(spec) and all(size % part == 0 for size, part in zip(shape, parts)):
+            yield spec
+
+
+def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
+    """Yields (where, variable) for the arrays of `size` bytes that a line of the forward pass computes. If it computes
+    none, yields those that it reads."""
+    equations = [
+        equation for equation, backward in _equations(jaxpr) if not backward and equation_line(equation) == line
+    ]
+    for on_operand in (False, True):
+        found: dict[_Site, Any] = {}
+        for equation in equations:
+            if on_operand is False and equation.primitive.name == "sharding_constraint":
+                continue  # its result has a sharding already
+            for position, atom in enumerate(equation.invars if on_operand else equation.outvars):
+                shape, dtype = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
+                if hasattr(atom, "val") or dtype is None or math.prod(shape) * dtype.itemsize != size:
+                    continue
+                site = _Site(line, equation.primitive.name, on_operand, position, tuple(shape), dtype.name)
+                found.setdefault(site, atom)
+        if found:
+            yield from found.items()
+            return
+
+
+def _equations(jaxpr: Any, backward: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yields (equation, whether it belongs to the backward pass) for the equations that contain no jaxpr. `backward`:
+    whether the jaxpr is part of the backward pass."""
+    for equation in inner_jaxpr(jaxpr).eqns:
+        inside = list(bodies(equation)) if equation.primitive.name not in _OPAQUE else []
+        own = _is_backward(equation, backward)
+        if not inside:
+            yield equation, own
+        for body in inside:
+            yield from _equations(body, own)
+
+
+def _is_backward(equation: Any, outer: bool) -> bool:
+    # A recomputation is inside the backward pass and computes the values of the forward pass.
+    stack = str(equation.source_info.name_stack)
+    return (outer or "transpose(" in stack) and "rematted_computation" not in stack
+
+
+# ---- changed programs -----------------------------------------------------------------------------------------------
+
+
+class _ChangedProgram:
+    """A `jax.stages.Traced` with another jaxpr."""
+
+    def __init__(self, traced: Any, jaxpr: Any):
+        self._traced, self.jaxpr = traced, jaxpr
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._traced, name)
+
+
+def _changed(traced: Any, site: _Site, spec: Spec, mesh: Any) -> Any:
+    """Returns the traced program with a sharding constraint."""
+    import jax
+
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(axes or None for axes in spec)))
+    return _ChangedProgram(traced, _Rewriter(site, sharding).closed(traced.jaxpr))
+
+
+class _Rewriter:
+    """Inserts a sharding constraint into a jaxpr. Like `with_sharding_constraint` in the source, it also constrains the
+    gradient of the array: in the backward pass of the same line, the operands of the array's shape that the backward
+    pass has computed."""
+
+    def __init__(self, site: _Site, sharding: Any):
+        self.site, self.sharding = site, sharding
+        self._done: dict[Any, Any] = {}
+
+    def closed(self, jaxpr: Any) -> Any:
+        """Returns a ClosedJaxpr with the constraint."""
+        return self._value(jaxpr, False, ())
+
+    def _value(self, value: Any, backward: bool, gradients: Sequence[bool]) -> Any:
+        from jax.extend import core
+
+        if isinstance(value, core.ClosedJaxpr):
+            return core.ClosedJaxpr(self._jaxpr(value.jaxpr, backward, gradients), value.consts)
+        if isinstance(value, core.Jaxpr):
+            return self._jaxpr(value, backward, gradients)
+        if type(value) in (tuple, list):
+            return type(value)(self._value(each, backward, gradients) for each in value)
+        return value
+
+    def _jaxpr(self, jaxpr: Any, outer: bool, given: Sequence[bool]) -> Any:
+        """Returns a Jaxpr with the constraint. `outer`: whether the jaxpr is part of the backward pass. `given`:
+        whether each input is a gradient."""
+        key = id(jaxpr), outer, tuple(given)
+        if key in self._done:
+            return self._done[key][1]
+        gradients = set()
+        if len(given) == len(jaxpr.invars):  # a conditional and a while loop have other operands than their bodies
+            gradients = {variable for variable, known in zip(jaxpr.invars, given) if known}
+        renamed: dict[Any, Any] = {}
+        equations = []
+
+        def read(atom: Any) -> Any:
+            return atom if hasattr(atom, "val") else renamed.get(atom, atom)
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            backward = _is_backward(equation, outer)
+            of_gradients = [not hasattr(atom, "val") and atom in gradients for atom in equation.invars]
+            reads, positions = self._positions(equation, backward, of_gradients)
+            for position in positions if reads else ():
+                equations.append(self._constraint(operands[position]))
+                operands[position] = equations[-1].outvars[0]
+            parameters = equation.params
+            if equation.primitive.name not in _OPAQUE:
+                change = functools.partial(self._change, backward, of_gradients)
+                parameters = with_parameters(equation, change)
+            equations.append(equation.replace(invars=operands, params=parameters))
+            for position in positions if not reads else ():
+                equations.append(self._constraint(equation.outvars[position]))
+                renamed[equation.outvars[position]] = equations[-1].outvars[0]
+            if backward:
+                gradients.update(equation.outvars)
+        changed = jaxpr.replace(eqns=equations, outvars=[read(atom) for atom in jaxpr.outvars])
+        self._done[key] = jaxpr, changed  # keeps the old jaxpr, so that its id is not used again
+        return changed
+
+    def _change(self, backward: bool, of_gradients: Sequence[bool], _: str, value: Any) -> Any:
+        return self._value(value, backward, of_gradients)
+
+    def _positions(self, equation: Any, backward: bool, of_gradients: Sequence[bool]) -> tuple[bool, list[int]]:
+        """Returns (whether the constraint is on operands and not on results, positions of the constrained arrays)."""
+        site = self.site
+        if equation_line(equation) != site.line:
+            return False, []
+        if backward:
+            wanted = site.shape, site.dtype
+            types = [(getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)) for atom in equation.invars]
+            fits = [(tuple(shape), str(dtype)) == wanted for shape, dtype in types]
+            return True, [at for at, known in enumerate(of_gradients) if known and fits[at]]
+        atoms = equation.invars if site.on_operand else equation.outvars
+        if equation.primitive.name != site.primitive or site.position >= len(atoms):
+            return False, []
+        atom = atoms[site.position]
+        fits_rank = not hasattr(atom, "val") and len(getattr(atom.aval, "shape", ())) == len(site.shape)
+        return site.on_operand, [site.position] if fits_rank else []
+
+    def _constraint(self, variable: Any) -> Any:
+        import jax
+
+        array = jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
+        made = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, self.sharding))(array)
+        return made.jaxpr.eqns[0].replace(invars=[variable])
+
+
+# ---- numerics -------------------------------------------------------------------------------------------------------
+
+
+class _SmallRun:
+    """The step at small sizes, which runs on simulated CPU devices with and without a constraint.
+
+    Two results are equal if the norm of their difference is at most the square root of the machine epsilon, relative to
+    the norm of the result. The machine epsilon is that of the least precise float dtype of the program, because a sum
+    over devices may add in another order."""
+
+    def __init__(self, step: Any, args: Sequence[Any]):
+        import jax
+
+        self.traced = unwrapped_stage(trace_step(step, args))
+        self.mesh = _mesh_of(self.traced)
+        types = (atom.aval for inside in distinct_jaxprs(self.traced.jaxpr) for e in inside.eqns for atom in e.outvars)
+        dtypes = {each.dtype for each in types if hasattr(each, "dtype")}
+        floats = [dtype for dtype in dtypes if jax.dtypes.issubdtype(dtype, jax.numpy.inexact)]
+        self.epsilon = max((float(jax.numpy.finfo(dtype).eps) for dtype in floats), default=0.0)
+        self.before: list[Any] | None = None
+        self.signed = True  # negative numbers may be invalid for an argument, such as the second moment of Adam
+        if self.mesh is not None:
+            self.before = self._run(self.traced)
+            if self.before is not None and not _are_finite(self.before):
+                self.signed = False
+                self.before = self._run(self.traced)
+
+    def compare(self, site: _Site, spec: Spec) -> str:
+        """Returns whether the program gives the same results with a sharding constraint: "equal", "differs", or "not
+        checked" if one of the programs cannot run here or its results are not finite."""
+        shapes = _same_rank_shapes(self.traced.jaxpr, site)
+        if self.before is None or not _are_finite(self.before) or not shapes:
+            return NOT_CHECKED
+        small = dataclasses.replace(site, shape=shapes[0])
+        try:
+            after = self._run(_changed(self.traced, small, spec, self.mesh))
+        except (ValueError, TypeError):  # the small array cannot be divided in this way
+            return NOT_CHECKED
+        if after is None:
+            return NOT_CHECKED
+        return EQUAL if all(_are_equal(*pair, self.epsilon) for pair in zip(self.before, after)) else DIFFERS
+
+    def _run(self, program: Any) -> list[Any] | None:
+        """Returns the results as numpy arrays; None if this process has too few CPU devices."""
+        import jax
+
+        try:
+            lowered = retarget.lowered_for(program, targets.parse(f"cpu:{self.mesh.size}"))
+        except ReportError:
+            return None
+        compiled: Any = compile_lowered(lowered, exact=False).executable
+        leaves, tree = jax.tree.flatten(compiled.args_info)
+        shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
+        arrays = []
+        for number, (leaf, sharding) in enumerate(zip(leaves, shardings)):
+            arrays.append(jax.device_put(_random(number, leaf, self.signed), sharding))
+        args, kwargs = jax.tree.unflatten(tree, arrays)
+        return [_as_numbers(result) for result in jax.tree.leaves(compiled(*args, **kwargs))]
+
+
+def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
+    """Returns the shapes that the constrained array has in a jaxpr of other sizes."""
+    shapes = []
+    for equation, backward in _equations(jaxpr):
+        if not backward and equation.primitive.name == site.primitive and equation_line(equation) == site.line:
+            atoms = equation.invars if site.on_operand else equation.outvars
+            if site.position < len(atoms) and len(atoms[site.position].aval.shape) == len(site.shape):
+                shapes.append(tuple(atoms[site.position].aval.shape))
+    return shapes
+
+
+def _random(number: int, leaf: Any, signed: bool) -> Any:
+    """Returns an array of small normal numbers for floats (their absolute values, unless `signed`), and of 0 and 1 for
+    other dtypes. `number`: seed of the random numbers."""
+    import jax
+    import numpy as np
+
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key(number)
+    generator = np.random.default_rng(number)
+    if jax.dtypes.issubdtype(leaf.dtype, np.inexact):
+        values = 0.1 * generator.normal(size=leaf.shape)
+        return (values if signed else np.abs(values)).astype(leaf.dtype)
+    return generator.integers(0, 2, leaf.shape).astype(leaf.dtype)
+
+
+def _as_numbers(result: Any) -> Any:
+    import jax
+    import numpy as np
+
+    if jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key):
+        result = jax.random.key_data(result)
+    is_float = jax.dtypes.issubdtype(result.dtype, np.floating)
+    return np.asarray(jax.device_get(result)).astype(np.float64 if is_float else result.dtype)
+
+
+def _are_finite(results: Sequence[Any] | None) -> bool:
+    import numpy as np
+
+    return results is not None and all(np.isfinite(result).all() for result in results)
+
+
+def _are_equal(one: Any, other: Any, epsilon: float) -> bool:
+    import numpy as np
+
+    if one.dtype.kind not in "fc":
+        return np.array_equal(one, other)
+    return bool(np.linalg.norm(one - other) <= math.sqrt(epsilon) * np.linalg.norm(one))
