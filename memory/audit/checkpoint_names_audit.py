@@ -116,8 +116,8 @@ def _calls(regions: Iterable[CheckpointRegion]) -> int:
 def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dict[str, str]) -> Iterator[AuditRow]:
     """Yields a row for each name that a policy mentions and that no value of the program has.
 
-    A policy may list the names of several models. If the program has other names of the policy, and a name resembles no
-    name of the program, the row's request is unknown.
+    A policy may list the names of several models. If the program has other names of the policy, a missing name has a
+    row only if it resembles a name of the program, or if the source names a value that is not used.
     """
     requests = mentioned_names(policy)
     absent = [name for name in requests if name not in carried]
@@ -134,11 +134,9 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
         elif len(absent) == len(requests):
             message += "give a value the name with jax.ad_checkpoint.checkpoint_name"
         else:
-            message = ""
-        asked = requests[name] if message else "unknown"
+            continue
         source = unused or (carried[alike[0]] if alike else "") or regions[0].source
-        undone_by = "tracing" if message else ""
-        yield AuditRow("name", name, source, asked, "ignored", undone_by=undone_by, message=message)
+        yield AuditRow("name", name, source, requests[name], "ignored", undone_by="tracing", message=message)
 
 
 def _is_misspelling(name: str, other: str) -> bool:

@@ -65,7 +65,7 @@ def gathered_arrays(report: JudgedProgram, program: PlacedProgram) -> Iterator[A
     yield from rows.values()
 
 
-_Found = Iterator[tuple[Gather | None, AuditRow]]
+_Found = Iterator[tuple[Gather, AuditRow]]
 
 
 def _row(subject: str, source: str, bytes: int, wire_bytes: int, message: str) -> AuditRow:
@@ -94,7 +94,8 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
         tiles = source.tiles or (1,) * len(remat.dims)
         dims = tuple(dim * tile for dim, tile in zip(remat.dims, tiles))
         dtype = re.sub(r"^[a-z]+(?=\d)", lambda match: _DTYPES.get(match[0], match[0]), remat.dtype)
-        same = [each for each in rest if each.shape.elements == math.prod(dims) and each.shape.dtype == dtype]
+        same = [each for each in rest if each.shape.elements == math.prod(dims)]
+        same = [each for each in same if each.shape.dtype == dtype] or same  # a cast may move across the gather
         same = [each for each in same if each.metadata.op_name == remat.op_name] or same[:1]
         if not same:  # later passes of the compiler removed the gather
             continue

@@ -8,7 +8,8 @@ There are two causes:
   the sharding of the mask. Only XLA for TPUs does so, with the flag xla_tpu_spmd_rng_bit_generator_unsafe
   (https://github.com/jax-ml/jax/issues/21046). XLA for CPUs and GPUs draws the whole array on every device.
 
-The bits of threefry keys do not depend on the sharding, with any value of jax_threefry_partitionable.
+The bits of threefry keys do not depend on the sharding. Until jax 0.4.38 they did with
+jax_threefry_partitionable=False; tests/bench/redrawn_mask.py has the measurements.
 """
 
 from __future__ import annotations
@@ -129,14 +130,14 @@ def _divided_differently(module: Module) -> dict[str, _Divided]:
 
 
 def _bytes_on_device(draw: _Draw, module: Module) -> int:
-    """Returns the bytes of a draw on one device: from the largest instruction of its line whose elements are a part of
-    the draw, or the bytes of the whole draw if there is none."""
+    """Returns the bytes of a draw on one device: from the largest instruction of its line whose elements are the draw
+    or a part of it, or the bytes of the whole draw if there is none."""
     elements = whole = math.prod(draw.array.shape)
     if module.devices > 1 and whole:
         parts = [0]
         for instruction in module.instructions.values():
             size = module.shape(instruction).elements
-            is_part = parts[-1] < size < whole and whole % size == 0
+            is_part = parts[-1] < size <= whole and whole % size == 0
             if is_part and source_line(module.metadata(instruction)) == draw.source:
                 parts.append(size)
         elements = parts[-1] or whole

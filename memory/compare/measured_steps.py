@@ -57,8 +57,8 @@ def measure_program(compilation: Compilation, tokens: int | None) -> dict[str, f
         raise ReportError(
             "--measure cannot run the program, because it has no executable for this machine: leave out --measure"
         )
-    infos, tree = jax.tree.flatten(compiled.args_info, is_leaf=lambda node: hasattr(node, "donated"))
-    places = jax.tree.leaves(compiled.input_shardings)
+    infos, tree = jax.tree.flatten(compiled.args_info)
+    places = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda node: node is None)  # None: an unused argument
 
     def make_zeros(info: Any, place: Any) -> Callable[[], Any]:
         if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):

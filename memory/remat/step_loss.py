@@ -5,9 +5,10 @@ as they are. Two places of jax are intercepted while the step is traced:
 
 - `StepLoss.find`: the function that the step differentiates. It is traced as one call without a derivative, so that
   its jaxpr stands in the jaxpr of the step, where the shardings of its inputs are known.
-- `remat_policy`: the primitives of `jax.checkpoint`, of loops and of jitted functions. A layer under `jax.checkpoint`
-  gets the policy in place of its own, as if the policy were written in the source. This covers flax.linen.remat,
-  nnx.remat and equinox.filter_checkpoint, which call `jax.checkpoint`. Other layers are put under `jax.checkpoint`.
+- `remat_policy` and `without_remat`: the primitives of `jax.checkpoint`, of loops and of jitted functions. A layer
+  under `jax.checkpoint` gets the policy in place of its own, as if the policy were written in the source. This covers
+  flax.linen.remat, nnx.remat and equinox.filter_checkpoint, which call `jax.checkpoint`. Other layers are put under
+  `jax.checkpoint`.
 """
 
 from __future__ import annotations
@@ -154,18 +155,32 @@ def remat_policy(layers: Sequence[Layer], policy: Any) -> Iterator[None]:
         )
 
 
+@contextlib.contextmanager
+def without_remat() -> Iterator[None]:
+    """Context manager: in a step that is traced inside it, every `jax.checkpoint` saves all values, as if the function
+    were not checkpointed."""
+    import jax
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, hook in _Swap(None, jax.checkpoint_policies.everything_saveable).hooks(CHECKPOINT):
+            stack.enter_context(_replaced(owner, name, hook))
+        stack.callback(jax.clear_caches)
+        jax.clear_caches()  # jaxprs that were traced before recompute values
+        yield
+
+
 class _Swap:
     """Gives layers of a step a remat policy while jax traces the step.
 
     Args:
-        marks: the marks (`mark`) of the jaxprs of these layers.
+        marks: the marks (`mark`) of the jaxprs of these layers; None for all.
         policy: the remat policy.
 
     Attributes:
         swapped: number of layers that have got the policy.
     """
 
-    def __init__(self, marks: set[str], policy: Any):
+    def __init__(self, marks: set[str] | None, policy: Any):
         self._marks, self._policy, self.swapped = marks, policy, 0
         self._bodies: dict[int, tuple[Any, Any]] = {}
 
@@ -188,7 +203,7 @@ class _Swap:
         return hooks
 
     def _is_layer(self, jaxpr: Any) -> bool:
-        found = mark(jaxpr) in self._marks
+        found = self._marks is None or mark(jaxpr) in self._marks
         self.swapped += found
         return found
 

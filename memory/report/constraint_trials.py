@@ -31,9 +31,6 @@ from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 EQUAL, DIFFERS, NOT_CHECKED = "equal", "differs", "not checked"
 # Mesh axes for each dimension of an array, as in a PartitionSpec.
 Spec = tuple[tuple[str, ...], ...]
-# Results may differ by this many units of rounding, relative to the largest value of the array: a sum over devices adds
-# in another order.
-_ROUNDINGS = 64
 _OPAQUE = ("shard_map", "pallas_call", "custom_partitioning")
 
 
@@ -186,38 +183,36 @@ def _mesh_of(traced: Any) -> Any:
 
 
 def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mesh: Any) -> Iterator[tuple[_Site, Spec]]:
-    """Yields (where, sharding) of each candidate, beginning with the row of most bytes."""
+    """Yields (where, sharding) of each candidate: the first one of each array, beginning with the largest array, then
+    the second one of each array, and so on."""
     sizes = {str(name): int(size) for name, size in mesh.shape.items() if size > 1}
     leaves = [types.SimpleNamespace(sharding=sharding) for sharding in retarget.argument_shardings(traced)]
     sharding = JaxprSharding.from_arguments(traced.jaxpr, leaves)
-    logged: dict[int, list[Spec]] = {}
-    for remat in compilation.full_remats:
-        for text in (remat.source, remat.target):
-            parsed = parse_sharding(text)
-            spec = mesh_axes_of(parsed, list(mesh.shape.items())) if parsed is not None else None
-            if spec:
-                logged.setdefault(len(spec), []).append(spec)
+    logged = [parse_sharding(text) for remat in compilation.full_remats for text in (remat.source, remat.target)]
+    between = [mesh_axes_of(parsed, list(mesh.shape.items())) for parsed in logged if parsed is not None]
     signature = compilation.signature
     paths = {leaf.path for leaf in signature.arguments} if signature is not None else set()
-    seen = set()
+    by_site: dict[_Site, list[Spec]] = {}
     for row in sorted(_rows(report), key=lambda row: -row.bytes):
         if row.subject in paths:  # a parameter that a loop gathers, which a constraint inside the loop does not change
             continue
         for site, variable in _sites(traced.jaxpr, row.source, row.bytes // row.count):
-            own = sharding.spec(variable)
-            known = [own, *logged.get(len(site.shape), ())]
-            for spec in _specs(known, site.shape, sizes):
-                if (site, spec) not in seen:
-                    seen.add((site, spec))
-                    yield site, spec
+            rank = len(site.shape)
+            own = tuple(tuple(axis for axis in axes if axis in sizes) for axes in sharding.spec(variable))
+            starts = [spec for spec in between if spec is not None and len(spec) == rank]
+            by_site.setdefault(site, list(_specs(own, starts, site.shape, sizes)))
+    for turn in itertools.zip_longest(*by_site.values()):
+        for site, spec in zip(by_site, turn):
+            if spec is not None:
+                yield site, spec
 
 
-def _specs(known: Sequence[Spec], shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Spec]:
-    """Yields candidate shardings of an array: the known ones, those with one mesh axis of a known one moved to another
-    dimension, one dimension over all axes, and one dimension over one axis."""
+def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Spec]:
+    """Yields candidate shardings of an array: its own one; those of `between` and its own one with one mesh axis moved
+    to another dimension; one dimension over all axes; one dimension over one axis."""
     rank = len(shape)
-    specs = list(known)
-    for spec in known:
+    specs = [own]
+    for spec in (*between, own):
         for start, end in itertools.permutations(range(rank), 2):
             for axis in spec[start]:
                 moved = list(spec)
@@ -388,20 +383,34 @@ class _Rewriter:
 
 
 class _SmallRun:
-    """The step at small sizes, which runs on simulated CPU devices with and without a constraint."""
+    """The step at small sizes, which runs on simulated CPU devices with and without a constraint.
+
+    Two results are equal if the norm of their difference is at most the square root of the machine epsilon, relative to
+    the norm of the result. The machine epsilon is that of the least precise float dtype of the program, because a sum
+    over devices may add in another order."""
 
     def __init__(self, step: Any, args: Sequence[Any]):
+        import jax
+
         self.traced = unwrapped_stage(trace_step(step, args))
         self.mesh = _mesh_of(self.traced)
-        self.before = None if self.mesh is None else self._run(self.traced)
+        types = (atom.aval for inside in distinct_jaxprs(self.traced.jaxpr) for e in inside.eqns for atom in e.outvars)
+        dtypes = {each.dtype for each in types if hasattr(each, "dtype")}
+        floats = [dtype for dtype in dtypes if jax.dtypes.issubdtype(dtype, jax.numpy.inexact)]
+        self.epsilon = max((float(jax.numpy.finfo(dtype).eps) for dtype in floats), default=0.0)
+        self.before: list[Any] | None = None
+        self.signed = True  # negative numbers may be invalid for an argument, such as the second moment of Adam
+        if self.mesh is not None:
+            self.before = self._run(self.traced)
+            if self.before is not None and not _are_finite(self.before):
+                self.signed = False
+                self.before = self._run(self.traced)
 
     def compare(self, site: _Site, spec: Spec) -> str:
         """Returns whether the program gives the same results with a sharding constraint: "equal", "differs", or "not
-        checked" if one of the programs cannot run here."""
-        if self.before is None:
-            return NOT_CHECKED
+        checked" if one of the programs cannot run here or its results are not finite."""
         shapes = _same_rank_shapes(self.traced.jaxpr, site)
-        if not shapes:
+        if self.before is None or not _are_finite(self.before) or not shapes:
             return NOT_CHECKED
         small = dataclasses.replace(site, shape=shapes[0])
         try:
@@ -410,25 +419,24 @@ class _SmallRun:
             return NOT_CHECKED
         if after is None:
             return NOT_CHECKED
-        return EQUAL if all(_are_equal(*pair) for pair in zip(self.before, after)) else DIFFERS
+        return EQUAL if all(_are_equal(*pair, self.epsilon) for pair in zip(self.before, after)) else DIFFERS
 
     def _run(self, program: Any) -> list[Any] | None:
+        """Returns the results as numpy arrays; None if this process has too few CPU devices."""
         import jax
 
         try:
             lowered = retarget.lowered_for(program, targets.parse(f"cpu:{self.mesh.size}"))
-        except ReportError:  # too few CPU devices in this process
+        except ReportError:
             return None
         compiled: Any = compile_lowered(lowered, exact=False).executable
-        args, kwargs = compiled.args_info
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten(compiled.args_info)
         shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
-        arrays = [
-            jax.device_put(_random(number, leaf), sharding)
-            for number, (leaf, sharding) in enumerate(zip(leaves, shardings))
-        ]
+        arrays = []
+        for number, (leaf, sharding) in enumerate(zip(leaves, shardings)):
+            arrays.append(jax.device_put(_random(number, leaf, self.signed), sharding))
         args, kwargs = jax.tree.unflatten(tree, arrays)
-        return [jax.device_get(result) for result in jax.tree.leaves(compiled(*args, **kwargs))]
+        return [_as_numbers(result) for result in jax.tree.leaves(compiled(*args, **kwargs))]
 
 
 def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
@@ -442,8 +450,9 @@ def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _random(number: int, leaf: Any) -> Any:
-    """Returns a numpy array of normal numbers for floats, and of 0 and 1 for other dtypes."""
+def _random(number: int, leaf: Any, signed: bool) -> Any:
+    """Returns an array of small normal numbers for floats (their absolute values, unless `signed`), and of 0 and 1 for
+    other dtypes. `number`: seed of the random numbers."""
     import jax
     import numpy as np
 
@@ -451,16 +460,30 @@ def _random(number: int, leaf: Any) -> Any:
         return jax.random.key(number)
     generator = np.random.default_rng(number)
     if jax.dtypes.issubdtype(leaf.dtype, np.inexact):
-        return generator.normal(size=leaf.shape).astype(leaf.dtype)
+        values = 0.1 * generator.normal(size=leaf.shape)
+        return (values if signed else np.abs(values)).astype(leaf.dtype)
     return generator.integers(0, 2, leaf.shape).astype(leaf.dtype)
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def _as_numbers(result: Any) -> Any:
     import jax
     import numpy as np
 
-    one, other = np.asarray(one), np.asarray(other)
-    if not jax.dtypes.issubdtype(one.dtype, np.inexact):
+    if jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key):
+        result = jax.random.key_data(result)
+    is_float = jax.dtypes.issubdtype(result.dtype, np.floating)
+    return np.asarray(jax.device_get(result)).astype(np.float64 if is_float else result.dtype)
+
+
+def _are_finite(results: Sequence[Any] | None) -> bool:
+    import numpy as np
+
+    return results is not None and all(np.isfinite(result).all() for result in results)
+
+
+def _are_equal(one: Any, other: Any, epsilon: float) -> bool:
+    import numpy as np
+
+    if one.dtype.kind not in "fc":
         return np.array_equal(one, other)
-    bound = _ROUNDINGS * float(jax.numpy.finfo(one.dtype).eps) * float(np.max(np.abs(one), initial=0.0))
-    return np.allclose(one, other, rtol=0, atol=bound, equal_nan=True)
+    return bool(np.linalg.norm(one - other) <= math.sqrt(epsilon) * np.linalg.norm(one))

@@ -34,10 +34,10 @@ def trials(devices):
         *transposed(256, described(TARGET)),
         target=TARGET,
         small=transposed(16, devices),
-        max_trials=4,
+        max_trials=5,
         progress=lambda number, count, words: seen.append((number, count, words)),
     )
-    assert [number for number, _, _ in seen] == [1, 2, 3, 4] and all(count == 4 for _, count, _ in seen)
+    assert [number for number, _, _ in seen] == [1, 2, 3, 4, 5] and all(count == 5 for _, count, _ in seen)
     return found
 
 
@@ -90,7 +90,30 @@ def test_a_step_that_gathers_nothing_has_no_trials(devices):
 
 @pytest.mark.quick
 def test_results_are_equal_up_to_rounding():
-    one = np.linspace(-3, 3, 7, dtype=np.float32)
-    assert constraint_trials._are_equal(one, one * (1 + 1e-6))
-    assert not constraint_trials._are_equal(one, one * 1.001)
-    assert not constraint_trials._are_equal(np.arange(3), np.arange(3) + 1)
+    one, epsilon = np.linspace(-3, 3, 7), float(np.finfo(np.float32).eps)
+    assert constraint_trials._are_equal(one, one * (1 + 1e-6), epsilon)
+    assert not constraint_trials._are_equal(one, one * 1.001, epsilon)
+    assert not constraint_trials._are_equal(one, np.full(7, np.nan), epsilon)
+    assert not constraint_trials._are_equal(np.arange(3), np.arange(3) + 1, epsilon)
+
+
+def test_another_result_differs(devices, monkeypatch):
+    """A constraint cannot change a result, so that the test makes the changed program compute something else."""
+    step, args = transposed(16, devices)
+    run = constraint_trials._SmallRun(step, args)
+    (equation,) = [
+        each
+        for each, _ in constraint_trials._equations(run.traced.jaxpr)
+        if each.primitive.name == "mul" and each.outvars[0].aval.shape == (16, 16, 16)
+    ]
+    site = constraint_trials._Site(constraint_trials.equation_line(equation), "mul", False, 0, (16,) * 3, "float32")
+    spec = (("x",), (), ())
+    assert run.compare(site, spec) == "equal"
+    monkeypatch.setattr(constraint_trials, "_changed", lambda *_: jax.jit(lambda a, b: a + b).trace(*args))
+    assert run.compare(site, spec) == "differs"
+
+
+def test_arguments_without_sign_are_tried_for_results_that_are_not_finite(devices):
+    _, (first, second) = transposed(16, devices)
+    run = constraint_trials._SmallRun(jax.jit(lambda a, b: jnp.sqrt(a) + b), [first, second])
+    assert not run.signed and constraint_trials._are_finite(run.before)

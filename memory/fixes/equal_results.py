@@ -1,0 +1,302 @@
+"""Runs two versions of a program on the CPU at small sizes, and compares their results: loss, gradients, new state.
+
+The arguments get seeded random values. Two versions of a correct program differ only by the rounding of floats. How
+much rounding changes a result is measured: the program runs a second time, with every float argument rounded
+differently. A result is equal if the norm of its difference is at most `_NOISE` times this change, or at most the
+square root of the machine epsilon (`_MAX_TOLERANCE` if it is larger), relative to the norm of the result. The machine
+epsilon is that of the least precise float dtype in the program.
+
+    before, after = run_small(load_factory("steps.py:program")({"layers": "2"}, target)), run_small(...)
+    compare_results(before, after)       # Equality("equal", 3.1e-07, "[1]['w']", "all 12 results are equal ...")
+    compare_with_remat_off(make)         # does the step compute the same without jax.checkpoint?
+
+`bytescope audit --fix` runs each version in its own process (`run_version`), because a module that is imported once
+keeps its old code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bytescope.memory.compare.grids import split_values
+from bytescope.memory.compare.prepared_program import PreparedProgram
+from bytescope.memory.compare.program_factory import load_factory
+from bytescope.memory.devices import platform, targets
+from bytescope.memory.errors import ReportError
+from bytescope.memory.fixes.patched_program import use_changed_files
+from bytescope.memory.jaxprs import distinct_jaxprs
+from bytescope.memory.program import program_arguments, user_program
+from bytescope.memory.program.roles import WEIGHTS
+from bytescope.memory.remat.step_loss import without_remat
+
+EQUAL, DIFFERS, NOT_CHECKED = "equal", "differs", "not checked"
+# Random integers are smaller than this number, so that they are token ids of any vocabulary.
+_INTEGERS = 8
+# A difference of at most so many times the measured effect of rounding counts as rounding.
+_NOISE = 4.0
+# Maximum relative difference that counts as rounding without a measurement; it applies to bfloat16.
+_MAX_TOLERANCE = 0.01
+# Roles of arguments that are zeros, as at the first step. Random moments would hide the gradients that are added.
+_ZERO = ("optimizer", "accumulator")
+
+
+@dataclasses.dataclass(frozen=True)
+class Equality:
+    """Whether two versions of a program compute the same results.
+
+    Fields:
+        outcome: "equal", "differs" or "not checked".
+        difference: the largest relative difference of a result: the norm of the difference divided by the norm of the
+            result of the first version; 0 if nothing was compared.
+        path: the pytree path of this result, such as "[0].params['w']"; "" for a single result.
+        sentence: what was compared and found.
+    """
+
+    outcome: str
+    difference: float
+    path: str
+    sentence: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallRun:
+    """The results of a program at small sizes.
+
+    Fields:
+        values: pytree path of a result -> its value. Floats are float64 or complex128, random keys are uint32 data.
+        rounding: pytree path of a float result -> norm of its change if the float arguments are rounded differently.
+        epsilon: machine epsilon of the least precise float dtype in the program; 0 if it has no floats.
+        repeats: whether a second run with the same arguments has the same results.
+    """
+
+    values: Mapping[str, np.ndarray[Any, Any]]
+    rounding: Mapping[str, float]
+    epsilon: float
+    repeats: bool = True
+
+
+def compare_results(before: SmallRun, after: SmallRun) -> Equality:
+    """Compares the results of two versions of a program, each run with `run_small`."""
+    if not before.repeats or not after.repeats:
+        which = "unchanged" if not before.repeats else "changed"
+        return Equality(NOT_CHECKED, 0.0, "", f"the {which} program has other results each time it runs")
+    shapes = [{path: value.shape for path, value in run.values.items()} for run in (before, after)]
+    if shapes[0] != shapes[1]:
+        return Equality(NOT_CHECKED, 0.0, "", "the two programs have results with different paths or shapes")
+    for path, value in before.values.items():
+        if not np.all(np.isfinite(value)):
+            return Equality(NOT_CHECKED, 0.0, path, f"the result {path} of the unchanged program is not finite")
+    found = []
+    for path, value in before.values.items():
+        norm, distance = _norm(value), _norm(after.values[path] - value)
+        allowed = 0.0
+        if path in before.rounding:
+            tolerance = min(math.sqrt(max(before.epsilon, after.epsilon)), _MAX_TOLERANCE)
+            allowed = max(tolerance * norm, _NOISE * before.rounding[path])
+        relative = distance / norm if norm else float(distance > 0)
+        found.append((not distance <= allowed, relative, path))  # a NaN differs
+    if not found:
+        return Equality(NOT_CHECKED, 0.0, "", "the program has no results")
+    _, worst, path = max(found)
+    different = sum(differs for differs, _, _ in found)
+    words = f"the largest relative difference is {worst:.1e}, in the result {path or 'of the step'}"
+    if different:
+        return Equality(DIFFERS, worst, path, f"{different} of {len(found)} results differ: {words}")
+    return Equality(EQUAL, worst, path, f"all {len(found)} results are equal up to rounding: {words}")
+
+
+def _norm(value: np.ndarray[Any, Any]) -> float:
+    return float(np.linalg.norm(value.ravel()))
+
+
+def compare_with_remat_off(make: Callable[[], PreparedProgram]) -> Equality:
+    """Compares a program with the same program without `jax.checkpoint`, whose regions then save all their values.
+
+    make: returns the program, prepared for CPU devices. It is called twice.
+
+    Raises ReportError if the program cannot run on the CPU.
+    """
+    with without_remat():
+        before = run_small(make())
+    return compare_results(before, run_small(make()))
+
+
+def run_small(program: PreparedProgram) -> SmallRun:
+    """Compiles a program for CPU devices of this process, and runs it three times on seeded random arguments: twice on
+    the same ones, and once with the float arguments rounded differently.
+
+    Raises ReportError if the program cannot be compiled for the CPU or fails.
+    """
+    import jax
+
+    compilation, _ = program.compile()
+    compiled = compilation.executable
+    infos, tree = jax.tree.flatten(compiled.args_info)
+    places = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda node: node is None)  # None: an unused argument
+    roles = program_arguments.read(
+        compilation.program, signature=compilation.signature, extra=program.roles or ()
+    ).roles
+    leaves = compilation.signature.arguments if compilation.signature else ()
+    paths = [(leaf.path, roles.get(leaf.parameter, "")) for leaf in leaves]
+    if len(paths) != len(infos):
+        paths = [(f"argument {number}", "") for number in range(len(infos))]
+    epsilon = _epsilon(compilation.jaxpr)
+
+    def run(rounding: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
+        arrays = []
+        for info, place, (path, role) in zip(infos, places, paths):
+            arrays.append(jax.device_put(_random_array(info, path, role, rounding), place))
+        args, kwargs = jax.tree.unflatten(tree, arrays)
+        results, _ = jax.tree_util.tree_flatten_with_path(compiled(*args, **kwargs))
+        return {jax.tree_util.keystr(path): _as_numpy(result) for path, result in results}
+
+    with user_program.one_line_errors(f"{program.name}: the step fails at small sizes"):
+        values, second, rounded = run(), run(), run(epsilon)
+    repeats = all(np.array_equal(values[path], second[path], equal_nan=True) for path in values)
+    floats = [path for path, value in values.items() if value.dtype.kind in "fc"]
+    return SmallRun(values, {path: _norm(rounded[path] - values[path]) for path in floats}, epsilon, repeats)
+
+
+def _epsilon(jaxpr: Any) -> float:
+    import jax.numpy as jnp
+
+    found = {0.0}
+    for inner in distinct_jaxprs(jaxpr) if jaxpr is not None else ():
+        for equation in inner.eqns:
+            for result in equation.outvars:
+                dtype = getattr(result.aval, "dtype", None)
+                if dtype is not None and jnp.issubdtype(dtype, jnp.inexact):
+                    found.add(float(jnp.finfo(dtype).eps))
+    return max(found)
+
+
+def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
+    import jax
+    import jax.numpy as jnp
+
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(array))
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return np.asarray(array, np.complex128)
+    if jnp.issubdtype(array.dtype, jnp.floating):
+        return np.asarray(array).astype(np.float64)
+    return np.asarray(array).astype(np.int64)
+
+
+def _random_array(info: Any, path: str, role: str, rounding: float) -> Any:
+    """Returns random values for an argument. The values depend on its path, shape, dtype and role.
+
+    info: an object with the shape and dtype. rounding: relative size of a random change of floats.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    random = np.random.default_rng(zlib.crc32(path.encode()))
+    shape, dtype = info.shape, info.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jnp.broadcast_to(jax.random.key(0, impl=dtype._impl.name), shape)
+    if role in _ZERO:
+        return np.zeros(shape, dtype)
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return random.random(shape) < 0.5
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return random.integers(0, min(_INTEGERS, 2 ** (jnp.iinfo(dtype).bits - 1)), shape).astype(dtype)
+    values = random.normal(size=shape)
+    if role in WEIGHTS and len(shape) > 1:
+        values /= math.sqrt(shape[-2])
+    elif role in WEIGHTS or not shape:
+        values = 1 + 0.1 * values  # scales of norms, biases, learning rates
+    return (values * (1 + rounding * random.choice((-1, 1), shape))).astype(dtype)
+
+
+# ---- a version of the source files, run in a process of its own ----------------------------------------------------
+
+
+def parse_small(text: str) -> dict[str, str]:
+    """Parses the value of --small, `KEY=VALUE,...`. Returns parameter of the program function -> value. Raises
+    ReportError if the text does not have this form."""
+    small = {}
+    for item in split_values(text):
+        key, equals, value = item.partition("=")
+        if not key.strip().isidentifier() or not equals or not value.strip():
+            raise ReportError(
+                f"--small={text} is not a list of keyword arguments: write --small KEY=VALUE,..., such as "
+                "--small layers=2,width=64"
+            )
+        small[key.strip()] = value.strip()
+    return small
+
+
+def run_version(
+    reference: str, small: Mapping[str, str], changed: Mapping[Path, str] = {}, devices: int = 1
+) -> SmallRun:
+    """Runs a user's program at small sizes in a child process, on simulated CPU devices.
+
+    Args:
+        reference: the program as written in --program, `module:function` or `file.py:function`.
+        small: parameter of the program's function -> value that makes the program small.
+        changed: path of a source file -> its new text, which is not written to disk; {} for the program as it is.
+        devices: number of simulated devices.
+
+    Raises ReportError, a one-line message, if the program cannot be imported, compiled for the CPU, or run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job, out = Path(folder, "job.json"), Path(folder, "results.npz")
+        texts = {os.path.realpath(path): text for path, text in changed.items()}
+        job.write_text(json.dumps({"changed": texts, "reference": reference, "small": dict(small), "devices": devices}))
+        child = subprocess.run(
+            [sys.executable, "-m", __spec__.name, str(job), str(out)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        if child.returncode == 0 and out.is_file():
+            return _read(out)
+    errors = child.stderr.strip().splitlines() or [f"the run ended with exit code {child.returncode}"]
+    raise ReportError(errors[-1].removeprefix("error: "))
+
+
+def _write(run: SmallRun, file: Path) -> None:
+    facts = {
+        "paths": list(run.values),
+        "rounding": dict(run.rounding),
+        "epsilon": run.epsilon,
+        "repeats": run.repeats,
+    }
+    np.savez(file, np.array(json.dumps(facts)), *run.values.values())
+
+
+def _read(file: Path) -> SmallRun:
+    with np.load(file) as stored:
+        text, *values = stored.values()
+    facts = json.loads(str(text))
+    return SmallRun(dict(zip(facts["paths"], values)), facts["rounding"], facts["epsilon"], facts["repeats"])
+
+
+def main() -> None:
+    """Runs the program of the JSON file `sys.argv[1]` and writes its results to the file `sys.argv[2]`."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    use_changed_files(job["changed"])
+    target = f"cpu:{job['devices']}"
+    platform.simulate_devices([target])
+    try:
+        run = run_small(load_factory(job["reference"])(job["small"], targets.parse(target)))
+    except ReportError as error:
+        sys.exit(f"error: {error}")
+    _write(run, Path(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
