@@ -110,7 +110,7 @@ class Bound:
 
 
 def parse_bound(flag: str, quantity: str, text: str) -> Bound:
-    """Returns the bound that a flag such as --bytes=40GiB or --seconds=+5% sets.
+    """Returns the bound that a flag such as --bytes=40GiB or --step-seconds=+5% sets.
 
     flag: the flag's name in error messages. quantity: a key of QUANTITIES. Raises ReportError for a text that is
     neither a positive figure nor a percentage with its sign.

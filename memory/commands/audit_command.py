@@ -11,10 +11,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from bytescope.memory.commands import audit_fix, report_command
+from bytescope.memory.commands import audit_fix, audit_sharding, report_command
 from bytescope.memory.commands.arguments import add_json, add_xla, show_written, user_path, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.report.constraint_trials import ConstraintTrial
 
 # The exit code of --strict if a request was not honored.
 NOT_HONORED = 1
@@ -37,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     report, compilation = report_command.make_report(program, subject)
     show(report)
     tried = audit_fix.fix_program(args, report, compilation.jaxpr) if args.fix else ()
-    return finish(args, report, tried)
+    trials = audit_sharding.fix_sharding(args) if args.fix_sharding else ()
+    return finish(args, report, tried, trials)
 
 
 def show(report: ReportRecord) -> None:
@@ -52,11 +54,16 @@ def show(report: ReportRecord) -> None:
     put(Group(title, Text(), audit_view.render(report.audit)))
 
 
-def finish(args: argparse.Namespace, report: ReportRecord, tried: Sequence[audit_fix.TriedProposal] = ()) -> int:
+def finish(
+    args: argparse.Namespace,
+    report: ReportRecord,
+    tried: Sequence[audit_fix.TriedProposal] = (),
+    trials: Sequence[ConstraintTrial] = (),
+) -> int:
     """Writes the files of --json and --html. Returns the exit code: with --strict, NOT_HONORED if a request was not
     honored, else 0.
 
-    tried: the changes that --fix compiled.
+    tried: the changes that --fix compiled. trials: the constraints that --fix-sharding compiled.
     """
     result: dict[str, Any] = {
         "program": report.title,
@@ -67,6 +74,7 @@ def finish(args: argparse.Namespace, report: ReportRecord, tried: Sequence[audit
         "unknown": sum(row.honored is None for row in report.audit),
         "requests": [dataclasses.asdict(row) | {"honored": row.honored} for row in report.audit],
         "proposals": [row.to_json() for row in tried],
+        "constraints": [dataclasses.asdict(trial) for trial in trials],
     }
     write_json(args, result, caveats=(COMPILED, *report.notes))
     if args.html:

@@ -17,7 +17,9 @@ from bytescope.memory.fixes.source_edits import unified_diff
 from bytescope.memory.jaxprs import checkpoint_names_in
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.view.console import put
 from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.text_layout import Prose
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +99,8 @@ def add_fix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--small",
         metavar="KEY=VALUE,...",
-        help="with --fix or --fix-sharding: keyword arguments of the --program function that make the program small; each change is then "
-        "run on the CPU, and its results are compared with those of the unchanged program",
+        help="with --fix or --fix-sharding: keyword arguments of the --program function that make the program small; "
+        "each change is then run on the CPU, and its results are compared with those of the unchanged program",
     )
     parser.add_argument(
         "--write",
@@ -116,8 +118,8 @@ def check_fix(args: argparse.Namespace) -> None:
             raise ReportError(f"--{flag} is only valid with --fix: give both, or leave it out")
     if fixes and args.hlo:
         raise ReportError(
-            f"--{fixes[0].replace('_', '-')} cannot be used with --hlo, because a dump has no source files: give the step "
-            "with --program=MODULE:FUNCTION"
+            f"--{fixes[0].replace('_', '-')} cannot be used with --hlo, because a dump has no source files: give the "
+            "step with --program=MODULE:FUNCTION"
         )
     if args.small:
         equal_results.parse_small(args.small)
@@ -129,9 +131,6 @@ def fix_program(args: argparse.Namespace, report: ReportRecord, jaxpr: Any) -> l
 
     report: the report of the unchanged program. jaxpr: its ClosedJaxpr.
     """
-    from bytescope.memory.view.console import put
-    from bytescope.memory.view.text_layout import Prose
-
     function = user_program.load_function(args.program)
     step = function.make(target=None).program
     words = [f"--program={args.program}", args.target, *(f"--xla={flag}" for flag in args.xla)]
@@ -188,9 +187,7 @@ def show(tried: Sequence[TriedProposal]) -> None:
     and the changes by hand."""
     from rich.text import Text
 
-    from bytescope.memory.view.console import put
     from bytescope.memory.view.table_views import terminal_table
-    from bytescope.memory.view.text_layout import Prose
 
     if not tried:
         put(Prose("no change to propose"))
@@ -215,9 +212,6 @@ def show(tried: Sequence[TriedProposal]) -> None:
 def _write(tried: Sequence[TriedProposal]) -> None:
     """Writes the compiled changes that do not change results. Changes of one file are not combined: the first one with
     the most freed bytes is written, and the command can run again."""
-    from bytescope.memory.view.console import put
-    from bytescope.memory.view.text_layout import Prose
-
     written: set[Path] = set()
     usable = [row for row in tried if row.after is not None and row.numerics != equal_results.DIFFERS]
     for row in sorted(usable, key=lambda row: row.after or 0):

@@ -47,7 +47,7 @@ from bytescope.memory.view.text_layout import Prose
 
 AXES = ("jax", "git", "xla_flags", "keys", "diff")
 # Flag -> the quantity that its bound is for, and the default bound.
-BOUNDS = {"bytes": "allocated", "flops": "flops", "seconds": "seconds"}
+BOUNDS = {"bytes": "allocated", "flops": "flops", "step-seconds": "seconds"}
 DEFAULT_BOUND = "+1%"
 # Environment variables that change the compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="bisect your own program instead of a config: a function as for bytescope report --program",
+        help="bisect your own step instead of a config: a function as for bytescope report --program",
     )
     axes = parser.add_argument_group("what changes (give one)")
     axes.add_argument(
@@ -95,12 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of one device, such as 40GiB, or growth from the good end, such as +5%%; -5%% finds what saved 5%%",
     )
     bounds.add_argument("--flops", metavar="BOUND", help="FLOPs of one device in a call of the step: 3e12 or +5%%")
-    bounds.add_argument("--seconds", metavar="BOUND", help="predicted seconds of an update: 0.5 or +5%%")
+    bounds.add_argument("--step-seconds", metavar="BOUND", help="predicted seconds of an update: 0.5 or +5%%")
     bounds.add_argument(
         "--of",
         choices=("allocated", "peak", "predicted", "host"),
         default="allocated",
-        help="bytes that --bytes bounds (default: %(default)s)",
+        metavar="BYTES",
+        help="bytes that --bytes bounds: allocated (the default), peak, predicted or host",
     )
     parser.add_argument("--python", metavar="PYTHON", help="with --jax: the Python interpreter of the environments")
     parser.add_argument(
@@ -153,7 +154,7 @@ def check_arguments(args: argparse.Namespace) -> str:
     if (args.program or args.function) and args.overrides:
         key, value = args.overrides[0]
         raise ReportError(f"--config.{key} needs a config: bisect parameters of a program with --keys={key}={value}")
-    bounds = [flag for flag in BOUNDS if getattr(args, flag)]
+    bounds = [flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]]
     if len(bounds) > 1:
         raise ReportError(f"--{bounds[0]} and --{bounds[1]} are two bounds: give one")
     if args.of != "allocated" and bounds and bounds != ["bytes"]:
@@ -164,9 +165,9 @@ def check_arguments(args: argparse.Namespace) -> str:
 
 def bound_of(args: argparse.Namespace) -> Bound:
     """Returns the bound of the command line. Raises ReportError if it cannot be parsed."""
-    flag = next((flag for flag in BOUNDS if getattr(args, flag)), "bytes")
+    flag = next((flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]), "bytes")
     quantity = args.of if flag == "bytes" else BOUNDS[flag]
-    return parse_bound(flag, quantity, getattr(args, flag) or DEFAULT_BOUND)
+    return parse_bound(flag, quantity, vars(args)[flag.replace("-", "_")] or DEFAULT_BOUND)
 
 
 @dataclasses.dataclass(frozen=True)

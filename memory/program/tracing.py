@@ -104,7 +104,7 @@ def donation_switched_off(step: Any, options: Mapping[str, Any], program: Any) -
     """
     import jax
 
-    if not jax.config.jax_debug_nans:
+    if not jax.config.jax_debug_nans:  # type: ignore[attr-defined]  # jax sets its options at run time
         return ()
     jitted = getattr(step, "_jit_info", None) or getattr(getattr(step, "jitted_fn", None), "_jit_info", None)
 

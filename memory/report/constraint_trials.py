@@ -183,38 +183,36 @@ def _mesh_of(traced: Any) -> Any:
 
 
 def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mesh: Any) -> Iterator[tuple[_Site, Spec]]:
-    """Yields (where, sharding) of each candidate, beginning with the row of most bytes."""
+    """Yields (where, sharding) of each candidate: the first one of each array, beginning with the largest array, then
+    the second one of each array, and so on."""
     sizes = {str(name): int(size) for name, size in mesh.shape.items() if size > 1}
     leaves = [types.SimpleNamespace(sharding=sharding) for sharding in retarget.argument_shardings(traced)]
     sharding = JaxprSharding.from_arguments(traced.jaxpr, leaves)
-    logged: dict[int, list[Spec]] = {}
-    for remat in compilation.full_remats:
-        for text in (remat.source, remat.target):
-            parsed = parse_sharding(text)
-            spec = mesh_axes_of(parsed, list(mesh.shape.items())) if parsed is not None else None
-            if spec:
-                logged.setdefault(len(spec), []).append(spec)
+    logged = [parse_sharding(text) for remat in compilation.full_remats for text in (remat.source, remat.target)]
+    between = [mesh_axes_of(parsed, list(mesh.shape.items())) for parsed in logged if parsed is not None]
     signature = compilation.signature
     paths = {leaf.path for leaf in signature.arguments} if signature is not None else set()
-    seen = set()
+    by_site: dict[_Site, list[Spec]] = {}
     for row in sorted(_rows(report), key=lambda row: -row.bytes):
         if row.subject in paths:  # a parameter that a loop gathers, which a constraint inside the loop does not change
             continue
         for site, variable in _sites(traced.jaxpr, row.source, row.bytes // row.count):
-            own = sharding.spec(variable)
-            known = [own, *logged.get(len(site.shape), ())]
-            for spec in _specs(known, site.shape, sizes):
-                if (site, spec) not in seen:
-                    seen.add((site, spec))
-                    yield site, spec
+            rank = len(site.shape)
+            own = tuple(tuple(axis for axis in axes if axis in sizes) for axes in sharding.spec(variable))
+            starts = [spec for spec in between if spec is not None and len(spec) == rank]
+            by_site.setdefault(site, list(_specs(own, starts, site.shape, sizes)))
+    for turn in itertools.zip_longest(*by_site.values()):
+        for site, spec in zip(by_site, turn):
+            if spec is not None:
+                yield site, spec
 
 
-def _specs(known: Sequence[Spec], shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Spec]:
-    """Yields candidate shardings of an array: the known ones, those with one mesh axis of a known one moved to another
-    dimension, one dimension over all axes, and one dimension over one axis."""
+def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Spec]:
+    """Yields candidate shardings of an array: its own one; those of `between` and its own one with one mesh axis moved
+    to another dimension; one dimension over all axes; one dimension over one axis."""
     rank = len(shape)
-    specs = list(known)
-    for spec in known:
+    specs = [own]
+    for spec in (*between, own):
         for start, end in itertools.permutations(range(rank), 2):
             for axis in spec[start]:
                 moved = list(spec)

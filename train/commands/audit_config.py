@@ -30,15 +30,17 @@ def run(args: argparse.Namespace) -> int:
     code."""
     check_files(args)
     if is_adapted(args.config):
-        refuse_flags(args, ("fix", "small", "write"))
+        refuse_flags(args, ("fix", "fix_sharding", "small", "write"))
         return audit_command.run(args)
     check_program(args)
     audit_fix.check_fix(args)
     if not args.config:
         return audit_command.run(args)
-    for flag in ("small", "write"):
+    for flag in ("small", "write", "fix_sharding"):
         if getattr(args, flag):
-            raise ReportError(f"--{flag} is only valid with --program: a config is changed by flags; leave it out")
+            raise ReportError(
+                f"--{flag.replace('_', '-')} is only valid with --program: a config is changed by flags; leave it out"
+            )
     return _audit_config(args)
 
 

@@ -18,6 +18,7 @@ from bytescope.memory.records.json_schema import object_schema, schema_of
 from bytescope.memory.records.report_diff import Change, Measure
 from bytescope.memory.records.report_record import KEYS, ReportRecord
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
+from bytescope.memory.report.constraint_trials import ConstraintTrial
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.train.generate.budget import Budget
 from bytescope.train.quantize.quantize_result import QuantizationResult
@@ -93,6 +94,7 @@ class ProposalKeys(TypedDict):
     seconds_after: float | None
     not_honored: int | None
     numerics: str
+    comparison: str
     error: str
 
 
@@ -105,6 +107,7 @@ class AuditResult(TypedDict):
     unknown: int
     requests: list[Annotated[HonoredKeys, AuditRow]]
     proposals: list[ProposalKeys]
+    constraints: list[ConstraintTrial]
 
 
 class NameKeys(TypedDict):

@@ -155,9 +155,9 @@ COMMANDS: Mapping[str, Subcommand] = {
         (
             "--program=my_package.train:program h100 --jax=0.10.2..0.12.0",
             "--program=train.py:program h100 --git=v1.0..HEAD --bytes=40GiB",
-            "llama_8b h200:8 --xla-flags=flags.txt --seconds=+5%",
-            "llama_8b h200:8 --keys=my_config.py --bytes=+5%",
-            "--diff=before.py..after.py --function=program h100",
+            "llama_8b h200:8 --xla-flags=flags.txt --step-seconds=+5%",
+            "llama_8b h200:8 --keys=llama_70b --bytes=+5%",
+            "--diff=step_before.py..step.py --function=program h100",
         ),
     ),
     "check": Subcommand(

@@ -1,5 +1,7 @@
 """The searches and what a bisection says, with measurements that are numbers."""
 
+import dataclasses
+
 import pytest
 
 from bytescope.memory.bisect import change_search
@@ -134,6 +136,30 @@ def test_a_larger_group_within_the_bound_is_said():
 def test_bounds(text, bound):
     assert parse_bound("bytes", "allocated", text) == bound
     assert parse_bound("flops", "flops", "3e12").is_exceeded(4e12, 1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "quantity", "fields"),
+    [
+        ("step-seconds", "seconds", lambda value: {"prediction": {"seconds": value, "by_term": {}}}),
+        ("flops", "flops", lambda value: {"work": {"forward": {"flops": {"bf16": value}}}}),
+    ],
+)
+def test_seconds_and_flops_have_bounds_too(flag, quantity, fields):
+    axis = Axis("git", ["a", "b", "c", "d"], True, lambda state, point: Candidate(point, "m:f", {"index": min(state)}))
+
+    def measure(candidate):
+        fast = candidate.overrides["index"] < 2
+        return Measurement(candidate.point, "ok", dataclasses.replace(report_of(MIB), **fields(1.0 if fast else 1.5)))
+
+    outcome = run_bisection(axis, parse_bound(flag, quantity, "+20%"), measure)
+    assert outcome.change == ("c",) and outcome.good == 1
+    with pytest.raises(ReportError, match=f"the report of the good end, v0, has no {quantity}: set a bound with"):
+        run_bisection(
+            Axis("git", ["v0", "v1"], True, lambda state, point: Candidate(point, "m:f", {})),
+            parse_bound(flag, quantity, "+20%"),
+            lambda candidate: Measurement(candidate.point, "ok", report_of(MIB)),
+        )
 
 
 # ---- the file

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from bytescope.memory.commands import audit_fix
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import audit_view, report_page
@@ -13,9 +14,8 @@ from support.json_results import read_result
 STEP = """
 import jax, jax.numpy as jnp
 
-ARRAY = jax.ShapeDtypeStruct((512, 512), jnp.float32)
-
-def program():
+def program(size=512):
+    ARRAY = jax.ShapeDtypeStruct((size, size), jnp.float32)
     def step(state, batch):
         return {"w": state["w"] + batch, "m": state["m"].astype(jnp.bfloat16)}
     return step, ({"w": ARRAY, "m": ARRAY}, ARRAY), {"donate_argnums": 0}
@@ -28,7 +28,7 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
     words = ["audit", "--program=steps.py:program", "cpu", "--json=audit.json", "--html=audit.html"]
     assert cli.main(words) == 0 and cli.main([*words, "--strict"]) == 1
     text = capsys.readouterr().out
-    assert "1 of 2 requests honored" in text and "no result has the shape, dtype and sharding" in text
+    assert "1 of 2 requests honored" in text and "reuse other donated arrays" in text
     result = read_result(tmp_path / "audit.json")
     assert (result["honored"], result["not_honored"], result["unknown"]) == (1, 1, 0)
     assert [(row["done"], row["bytes"], row["honored"]) for row in result["requests"]] == [
@@ -41,19 +41,23 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
 
 
 def test_fix_donates_the_state(tmp_path, monkeypatch, capsys):
-    """The patch is printed, compiled and, with --write, in the file; a second run has nothing left to change."""
+    """The patch is compiled, compared at small sizes, printed and, only with --write, written to the file."""
     monkeypatch.chdir(tmp_path)
     text = STEP.replace('state["m"].astype(jnp.bfloat16)', 'state["m"] + batch').replace(', {"donate_argnums": 0}', "")
     (tmp_path / "steps.py").write_text(text)
     words = ["audit", "--program=steps.py:program", "cpu", "--fix"]
-    assert cli.main([*words, "--json=fix.json"]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(audit_fix, "_compiled", lambda proposal, *_: audit_fix.TriedProposal(proposal, 8, 4))
+        assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert '+    return step, ({"w": ARRAY, "m": ARRAY}, ARRAY), {"donate_argnums": (0,)}' in out
-    (tried,) = read_result(tmp_path / "fix.json")["proposals"]
-    assert (tried["kind"], tried["error"], tried["not_honored"]) == ("not_donated", "", 0)
-    assert tried["allocated_bytes_before"] - tried["allocated_bytes_after"] == 2 * 2**20
+    assert "not checked" in out
     assert (tmp_path / "steps.py").read_text() == text
-    assert cli.main([*words, "--write"]) == 0
+    assert cli.main([*words, "--small=size=8", "--json=fix.json", "--write"]) == 0
+    assert "all 2 results are equal up to rounding" in capsys.readouterr().out
+    (tried,) = read_result(tmp_path / "fix.json")["proposals"]
+    assert (tried["kind"], tried["error"], tried["not_honored"], tried["numerics"]) == ("not_donated", "", 0, "equal")
+    assert tried["allocated_bytes_before"] - tried["allocated_bytes_after"] == 2 * 2**20
     assert '{"donate_argnums": (0,)}' in (tmp_path / "steps.py").read_text()
 
 

@@ -14,6 +14,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program.user_program import load_function
 from support.browser import Page
+from support.cached_rows import keep_sources
 from support.json_results import read_result
 from support.same_process import SameProcess
 
@@ -27,6 +28,7 @@ def compare(*words):
 
 def test_rows_of_any_program_are_compiled_measured_cached_and_drawn(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep_sources(monkeypatch)
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     grid = ["--grid=remat=none,full", "--grid=width=32,64", "--grid=layers=3"]
     assert compare(*grid, "--measure", f"--json={tmp_path / 'a.json'}") == 0

@@ -613,6 +613,7 @@ MISTAKES["bisect"] = [
     ("--program=a:b --keys=a=1 --bytes=-100%", "nothing shrinks by 100 %"),
     ("--program=a:b --keys=a=1 --flops=many", "is not a bound: give a positive number"),
     ("--program=a:b --keys=a=1 --bytes=1GiB --flops=1e12", "are two bounds: give one"),
+    ("--program=a:b --keys=a=1 --step-seconds=0", "--step-seconds=0 is not a bound"),
     ("--program=a:b --keys=a=1 --flops=1e12 --of=peak", "--of=peak is only valid with --bytes"),
     ("--program=a:b --keys=a=1 --of=most", "is not an allowed value"),
     ("--program=a:b cpu --keys=a=1 --records=notes.md", "not a file of measurements"),
