@@ -84,7 +84,8 @@ def randomness(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditR
         message = _describe(divided[source])
         yield _redrawn("random bits", source, asked, divided[source].bytes, "partitioner", message)
     for source, draws in again.items():
-        subject, size = draws[0].subject, max(_bytes_on_device(draw, program.module) for draw in draws)
+        largest = max(draws, key=lambda draw: math.prod(draw.array.shape))
+        subject, size = largest.subject, _bytes_on_device(largest, program.module)
         if source in divided:
             message = _describe(divided[source])
             yield _redrawn(subject, source, "repeat", divided[source].bytes, "partitioner", message, len(draws))
