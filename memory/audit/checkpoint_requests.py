@@ -116,7 +116,6 @@ class _RegionFinder:
     def __init__(self) -> None:
         self.regions: dict[Any, CheckpointRegion] = {}
         self._empty: dict[int, Any] = {}
-        self._rematted: dict[int, tuple[Any, bool]] = {}
 
     def visit(self, jaxpr: Any, times: int, looped: bool, inside: bool = False) -> bool:
         """Adds the regions of a Jaxpr that runs `times` times in one step, and returns whether there were any.
@@ -131,7 +130,7 @@ class _RegionFinder:
         barrier = None
         for equation in jaxpr.eqns:
             checkpoint = checkpoint_of(equation)
-            if self._is_rematted(equation):
+            if _is_rematted(equation):
                 if checkpoint is None:
                     run.append(equation)
                 elif not inside:  # jax_remat3 from jax 0.12 on: the equation contains what is computed again
@@ -144,7 +143,7 @@ class _RegionFinder:
                 barrier = equation
             if checkpoint is not None and parameters(equation).get("differentiated"):
                 body = inner_jaxpr(checkpoint.jaxpr)
-                rematted = [each for each in body.eqns if self._is_rematted(each)]
+                rematted = [each for each in body.eqns if _is_rematted(each)]
                 found |= self._add_checkpoint(equation, rematted, times, looped)
                 found |= self.visit(body, times, looped, inside=True)
             elif equation.primitive.name != "pallas_call":
@@ -157,13 +156,6 @@ class _RegionFinder:
         if not found:
             self._empty[id(jaxpr)] = jaxpr
         return found
-
-    def _is_rematted(self, equation: Any) -> bool:
-        stack = equation.source_info.name_stack  # kept in the cache, so that no other object gets the same id
-        known = self._rematted.get(id(stack))
-        if known is None:
-            known = self._rematted[id(stack)] = stack, bool(flops.RECOMPUTED.search(str(stack)))
-        return known[1]
 
     def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
         """Adds a region of `jax_remat3`. Its equations follow an optimization barrier with the line of the call."""
@@ -190,6 +182,11 @@ class _RegionFinder:
         region.constant += _independent_of_inputs(rematted)
         region.flops += times * sum(flops.count_equation(each).total for each in rematted)
         return True
+
+
+def _is_rematted(equation: Any) -> bool:
+    # The text of a name stack is not made, because that takes most of the time of a visit.
+    return any(item.name == "rematted_computation" for item in equation.source_info.name_stack.stack)
 
 
 def _with_inner(equations: Iterable[Any], line: str = "") -> Iterator[Recomputed]:
