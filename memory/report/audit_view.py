@@ -48,7 +48,9 @@ def render(rows: Sequence[AuditRow]) -> RenderableType:
     from bytescope.memory.view.text_layout import Prose
 
     if not rows:
-        return Prose("the program asks jax and XLA for nothing: no checkpoint, checkpoint name, offload or donation")
+        return Prose(
+            "nothing to audit: the program uses no jax.checkpoint, checkpoint_name, offload, donation or sharding"
+        )
     parts: list[RenderableType] = [terminal_table(TableView(COLUMNS, rows)), Text(), Prose(summary(rows), "bold")]
     return Group(*parts, *(Prose(line, "yellow", indent=2) for line in sentences(rows)))
 
