@@ -404,7 +404,7 @@ MISTAKES = {
         ("tiny h100 --stict", "did you mean --strict?"),
         ("tiny --write", "--write is only valid with --fix"),
         ("tiny --fix --small=width=8", "--small is only valid with --program"),
-        ("--hlo=step.pb --fix", "a dump has no source files"),
+        ("--hlo=step.pb --fix", "an HLO dump has no source files"),
         ("maxtext:llama2-7b --fix", "--fix cannot be used with maxtext:llama2-7b"),
         ("tiny --json=missing/a.json", "there is no folder missing"),
         ("maxtext:llama2-7b --config.train.steps=1", "write a key of the trainer as a word"),
