@@ -1,4 +1,4 @@
-"""Runs a bisection over an axis of change: measures both ends, searches, and says what the measurements show."""
+"""Runs a bisection: compiles the first and the last candidate, searches between them, and explains the measurements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ class Outcome:
     """The result of a bisection.
 
     Fields:
-        good: value of the quantity at the good end.
-        measured: every measured candidate; those of a sequence in the order of the sequence.
-        change: the versions or changes among which the bound is first exceeded, usually one; () if there is none.
-        before, after: the measurements without and with the change; None if there is none.
-        notes: sentences on what makes the result uncertain, or why there is none.
+        good: bytes, FLOPs or seconds of the first candidate, which is the oldest version or the program without any
+            change.
+        measured: the measurement of every compiled candidate; versions and commits are listed from old to new.
+        change: the change at which the bound is first exceeded: one version, commit, flag, key or line; several if only
+            all of them together exceed the bound, or if those between could not be compiled. () if no change was found.
+        before, after: the measurements without and with the change; None if no change was found.
+        notes: sentences that say why the result is uncertain, or why no change was found.
     """
 
     good: float
@@ -37,14 +39,16 @@ class Outcome:
 def run_bisection(
     axis: Axis, bound: Bound, measure: Callable[[Candidate], Measurement], measure_all: bool = False
 ) -> Outcome:
-    """Finds the change of an axis at which the bound is first exceeded.
+    """Finds the change at which a program first exceeds a bound.
 
     Args:
-        axis: the axis of change. bound: the bound on a quantity.
-        measure: measures a candidate.
-        measure_all: whether every version of a sequence is measured, instead of halving it.
+        axis: the changes to search, such as the versions of jax.
+        bound: the bound on bytes, FLOPs or seconds.
+        measure: function that compiles a candidate and returns its measurement.
+        measure_all: if True, every version or commit is compiled; if False, the range is halved until one is left.
 
-    Raises ReportError if an end of the axis cannot be measured.
+    Raises ReportError if the first or the last candidate cannot be compiled, or if its report lacks the bounded
+    quantity.
     """
     measured: dict[str, Measurement] = {}
     quantity = QUANTITIES[bound.quantity]
@@ -116,8 +120,8 @@ def run_bisection(
 def _sequence_notes(
     axis: Axis, bound: Bound, good: float, measured: dict[str, Measurement], text: Callable[[float], str]
 ) -> list[str]:
-    """Returns sentences about a sequence of versions that crosses the bound more than once, as far as it was
-    measured."""
+    """Returns one sentence if the measured versions or commits cross the bound more than once, or may do so because
+    their values both rise and fall; else []."""
     values = [(point, measured[point].value(bound.quantity)) for point in axis.points() if point in measured]
     known = [(point, value) for point, value in values if value is not None]
     crossings = [

@@ -1,7 +1,8 @@
-"""Makes a virtual environment for each version of jax: an interpreter that supports it, `venv`, and `pip install`.
+"""Makes a virtual environment for each version of jax, with a Python interpreter that supports it, `venv` and `pip
+install`.
 
-Finished environments are kept in the user's cache folder, `bytescope/bisect/environments` in $XDG_CACHE_HOME or in
-~/.cache, and used again.
+Finished environments are kept and used again. They are in the user's cache folder, `bytescope/bisect/environments` in
+$XDG_CACHE_HOME or in ~/.cache.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _RELEASE = re.compile(r"\d+(\.\d+)+")
 
 
 def cache_folder() -> Path:
-    """Returns the folder for environments and measurements: `bytescope/bisect` in the user's cache folder."""
+    """Returns the folder that keeps environments and measurements: `bytescope/bisect` in the user's cache folder."""
     return row_cache.folder().parent / "bisect"
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Returns a version of jax as numbers, such as (0, 10, 2). Raises ReportError if the text is no released
-    version."""
+    """Returns the numbers of a jax version: (0, 10, 2) for "0.10.2". Raises ReportError if the text is not a
+    release, such as "0.10.2rc1"."""
     if not _RELEASE.fullmatch(text):
         raise ReportError(f"{text!r} is not a released version of jax: write it as 0.10.2")
     return tuple(map(int, text.split(".")))
@@ -50,7 +51,8 @@ class Interpreter:
     """A Python interpreter.
 
     Fields:
-        path: the executable. versions: the released versions of jax that pip can install for it, oldest first.
+        path: the executable.
+        versions: the released versions of jax that pip can install for this interpreter, from old to new.
     """
 
     path: str
@@ -59,9 +61,10 @@ class Interpreter:
 
 @functools.cache
 def read_interpreter(path: str) -> Interpreter:
-    """Returns an interpreter with the versions of jax that it supports. Asks pip's package index.
+    """Returns the interpreter at `path` with the versions of jax that pip can install for it, according to pip's
+    package index.
 
-    Raises ReportError if the interpreter cannot be started, has no pip, or pip cannot reach the package index.
+    Raises ReportError if the interpreter cannot be started, has no pip, or if pip cannot reach the package index.
     """
     command = [path, *_PIP, "index", "versions", "jax"]
     try:
@@ -79,8 +82,8 @@ def read_interpreter(path: str) -> Interpreter:
 
 
 def installed_interpreters() -> Iterator[str]:
-    """Yields the paths of the Python interpreters on this machine: the running one, those on PATH, and those of pyenv,
-    newest first."""
+    """Yields the paths of the Python interpreters on this machine: first the running interpreter, then the
+    interpreters on PATH, then those of pyenv, each group from new to old."""
     yield sys.executable
     names = [f"python3.{minor}" for minor in range(20, 9, -1)]
     yield from filter(None, map(shutil.which, names))
@@ -90,15 +93,18 @@ def installed_interpreters() -> Iterator[str]:
 
 
 def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[str, ...]]:
-    """Chooses one interpreter for all versions of jax that --jax names.
+    """Parses the value of --jax, and chooses a Python interpreter that supports all of its versions.
 
     Args:
-        text: the value of --jax: `0.10.2..0.12.0` for all releases from one to another, `0.10.2..` up to the newest
-            one, or a list such as `0.10.2,0.11.1,0.12.0`, which is measured in this order.
-        python: the interpreter of --python, None for the first installed one that supports all versions.
+        text: the value of --jax. `0.10.2..0.12.0` stands for all releases from 0.10.2 to 0.12.0, and `0.10.2..` for all
+            releases from 0.10.2 on. `0.10.2,0.11.1,0.12.0` lists the versions in the order of the search.
+        python: path of the interpreter that --python names; None for the first installed interpreter that supports all
+            versions.
 
-    Returns (the interpreter, the versions). Raises ReportError if fewer than two versions are named, or if no
-    interpreter supports them.
+    Returns (interpreter, versions).
+
+    Raises ReportError if fewer than two versions are named, if a version is older than 0.4.30 or no release, or if no
+    interpreter supports all versions.
     """
     first, dots, last = (part.strip() for part in text.partition(".."))
     named = [first, last] if dots else [part.strip() for part in text.split(",")]
@@ -139,9 +145,13 @@ def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[s
 
 
 def jax_requirement(version: str, platform: str, is_old_gpu: bool = False) -> list[str]:
-    """Returns the requirements for pip that install a version of jax with the compiler of a platform.
+    """Returns the pip requirements that install a version of jax with the plugin of a platform, such as
+    ["jax[cuda13]==0.11.0"].
 
-    platform: "cpu", "cuda", "rocm" or "tpu". is_old_gpu: whether CUDA 13 does not support the GPU any more.
+    Args:
+        version: the version of jax.
+        platform: "cpu", "cuda", "rocm" or "tpu".
+        is_old_gpu: whether CUDA 13 no longer supports the GPU, so that the plugin for CUDA 12 is needed.
     """
     if platform == "cuda":
         cuda = "cuda12" if is_old_gpu or parse_version(version) < _CUDA_13_FROM else "cuda13"
@@ -154,7 +164,7 @@ def jax_requirement(version: str, platform: str, is_old_gpu: bool = False) -> li
 
 
 def own_requirements(with_trainer: bool) -> list[str]:
-    """Returns the requirements of bytescope for pip, without jax. with_trainer: whether to include the packages of the
+    """Returns the pip requirements of bytescope, except jax. `with_trainer`: whether to include the packages of the
     extra `train`."""
     out = []
     for line in metadata.requires("bytescope") or ():
@@ -166,18 +176,20 @@ def own_requirements(with_trainer: bool) -> list[str]:
 
 
 def make_environment(interpreter: str, version: str, jax: Sequence[str], more: Sequence[str]) -> Path:
-    """Makes a virtual environment for a version of jax, or returns the one that was made before with the same
-    interpreter and requirements.
+    """Makes a virtual environment with one version of jax, and returns the path of its Python interpreter. If an
+    environment with the same interpreter and requirements exists already, returns its interpreter.
 
-    A new environment begins as a copy of one for another version with the same interpreter and other requirements. The
-    copy consists of hard links, so it takes no space, and pip only replaces the packages that differ.
+    A new environment starts as a copy of an environment with another version of jax and otherwise equal requirements.
+    The copy consists of hard links, so it takes no disk space, and pip replaces only the packages that differ. An
+    interrupted installation leaves nothing in the cache.
 
     Args:
-        interpreter: path of the Python interpreter. version: the version of jax.
-        jax: requirements for pip that install this version. more: the other requirements.
+        interpreter: path of the Python interpreter.
+        version: the version of jax, which names the folder.
+        jax: pip requirements that install this version.
+        more: all other pip requirements.
 
-    Returns the path of the environment's interpreter. An interrupted installation leaves nothing in the cache. Raises
-    ReportError if pip fails.
+    Raises ReportError if venv or pip fails.
     """
     same = [os.path.realpath(interpreter), *(each.partition("==")[0] for each in jax), *more]
     digest = hashlib.sha256("\0".join(same).encode()).hexdigest()[:8]
@@ -200,8 +212,9 @@ def make_environment(interpreter: str, version: str, jax: Sequence[str], more: S
 
 
 def _copy_with_links(siblings: Path, new: Path) -> bool:
-    """Copies a finished environment with hard links. Returns whether there is one, on a file system with hard links.
-    pip replaces files and never changes them in place, so the copy does not change the original."""
+    """Copies one of the finished environments in the folder `siblings` to `new`, as hard links. Returns False if
+    there is no finished environment, or if the file system has no hard links. Changes to the copy do not reach the
+    original, because pip replaces files and never writes into them."""
     finished = sorted(path for path in siblings.iterdir() if not path.name.startswith("."))
     if not finished:
         return False

@@ -1,6 +1,7 @@
 """bytescope bisect: finds the change at which a program first exceeds a bound on its bytes, FLOPs or seconds.
 
-This module bisects a user's function or the program of an adapter; `train.commands.bisect_config` adds configs.
+This module bisects a user's function or the program of an adapter such as MaxText; `train.commands.bisect_config`
+bisects bytescope's own configs.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ _MAX_LABEL, _MAX_BUFFERS = 40, 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope bisect` that need no config: program, axes, bounds and files."""
+    """Adds the flags of `bytescope bisect` except those that name a config: --program, the kinds of change (--jax,
+    --git, --xla-flags, --keys, --diff), the bounds, and the output files."""
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
@@ -126,9 +128,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> str:
-    """Checks the flags before anything is compiled. Returns the axis, an element of AXES.
+    """Checks the flags before anything is compiled. Returns the kind of change that is searched, an element of AXES.
 
-    Raises ReportError for flags that do not belong together.
+    Raises ReportError if there is no kind of change or more than one, and for other flags that cannot be combined.
     """
     given = [axis for axis in AXES if getattr(args, axis)]
     flags = [f"--{axis.replace('_', '-')}" for axis in given]
@@ -164,7 +166,8 @@ def check_arguments(args: argparse.Namespace) -> str:
 
 
 def bound_of(args: argparse.Namespace) -> Bound:
-    """Returns the bound of the command line. Raises ReportError if it cannot be parsed."""
+    """Returns the bound that --bytes, --flops or --step-seconds sets; +1 % of the allocated bytes if none of them is
+    given. Raises ReportError if its value cannot be parsed."""
     flag = next((flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]), "bytes")
     quantity = args.of if flag == "bytes" else BOUNDS[flag]
     return parse_bound(flag, quantity, vars(args)[flag.replace("-", "_")] or DEFAULT_BOUND)
@@ -172,14 +175,16 @@ def bound_of(args: argparse.Namespace) -> Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is bisected.
+    """The program that is bisected, with functions that depend on whether it is a config or a user's function.
 
     Fields:
-        program: the program at the good end; None with --diff.
-        of_file: with --diff, function from a file to its program.
-        find_file: with --diff, function from a name to a file.
-        keys_of: function from the name of another config to the keys in which it differs; None if there are no configs.
-        sources: function that returns the source files that decide what the program computes.
+        program: the program without any change; None with --diff, where the files are the programs.
+        of_file: with --diff, function from the path of a file to the program in the file.
+        sources: function that returns the source files on which the program depends; if one of them changes, stored
+            measurements are not used.
+        find_file: with --diff, function from a name on the command line to the path of a file.
+        keys_of: function from the name of another config to {key: value} of the keys whose values differ; None if the
+            program is not a config.
     """
 
     program: Program | None
@@ -190,7 +195,7 @@ class Subject:
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
-    """Returns the subject of the command line for a user's function or the program of an adapter."""
+    """Returns the program to bisect, for a user's function or the program of an adapter such as MaxText."""
     if args.diff:
         return Subject(None, lambda path: Program(f"{path}:{args.function}"), list)
     if is_adapted(args.config):
@@ -201,7 +206,11 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope bisect` for a user's function or the program of an adapter. Returns the exit code."""
+    """Runs `bytescope bisect` for a user's function or the program of an adapter. Returns the exit code: 0 if a change
+    was found, 1 if not.
+
+    Raises ReportError for flags that cannot be combined, and if the first or last candidate cannot be compiled.
+    """
     axis = check_arguments(args)
     if not args.diff and not args.program and not is_adapted(args.config):
         raise ReportError("no program is given: give --program=MODULE:FUNCTION, or a config")
@@ -209,10 +218,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bisect(args: argparse.Namespace, axis_name: str, subject: Subject) -> int:
-    """Runs the bisection of a subject, prints it and writes the file of --json.
+    """Runs the bisection, prints each measurement and the result, and writes the file of --json. Returns the exit code:
+    0 if a change was found, 1 if not.
 
-    Returns the exit code: 0 if a change was found, 1 if not. axis_name: an element of AXES. Raises KeyboardInterrupt
-    with a message on how to continue if Ctrl-C stopped the command.
+    Args:
+        args: the parsed command line.
+        axis_name: the kind of change that is searched, an element of AXES.
+        subject: the program to bisect.
+
+    Raises ReportError if the first or last candidate cannot be compiled. On Ctrl-C, raises KeyboardInterrupt with a
+    message that says how to continue.
     """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
@@ -317,7 +332,8 @@ def _digest_diff(args: argparse.Namespace, subject: Subject) -> str:
 
 
 def _list_sources(program: str) -> list[Path]:
-    """Returns the source files of a user's program without importing it: the file, or all files of the package."""
+    """Returns the source files of a user's program without importing it: the file, or all files of the package; []
+    if the module is not found."""
     where, _ = user_program.split(program)
     if where.endswith(".py"):
         return [Path(where)] if Path(where).is_file() else []
@@ -344,7 +360,8 @@ def _heading(axis: Axis, bound: Bound) -> str:
 
 
 class _Printer:
-    """Prints a line for each measurement: name, value, growth from the good end, and duration or source."""
+    """Prints one line for each candidate: its name, its value, the growth relative to the first candidate, whether
+    it exceeds the bound, and the seconds that it took, or "recorded" if it comes from the file of measurements."""
 
     def __init__(self, axis: Axis, bound: Bound) -> None:
         longest = max(map(len, [*axis.changes, axis.point(axis.good), axis.point(axis.bad)]))
@@ -390,7 +407,8 @@ def _show(outcome: Outcome, bound: Bound) -> None:
 
 
 def to_json(axis: Axis, bound: Bound, outcome: Outcome, records: Path) -> dict[str, Any]:
-    """Returns the result of a bisection as JSON values. `difference` has the keys of `bytescope diff --json`."""
+    """Returns the result of a bisection as a dict of JSON values, in bytes, FLOPs or seconds. `difference` compares
+    the reports without and with the change, with the keys of `bytescope diff --json`; None if no change was found."""
     difference = None
     if outcome.before and outcome.after and outcome.before.report and outcome.after.report:
         reports = outcome.before.report, outcome.after.report
