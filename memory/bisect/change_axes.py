@@ -25,7 +25,7 @@ from bytescope.memory.devices.xla_flags import flags_text, parse_flags
 from bytescope.memory.errors import ReportError, one_line
 
 State = frozenset[int]
-# The name of a candidate with more changes than this has their number and a digest instead of all of them.
+# A candidate with more changes than this is named by the number of its changes and a digest, not by listing them.
 _NAMED_CHANGES = 3
 
 
@@ -137,8 +137,8 @@ def jax_axis(
     oldest = ".".join(map(str, environments.SUPPORTED_FROM))
     if is_standalone and (program.needs_trainer or "bytescope." in program.factory):
         raise ReportError(
-            f"jax {versions[0]} can only compile a program of jax alone: give --program=MODULE:FUNCTION, or versions "
-            f"from {oldest} on"
+            f"with jax {versions[0]}, only a function that needs no other package than jax can be bisected: give "
+            f"--program=MODULE:FUNCTION, or versions of jax from {oldest} on"
         )
 
     def prepare(version: str) -> Place:
@@ -179,7 +179,7 @@ def git_axis(program: Program, text: str, folder: Path) -> Iterator[Axis]:
     ends = [_git(root, "rev-parse", "--verify", f"{name}^{{commit}}") for name in (good, bad or "HEAD")]
     commits = [ends[0], *_git(root, "rev-list", "--reverse", "--first-parent", f"{ends[0]}..{ends[1]}").split()]
     if len(commits) < 2 or _git(root, "merge-base", *ends) != ends[0]:
-        raise ReportError(f"--git={text}: {good} is no ancestor of {bad or 'HEAD'}: give the older commit first")
+        raise ReportError(f"--git={text}: {good} is not an ancestor of {bad or 'HEAD'}: give the older commit first")
     names = [_git(root, "log", "-1", "--format=%h %s", commit) for commit in commits]
     where, _, function = program.factory.rpartition(":")
     if where.endswith(".py") and os.path.isabs(where):
@@ -222,10 +222,10 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise ReportError(f"git cannot be started ({error.strerror}): install it") from error
+        raise ReportError(f"git cannot be started ({error.strerror}): install git") from error
     if done.returncode:
         reason = one_line((done.stderr.strip().splitlines() or ["no message"])[-1], 200)
-        raise ReportError(f"git {arguments[0]} failed ({reason}): check the repository and the range of --git")
+        raise ReportError(f"git {arguments[0]} failed ({reason}): check the repository and the commits in --git")
     return done.stdout.strip()
 
 
@@ -247,7 +247,9 @@ def flags_axis(program: Program, text: str) -> Axis:
         words = [word for line in _read_lines(Path(text), "--xla-flags") for word in line.partition("#")[0].split()]
     flags = parse_flags(words, "--xla-flags: ")
     if not flags:
-        raise ReportError(f"--xla-flags={text} has no flags: give FLAG=VALUE,FLAG=VALUE, or a file with one per line")
+        raise ReportError(
+            f"--xla-flags={text} has no flags: give FLAG=VALUE,FLAG=VALUE, or a file with one FLAG=VALUE per line"
+        )
     names = list(flags)
 
     def make(state: State, point: str) -> Candidate:

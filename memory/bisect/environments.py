@@ -70,13 +70,15 @@ def read_interpreter(path: str) -> Interpreter:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise ReportError(f"{path} cannot be started ({error.strerror}): give an interpreter with --python") from error
+        raise ReportError(
+            f"{path} cannot be started ({error.strerror}): give a Python interpreter with --python"
+        ) from error
     listed = re.search(r"Available versions: (.*)", done.stdout)
     if listed is None:
         lines = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")] or [""]
         raise ReportError(
-            f"pip of {path} cannot list the versions of jax ({one_line(lines[-1], 160)}): check the network, or give "
-            "an interpreter that has pip with --python"
+            f"pip of {path} cannot list the versions of jax ({one_line(lines[-1], 160)}): check the network, or use "
+            "--python to give an interpreter that has pip"
         )
     return Interpreter(path, tuple(sorted(listed[1].split(", "), key=parse_version)))
 
@@ -113,11 +115,11 @@ def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[s
     for version in named:
         if parse_version(version) < STANDALONE_FROM:
             oldest = ".".join(map(str, STANDALONE_FROM))
-            raise ReportError(f"--jax={text}: jax {version} is too old: give {oldest} or newer")
+            raise ReportError(f"--jax={text}: jax {version} is too old: give jax {oldest} or newer")
     if dots and last and parse_version(first) >= parse_version(last):
-        raise ReportError(f"--jax={text} is empty: write the older version first")
+        raise ReportError(f"--jax={text} contains no versions: write the older version first")
     if not dots and len(set(named)) < 2:
-        raise ReportError(f"--jax={text} names one version: give at least two, such as 0.10.2..0.12.0")
+        raise ReportError(f"--jax={text} names only one version: give at least two, such as 0.10.2..0.12.0")
     paths = list(dict.fromkeys([python] if python else installed_interpreters()))
     interpreters, problems = [], []
     for path in paths:
@@ -231,4 +233,6 @@ def _run(command: Sequence[str], what: str) -> None:
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("ERROR")]
         reason = one_line((lines or done.stderr.splitlines() or ["no message"])[0], 200)
-        raise ReportError(f"{what} failed ({reason}): check the network and the disk, or choose other versions")
+        raise ReportError(
+            f"{what} failed ({reason}): check the network and the disk space, or give other versions of jax"
+        )

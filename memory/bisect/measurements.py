@@ -126,14 +126,17 @@ def parse_bound(flag: str, quantity: str, text: str) -> Bound:
     if match := re.fullmatch(r"([+-]\d+(\.\d+)?)%", text):
         value = float(match[1])
         if value <= -100:
-            raise ReportError(f"--{flag}={text} is no bound, because nothing shrinks by {-value:g} %: give less")
+            raise ReportError(
+                f"--{flag}={text} is not a bound, because nothing shrinks by {-value:g} %: give more than -100%"
+            )
         return Bound(quantity, value, True)
     if flag == "bytes":
         try:
             return Bound(quantity, parse_bytes(text), False)
         except ReportError as error:
             raise ReportError(
-                f"--bytes={text} is not a bound: give bytes such as 40GiB, or growth from the good end such as +5%"
+                f"--bytes={text} is not a bound: give bytes such as 40GiB, or growth over the first candidate such as "
+                "+5%"
             ) from error
     try:
         value = float(text)
@@ -141,7 +144,7 @@ def parse_bound(flag: str, quantity: str, text: str) -> Bound:
         value = -1.0
     if not 0 < value < float("inf"):
         raise ReportError(
-            f"--{flag}={text} is not a bound: give a positive number, or growth from the good end such as +5%"
+            f"--{flag}={text} is not a bound: give a positive number, or growth over the first candidate such as +5%"
         )
     return Bound(quantity, value, False)
 
@@ -233,11 +236,11 @@ class MeasurementFile:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             if isinstance(error, ReportError):
                 raise
-            raise ReportError(f"{self.path} is not a file of measurements of bytescope bisect: {remedy}") from error
+            raise ReportError(f"{self.path} was not written by bytescope bisect --records: {remedy}") from error
         other = [key for key in self.question if header["question"].get(key) != self.question[key]]
         if other:
             raise ReportError(
-                f"{self.path} has measurements of another question, with a different {', '.join(other)}: {remedy}"
+                f"{self.path} has measurements of another bisection, with a different {', '.join(other)}: {remedy}"
             )
         self._size = sum(map(len, lines))
 

@@ -199,7 +199,7 @@ class Measuring:
             command, env=variables, cwd=place.folder, capture_output=True, text=True, errors="replace"
         )
         if done.returncode < 0:
-            return {"status": f"the compiler was ended by signal {-done.returncode}", "dead": True}
+            return {"status": f"signal {-done.returncode} ended the compiler's process", "dead": True}
         if done.returncode:
             return {"status": one_line((done.stderr.strip().splitlines() or ["no message"])[-1], 300)}
         dump = Candidate(candidate.point, DumpFactory.reference, {"dump": str(out / "dump")})
@@ -218,11 +218,11 @@ def check_measured(measurement: Measurement, quantity: str, which: str) -> float
     Raises ReportError if the candidate could not be compiled, or if its report lacks the quantity.
     """
     if measurement.status != "ok":
-        raise ReportError(f"{which}, {measurement.point}, cannot be measured: {measurement.status}")
+        raise ReportError(f"{which}, {measurement.point}, cannot be compiled: {measurement.status}")
     value = measurement.value(quantity)
     if value is None:
         raise ReportError(
             f"the report of {which}, {measurement.point}, has no {quantity}: set a bound with --bytes, or choose a "
-            "target whose rates are known"
+            "target whose FLOP/s and bandwidth bytescope knows, such as h100"
         )
     return value

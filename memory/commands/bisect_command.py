@@ -47,12 +47,12 @@ from bytescope.memory.view.progress_bar import progress
 from bytescope.memory.view.text_layout import Prose
 
 AXES = ("jax", "git", "xla_flags", "keys", "diff")
-# Flag -> the quantity that its bound is for, and the default bound.
+# Flag of a bound -> the quantity that it bounds.
 BOUNDS = {"bytes": "allocated", "flops": "flops", "step-seconds": "seconds"}
 DEFAULT_BOUND = "+1%"
 # Environment variables that change the compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
-# Columns of the name of a candidate; printed buffers.
+# Maximum width of a candidate's name in characters, and maximum number of buffers that are printed.
 _MAX_LABEL, _MAX_BUFFERS = 40, 10
 
 
@@ -62,50 +62,70 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="bisect your own step instead of a config: a function as for bytescope report --program",
+        help="bisect your own step instead of a config: the function that returns the step and its arguments, as for "
+        "bytescope report --program",
     )
-    axes = parser.add_argument_group("what changes (give one)")
+    axes = parser.add_argument_group("kind of change that is searched (give one)")
     axes.add_argument(
         "--jax",
         metavar="A..B",
-        help="versions of jax: 0.10.2..0.12.0 for all releases between, 0.10.2.. up to the newest, or a list; each is "
-        "installed in an environment of its own, which is kept in the user's cache folder",
+        help="search versions of jax: 0.10.2..0.12.0 for all releases from one to the other, 0.10.2.. up to the newest "
+        "release, or a list with commas; each version is installed in its own virtual environment, which is kept in "
+        "the user's cache folder",
     )
     axes.add_argument(
         "--git",
         metavar="GOOD..BAD",
-        help="commits of the repository of the program, checked out in a temporary folder; your files are not touched",
+        help="search the commits from GOOD to BAD in the program's repository; each is checked out in a temporary "
+        "folder, and your files are not touched",
     )
     axes.add_argument(
-        "--xla-flags", metavar="FLAGS", help="flags of XLA: FLAG=VALUE,FLAG=VALUE, or a file with one per line"
+        "--xla-flags",
+        metavar="FLAGS",
+        help="search XLA flags: FLAG=VALUE,FLAG=VALUE, or a file with one FLAG=VALUE per line",
     )
     axes.add_argument(
         "--keys",
         metavar="KEYS",
         action="append",
-        help="values of keys or of the function's parameters: KEY=VALUE,KEY=VALUE, or another config, whose "
-        "differences from CONFIG are searched",
+        help="search changed values of config keys or of the --program function's parameters: KEY=VALUE,KEY=VALUE, or "
+        "the name of another config, to search the keys in which it differs from CONFIG",
     )
     axes.add_argument(
-        "--diff", metavar="A..B", help="lines in which two files differ: two configs, or two programs with --function"
+        "--diff",
+        metavar="A..B",
+        help="search the lines in which two files differ: two config files, or two Python files, for which --function "
+        "names the function that returns the step",
     )
-    parser.add_argument("--function", metavar="NAME", help="with --diff: the function in both files that is a program")
+    parser.add_argument(
+        "--function", metavar="NAME", help="with --diff: the function in both Python files that returns the step"
+    )
     bounds = parser.add_argument_group("bound (default: --bytes=+1%)")
     bounds.add_argument(
         "--bytes",
         metavar="BOUND",
-        help="bytes of one device, such as 40GiB, or growth from the good end, such as +5%%; -5%% finds what saved 5%%",
+        help="maximum bytes on one device, such as 40GiB, or maximum growth over the first version or the unchanged "
+        "program, such as +5%%; -5%% finds the change that saved 5%%",
     )
-    bounds.add_argument("--flops", metavar="BOUND", help="FLOPs of one device in a call of the step: 3e12 or +5%%")
-    bounds.add_argument("--step-seconds", metavar="BOUND", help="predicted seconds of an update: 0.5 or +5%%")
+    bounds.add_argument(
+        "--flops", metavar="BOUND", help="maximum FLOPs on one device in one call of the step: 3e12, or growth: +5%%"
+    )
+    bounds.add_argument(
+        "--step-seconds",
+        metavar="BOUND",
+        help="maximum predicted seconds of one optimizer update: 0.5, or growth: +5%%",
+    )
     bounds.add_argument(
         "--of",
         choices=("allocated", "peak", "predicted", "host"),
         default="allocated",
         metavar="BYTES",
-        help="bytes that --bytes bounds: allocated (the default), peak, predicted or host",
+        help="bytes that --bytes bounds: allocated (what the compiled program reserves; default), peak (alive at the "
+        "same time), predicted (allocated plus overheads of the runtime) or host (in host memory)",
     )
-    parser.add_argument("--python", metavar="PYTHON", help="with --jax: the Python interpreter of the environments")
+    parser.add_argument(
+        "--python", metavar="PYTHON", help="with --jax: the Python interpreter of the virtual environments"
+    )
     parser.add_argument(
         "--install",
         metavar="PACKAGE",
@@ -135,8 +155,8 @@ def check_arguments(args: argparse.Namespace) -> str:
     given = [axis for axis in AXES if getattr(args, axis)]
     flags = [f"--{axis.replace('_', '-')}" for axis in given]
     if len(given) != 1:
-        words = f"{' and '.join(flags)} are two axes of change" if given else "no axis of change is given"
-        raise ReportError(f"{words}: give one of --jax, --git, --xla-flags, --keys and --diff")
+        words = f"{' and '.join(flags)} are two kinds of change" if given else "no kind of change is given"
+        raise ReportError(f"{words}: give only one of --jax, --git, --xla-flags, --keys and --diff")
     for flag in ("python", "install"):
         if getattr(args, flag) and given[0] != "jax":
             raise ReportError(f"--{flag} is only valid with --jax: leave it out")
@@ -146,21 +166,21 @@ def check_arguments(args: argparse.Namespace) -> str:
         raise ReportError("--function is only valid with --diff: give the program as --program=MODULE:FUNCTION")
     if given[0] == "diff" and (args.program or args.config):
         raise ReportError(
-            "--diff names the two files of the program: leave out the config and --program, and give --function=NAME "
-            "if the files are programs"
+            "--diff already names the two files to compare: leave out the config and --program; if the files are "
+            "Python programs, name their function with --function=NAME"
         )
     if args.program is not None:
         user_program.split(args.program)
         if args.config:
-            raise ReportError("a config and --program cannot be combined: give one of the two")
+            raise ReportError("a config and --program cannot be combined: give only one of the two")
     if (args.program or args.function) and args.overrides:
         key, value = args.overrides[0]
         raise ReportError(f"--config.{key} needs a config: bisect parameters of a program with --keys={key}={value}")
     bounds = [flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]]
     if len(bounds) > 1:
-        raise ReportError(f"--{bounds[0]} and --{bounds[1]} are two bounds: give one")
+        raise ReportError(f"--{bounds[0]} and --{bounds[1]} are two bounds: give only one")
     if args.of != "allocated" and bounds and bounds != ["bytes"]:
-        raise ReportError(f"--of={args.of} is only valid with --bytes: leave it out")
+        raise ReportError(f"--of={args.of} is only valid with --bytes: leave out --of")
     check_files(args, ("json", "records"))
     return given[0]
 
@@ -297,7 +317,9 @@ def _open_axis(
     elif len(args.keys) == 1 and "=" not in args.keys[0] and subject.keys_of is not None:
         keys = subject.keys_of(args.keys[0])
         if not keys:
-            raise ReportError(f"--keys={args.keys[0]} has the same keys as {args.config}: give a different config")
+            raise ReportError(
+                f"--keys={args.keys[0]} has the same value as {args.config} for every key: give a config that differs"
+            )
         yield change_axes.keys_axis(program, keys)
     else:
         yield change_axes.keys_axis(program, change_axes.parse_keys(args.keys))
