@@ -58,14 +58,24 @@ def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[Audit
 
 
 def _lines_of_names(jaxpr: Any) -> dict[str, str]:
-    """Returns the checkpoint names in a jaxpr: name -> "file.py:line" of a value with the name."""
+    """Returns the checkpoint names in a jaxpr: name -> "file.py:line" of a value with the name. Values that nothing
+    reads are left out."""
     lines: dict[str, str] = {}
     for inside in distinct_jaxprs(jaxpr):
-        for equation in inside.eqns:
-            name = checkpoint_name_of(equation)
-            if name and name not in lines:
-                lines[name] = line_of(equation)
+        named = [equation for equation in inside.eqns if checkpoint_name_of(equation) not in ("", *lines)]
+        used = _used_variables(inside) if named else set()
+        for equation in named:
+            if id(equation.outvars[0]) in used:
+                lines.setdefault(checkpoint_name_of(equation), line_of(equation))
     return lines
+
+
+def _used_variables(jaxpr: Any) -> set[int]:
+    """Returns the ids of the variables that the equations of a Jaxpr read or that the Jaxpr returns."""
+    used = {id(variable) for variable in jaxpr.outvars}
+    for equation in jaxpr.eqns:
+        used.update(map(id, equation.invars))
+    return used
 
 
 def _regions_by_policy(regions: Iterable[CheckpointRegion]) -> list[tuple[Any, list[CheckpointRegion]]]:

@@ -29,7 +29,7 @@ from bytescope.memory.records.buffer_records import Buffer
 from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.units import human
 
-# Opcodes that compute nothing. Instructions of these kinds may be added with the op_name of a kernel.
+# Opcodes that compute nothing, which may have the op_name of a kernel, and fusions, whose instructions are counted.
 _NO_WORK = frozenset(
     (
         "bitcast",
@@ -40,6 +40,7 @@ _NO_WORK = frozenset(
         "copy",
         "copy-done",
         "copy-start",
+        "fusion",
         "get-tuple-element",
         "iota",
         "parameter",

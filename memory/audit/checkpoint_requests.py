@@ -1,8 +1,8 @@
 """Reads the requests to recompute values from the jaxpr of a step: calls of jax.checkpoint with their remat policies.
 
 After differentiation, a call of `jax.checkpoint` is an equation of the backward pass. The equations that it computes
-again have "rematted_computation" in their name stacks. With the flag `jax_remat3`, these equations stand in the jaxpr
-of the backward pass itself, and the policy is no longer known.
+again have "rematted_computation" in their name stacks. With the flag `jax_remat3`, jax before 0.12 puts these equations
+into the jaxpr of the backward pass itself, and the policy is no longer known.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class CheckpointRegion:
         title: name of the checkpointed function, such as "Block".
         source: "file.py:line" of the call in the user's code; "" if unknown.
         policy: the remat policy; None if there is none, or if it is unknown.
-        has_policy: whether `policy` is known. It is unknown with the flag `jax_remat3`.
-        prevent_cse: whether XLA's optimization barriers protect the recomputation; True if unknown.
+        has_policy: whether `policy` is known. It is unknown with the flag `jax_remat3` in jax before 0.12.
+        prevent_cse: whether XLA's optimization barriers protect the recomputation for certain.
         count: number of calls in one step, including the iterations of loops.
         unrolled: number of these calls outside of the loop over layers, such as the calls of a Python loop.
         recomputed: the equations that the backward pass computes again, in all calls, with inner equations.
@@ -116,7 +116,6 @@ class _RegionFinder:
     def __init__(self) -> None:
         self.regions: dict[Any, CheckpointRegion] = {}
         self._empty: dict[int, Any] = {}
-        self._rematted: dict[int, tuple[Any, bool]] = {}
 
     def visit(self, jaxpr: Any, times: int, looped: bool, inside: bool = False) -> bool:
         """Adds the regions of a Jaxpr that runs `times` times in one step, and returns whether there were any.
@@ -130,18 +129,23 @@ class _RegionFinder:
         run: list[Any] = []
         barrier = None
         for equation in jaxpr.eqns:
-            if self._is_rematted(equation):
-                run.append(equation)
+            checkpoint = checkpoint_of(equation)
+            if _is_rematted(equation):
+                if checkpoint is None:
+                    run.append(equation)
+                elif not inside:  # jax_remat3 from jax 0.12 on: the equation contains what is computed again
+                    found |= self._add_checkpoint(equation, inner_jaxpr(checkpoint.jaxpr).eqns, times, looped)
                 continue
             if run and not inside:
                 found |= self._add_run(barrier, run, times, looped)
             run = []
             if equation.primitive.name == "optimization_barrier":
                 barrier = equation
-            checkpoint = checkpoint_of(equation)
             if checkpoint is not None and parameters(equation).get("differentiated"):
-                found |= self._add_checkpoint(equation, times, looped)
-                found |= self.visit(inner_jaxpr(checkpoint.jaxpr), times, looped, inside=True)
+                body = inner_jaxpr(checkpoint.jaxpr)
+                rematted = [each for each in body.eqns if _is_rematted(each)]
+                found |= self._add_checkpoint(equation, rematted, times, looped)
+                found |= self.visit(body, times, looped, inside=True)
             elif equation.primitive.name != "pallas_call":
                 trips = equation.params["length"] if equation.primitive.name == "scan" else 1
                 in_loop = looped or equation.primitive.name in ("scan", "while")
@@ -153,13 +157,6 @@ class _RegionFinder:
             self._empty[id(jaxpr)] = jaxpr
         return found
 
-    def _is_rematted(self, equation: Any) -> bool:
-        stack = equation.source_info.name_stack  # kept in the cache, so that no other object gets the same id
-        known = self._rematted.get(id(stack))
-        if known is None:
-            known = self._rematted[id(stack)] = stack, bool(flops.RECOMPUTED.search(str(stack)))
-        return known[1]
-
     def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
         """Adds a region of `jax_remat3`. Its equations follow an optimization barrier with the line of the call."""
         title = common_function(frames_of(each) for each in _sample(rematted))
@@ -167,13 +164,14 @@ class _RegionFinder:
         region = CheckpointRegion(title, source or line_of(rematted[0]), None, False, True)
         return self._add((title, source), region, rematted, times, looped)
 
-    def _add_checkpoint(self, equation: Any, times: int, looped: bool) -> bool:
+    def _add_checkpoint(self, equation: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
         given = parameters(equation)
         body, prevent_cse = inner_jaxpr(given["jaxpr"]), given["prevent_cse"]
         protected = all(prevent_cse) if isinstance(prevent_cse, tuple) else bool(prevent_cse)
+        if "differentiated" not in given:  # jax_remat3 loses the parameter when it differentiates
+            protected = False
         title, source = _title_of(body, equation), _line_of_call(equation, body)
         region = CheckpointRegion(title, source, given["policy"], True, protected)
-        rematted = [each for each in body.eqns if self._is_rematted(each)]
         return self._add((title, source, id(region.policy), protected), region, rematted, times, looped)
 
     def _add(self, key: Any, region: CheckpointRegion, rematted: Sequence[Any], times: int, looped: bool) -> bool:
@@ -184,6 +182,11 @@ class _RegionFinder:
         region.constant += _independent_of_inputs(rematted)
         region.flops += times * sum(flops.count_equation(each).total for each in rematted)
         return True
+
+
+def _is_rematted(equation: Any) -> bool:
+    # The text of a name stack is not made, because that takes most of the time of a visit.
+    return any(item.name == "rematted_computation" for item in equation.source_info.name_stack.stack)
 
 
 def _with_inner(equations: Iterable[Any], line: str = "") -> Iterator[Recomputed]:
