@@ -148,6 +148,7 @@ def test_libraries(library, prevent_cse):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="XLA's CPU compiler keeps the optimization barriers")
 def test_cpu_merges_unrolled_layers():
     (row, *_) = unhonored(rows_of(programs.unrolled(prevent_cse=True), target="cpu:1"))
     assert row.undone_by == "cse" and "CPU" in row.message
