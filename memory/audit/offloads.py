@@ -157,7 +157,7 @@ def _rank(atom: Any) -> int:
 
 
 class _Walk:
-    """Follows checkpoint names through a jaxpr, and collects the values that the program asks to move to host memory."""
+    """Follows checkpoint names through a jaxpr, and collects the values that are to move to host memory."""
 
     def __init__(self) -> None:
         self._relevant: dict[int, tuple[Any, bool]] = {}
