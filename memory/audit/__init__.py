@@ -1,8 +1,11 @@
-"""Audits a program: lists each request to jax and XLA (recompute, save, offload, donate, divide) with its outcome
+"""Audits a program: lists what the user's code asks jax or XLA to do, and whether the compiled program does it.
 
-In: a judged report and the parsed program with its jaxpr. Out: `records.audit_record.AuditRow`. Start at
-`audit_program.py`, whose table `AUDITS` lists the audits; each of them is in the file of its subject.
+Such a request is, for example, to recompute or save a value, to offload it to host memory, to donate an argument, or to
+keep an array sharded.
 
-To add an audit, write a function (report, program) -> iterable of AuditRow in the file of its subject and add it to
-`AUDITS`. Test it on a program whose request is honored and on one whose request is undone.
+Input: a report with its findings, and the compiled program with its jaxpr. Output: one `records.audit_record.AuditRow`
+for each request. Start at `audit_program.py`. Its table `AUDITS` lists the audits, and each audit has its own file.
+
+To add an audit, write a function (report, program) -> iterable of AuditRow and add it to `AUDITS`. Test it with a
+program whose request is honored and with a program whose request is not honored.
 """

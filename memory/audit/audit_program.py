@@ -9,6 +9,7 @@ from bytescope.memory.audit.donations import donations
 from bytescope.memory.audit.offloads import offloads
 from bytescope.memory.audit.partitioner import gathered_arrays
 from bytescope.memory.audit.randomness import randomness
+from bytescope.memory.audit.xla_recomputation import with_xla_recomputation
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
@@ -19,11 +20,15 @@ AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, randomness, gathe
 
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:
-    """Returns one row for each request of the program to jax and XLA. Requests that were not honored come first, and
-    among them those with most bytes.
+    """Returns one row for each request of a program: something that the user's code asks jax or XLA to do, such as to
+    recompute, save, offload or donate a value. Requests that were not honored come first, those with the most bytes
+    before the others.
 
-    report: the report of the program. program: the parsed program with its jaxpr; without a jaxpr, as for an HLO dump,
-    the requests are unknown.
+    Args:
+        report: the report of the compiled step.
+        program: the compiled step with its buffers and its jaxpr. Without a jaxpr (an HLO dump), nobody knows what the
+            user's code asked for, and the field `asked` of the rows is "unknown".
     """
     rows = [row for find_rows in AUDITS for row in find_rows(report, program)]
+    rows = list(with_xla_recomputation(report, program, rows))
     return tuple(sorted(rows, key=lambda row: (row.honored is not False, row.honored is not None, -row.bytes)))

@@ -1,4 +1,4 @@
-"""Audits calls of jax.checkpoint and the names of `checkpoint_name`: the table's entry for both."""
+"""Audits jax.checkpoint: whether its values are recomputed, and whether named values are saved as its policies ask."""
 
 from __future__ import annotations
 
@@ -31,11 +31,16 @@ _SEPARATORS = re.compile(r"[_\W]+")
 
 
 def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields a row for each call of `jax.checkpoint` that is differentiated, and for each checkpoint name that a remat
-    policy saves, recomputes or mentions.
+    """Yields one row for each differentiated call of `jax.checkpoint`, and one row for each checkpoint name that a
+    remat policy saves or recomputes, or that a policy lists although no value has it.
 
-    Names that a policy offloads have a row here only if no value has the name. Without a jaxpr, as for a dump, the
-    requests are unknown, and the rows list what the compiled module recomputes and keeps.
+    A name that a policy offloads is reported by `offloads` if a value has the name, and here if no value has it.
+    Without a jaxpr (an HLO dump), the requests are unknown. Then the rows list the functions that the compiled module
+    recomputes and the named values that are alive at the memory peak.
+
+    Args:
+        report: the report of the compiled step.
+        program: the compiled step with its jaxpr.
     """
     outcome = CompiledOutcome(report, program.module)
     kept: dict[str, int] = defaultdict(int)
@@ -58,8 +63,8 @@ def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[Audit
 
 
 def _lines_of_names(jaxpr: Any) -> dict[str, str]:
-    """Returns the checkpoint names in a jaxpr: name -> "file.py:line" of a value with the name. Values that nothing
-    reads are left out."""
+    """Returns a dict: checkpoint name in the jaxpr -> "file.py:line" of the first value with this name. Values that no
+    equation reads and that are not returned are left out."""
     lines: dict[str, str] = {}
     for inside in distinct_jaxprs(jaxpr):
         named = [equation for equation in inside.eqns if checkpoint_name_of(equation) not in ("", *lines)]
@@ -71,7 +76,7 @@ def _lines_of_names(jaxpr: Any) -> dict[str, str]:
 
 
 def _used_variables(jaxpr: Any) -> set[int]:
-    """Returns the ids of the variables that the equations of a Jaxpr read or that the Jaxpr returns."""
+    """Returns the ids (Python's `id`) of the variables that a Jaxpr's equations read or that the Jaxpr returns."""
     used = {id(variable) for variable in jaxpr.outvars}
     for equation in jaxpr.eqns:
         used.update(map(id, equation.invars))
@@ -89,9 +94,15 @@ def _regions_by_policy(regions: Iterable[CheckpointRegion]) -> list[tuple[Any, l
 def _carried_name(
     name: str, line: str, size: int, regions: Sequence[CheckpointRegion], outcome: CompiledOutcome
 ) -> Iterator[AuditRow]:
-    """Yields the row of a name that values of the program have; none if no policy decides about the name.
+    """Yields the row of a checkpoint name that values of the program have. Yields nothing if no remat policy decides
+    about the name and no value with the name is alive at the memory peak.
 
-    size: bytes of the residuals with the name at the peak.
+    Args:
+        name: the checkpoint name.
+        line: "file.py:line" of the call of checkpoint_name.
+        size: bytes on one device of the residuals with this name that are alive at the memory peak.
+        regions: the differentiated calls of jax.checkpoint in the program.
+        outcome: what the compiled module recomputes and keeps.
     """
     requests = [request_for(region.policy, name) if region.has_policy else "" for region in regions]
     saving = [region for region, request in zip(regions, requests) if request == "save"]
@@ -124,10 +135,16 @@ def _calls(regions: Iterable[CheckpointRegion]) -> int:
 
 
 def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dict[str, str]) -> Iterator[AuditRow]:
-    """Yields a row for each name that a policy mentions and that no value of the program has.
+    """Yields one row for each checkpoint name that a remat policy lists and that no value of the program has.
 
-    A policy may list the names of several models. If the program has other names of the policy, a missing name has a
-    row only if it resembles a name of the program, or if the source names a value that is not used.
+    One policy may serve several models and list the names of all of them. So if the program has at least one name of
+    the policy, a missing name gets a row only in two cases: a name of the program is spelled similarly, or the source
+    code calls checkpoint_name with the missing name and discards the result.
+
+    Args:
+        policy: the remat policy.
+        regions: the calls of jax.checkpoint with this policy.
+        carried: checkpoint name in the program -> "file.py:line" of a value with this name.
     """
     requests = mentioned_names(policy)
     absent = [name for name in requests if name not in carried]
@@ -150,8 +167,9 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
 
 
 def _is_misspelling(name: str, other: str) -> bool:
-    """Returns whether a name is probably a misspelling of another name. Each word between the separators must be
-    similar, so that "q_rot" is no misspelling of "k_rot"."""
+    """Returns whether one checkpoint name is probably a misspelling of the other. The names are split into words at "_"
+    and punctuation, and the words are compared pairwise: each pair must be similar. "q_rot" is no misspelling of
+    "k_rot"."""
     words, others = _SEPARATORS.split(name.lower()), _SEPARATORS.split(other.lower())
     if "".join(words) == "".join(others):
         return True
@@ -162,8 +180,8 @@ def _is_misspelling(name: str, other: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _unused_names(file: str) -> dict[str, str]:
-    """Returns the names of a source file's calls checkpoint_name(x, "name") whose results are not used: name ->
-    "file.py:line"."""
+    """Reads a source file and returns a dict: name in a call checkpoint_name(x, "name") whose result is never used ->
+    "file.py:line" of the call. Returns {} if the file cannot be read or parsed."""
     try:
         source = Path(file).read_bytes()
         tree = ast.parse(source if b"checkpoint_name" in source else b"")
@@ -183,7 +201,7 @@ def _unused_names(file: str) -> dict[str, str]:
 
 
 def _given_names(node: ast.expr) -> list[str]:
-    """Returns the strings that an expression passes to checkpoint_name, [] if it is no call of checkpoint_name."""
+    """Returns the string literals among the arguments of a call of checkpoint_name; [] if `node` is not such a call."""
     if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) != "checkpoint_name":
         return []
     given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]

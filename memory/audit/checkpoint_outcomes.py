@@ -1,8 +1,12 @@
-"""Audits calls of jax.checkpoint: whether the compiled module recomputes the values, or keeps them.
+"""Audits calls of jax.checkpoint: whether the compiled module recomputes the values, or keeps them in memory.
 
-XLA undoes a recomputation by common-subexpression elimination (CSE): if nothing separates the forward pass from the
-recomputation, equal instructions of both are merged, and their values stay alive from one to the other. A merged
-instruction may have the op_name of either of the two. It is found by its users: the forward pass depends on it.
+XLA may undo a recomputation by common-subexpression elimination (CSE): if no optimization barrier separates the forward
+pass from the recomputation, XLA merges equal instructions of both. The merged values stay alive from the forward pass
+to the backward pass. A merged instruction may have the op_name of either pass, so its op_name does not show the merge.
+It is recognized by its users: instructions of the forward pass depend on it.
+
+A "region" in this module is a `CheckpointRegion`: all calls of jax.checkpoint in one source line, with one function and
+one policy.
 """
 
 from __future__ import annotations
@@ -61,8 +65,15 @@ _REGION = re.compile(r"/rematted_computation\b|\brematted_computation\b")
 def region_rows(
     report: JudgedProgram, regions: Iterable[CheckpointRegion], outcome: CompiledOutcome
 ) -> Iterator[AuditRow]:
-    """Yields a row for each region, and a row for values of a recomputed region that XLA keeps nevertheless, such as
-    dropout masks. The bytes of a row are those of the region's residuals that are alive at the peak."""
+    """Yields one row for each region (the calls of jax.checkpoint in one source line). If a region is recomputed but
+    XLA keeps large values of it that depend on none of the function's arguments, such as dropout masks from a constant
+    key, yields a second row for these values.
+
+    Args:
+        report: the report of the compiled step.
+        regions: the differentiated calls of jax.checkpoint in the jaxpr.
+        outcome: what the compiled module recomputes and keeps.
+    """
     total = sum(region.flops for region in regions)
     compiled = sum(report.work.get("recompute", {}).get("flops", {}).values())
     for region in regions:
@@ -77,7 +88,8 @@ def region_rows(
 
 
 def rows_without_jaxpr(outcome: CompiledOutcome) -> Iterator[AuditRow]:
-    """Yields a row for each function whose values the compiled module computes again."""
+    """Yields one row for each function whose values the compiled module recomputes in the backward pass. Used for HLO
+    dumps, which do not show what the user's code asked for."""
     for function, count in outcome.recomputed_functions().items():
         yield AuditRow("checkpoint", function, done="recomputed", count=count)
 
@@ -91,7 +103,15 @@ def _row(
 
 
 def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: str | None) -> tuple[str, str]:
-    """Returns (the step that undid the recomputation, a sentence with the remedy)."""
+    """Returns (step, message) for a region that is not recomputed: the compiler step that undid the recomputation,
+    "autodiff" or "cse", and a sentence that says what happened and how to change it.
+
+    Args:
+        region: the calls of jax.checkpoint in one source line.
+        size: bytes on one device of the values that are kept.
+        merged: whether XLA merged the recomputation with the forward pass; otherwise the policy saves every value.
+        platform: platform of the target, such as "cpu" or "cuda".
+    """
     if not merged:
         name = getattr(region.policy, "__name__", "") or type(region.policy).__name__
         message = f"jax.checkpoint of {region.title} recomputes nothing, because its policy {name} saves every value"
@@ -110,8 +130,9 @@ def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: s
 
 
 def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Iterator[AuditRow]:
-    """Yields a row for large values that depend on no argument of the checkpointed function, and that XLA keeps. No
-    optimization barrier separates the two computations of these values."""
+    """Yields one row for each source line of a region whose random bits or masks depend on no argument of the
+    checkpointed function and are kept by XLA. No optimization barrier protects the recomputation of such values. Values
+    of less than `TOY` bytes get no row."""
     sizes: dict[str, set[int]] = defaultdict(set)  # dtype -> numbers of elements
     for each in region.constant:
         for result in each.equation.outvars:
@@ -153,10 +174,12 @@ _MASKS = ("bool", "uint32", "uint8")
 
 
 class CompiledOutcome:
-    """Compares the regions of a jaxpr with the compiled module.
+    """Finds out what the compiled module does with each region (the calls of jax.checkpoint in one source line of the
+    jaxpr).
 
     Attributes:
-        residuals: the residuals that are alive in device memory at the peak.
+        residuals: the buffers that hold residuals (values that the backward pass reads) in device memory at the memory
+            peak.
         devices: number of devices that the module runs on.
     """
 
@@ -167,16 +190,18 @@ class CompiledOutcome:
         self._module = module
 
     def residual_bytes(self, region: CheckpointRegion) -> int:
-        """Returns the bytes of the residuals at the peak that the source lines of a region computed."""
+        """Returns the bytes on one device of the residuals that the region's source lines compute and that are alive at
+        the memory peak."""
         lines = region.lines
         return sum(buffer.bytes for buffer in self.residuals if buffer.source in lines)
 
     def is_merged(self, region: CheckpointRegion) -> bool:
-        """Returns whether XLA merged the recomputation of a region with the forward pass.
+        """Returns whether XLA merged the recomputation of a region with the forward pass, so that nothing is
+        recomputed.
 
-        The answer is yes if the region's values stay alive from the forward pass to the backward pass, and the compiled
-        module lacks their second computation. If the region has kernels, such as matrix products, their number
-        decides.
+        Returns True if the region's values stay alive from the forward pass to the backward pass and the compiled
+        module does not compute them a second time. If the region has kernels, such as matrix products, only the kernels
+        are counted: True if less than a quarter of them are in the module a second time.
         """
         if not region.recomputed or not self._may_be_merged(region) or self.merged_bytes(region) <= TOY:
             return False
@@ -197,9 +222,9 @@ class CompiledOutcome:
         return not region.prevent_cse or self._report.target.get("platform") == "cpu"
 
     def merged_bytes(self, region: CheckpointRegion) -> int:
-        """Returns the bytes at the peak of the values of a region that the jaxpr computes again. It counts the values
-        that stay alive from the forward pass to the backward pass, and the values of the recomputation, which XLA may
-        compute at any time if the passes are merged."""
+        """Returns the bytes on one device, at the memory peak, of the values that the backward pass should recompute in
+        the region. Counts both the values that stay alive from the forward pass to the backward pass, and the values
+        that the recomputation itself holds: XLA may run a merged recomputation at any time."""
         return _bytes_to_recompute(region, self._kept)
 
     @functools.cached_property
@@ -212,8 +237,9 @@ class CompiledOutcome:
         return kept
 
     def bytes_of_function(self, region: CheckpointRegion) -> int:
-        """Returns the bytes at the peak of the values that the region's function computes in the forward pass and that
-        stay alive until the backward pass, with its results."""
+        """Returns the bytes on one device, at the memory peak, of the values that the checkpointed function of the
+        region computes in the forward pass and that stay alive until the backward pass. The function's results are
+        counted too."""
         size = 0
         for buffer in self._kept:
             functions = {Function(frame.function, frame.file).title for frame in self._frames(buffer.name)}
@@ -223,7 +249,8 @@ class CompiledOutcome:
 
     @functools.cached_property
     def _recomputations(self) -> list[tuple[Key, str]]:
-        """(key, name) of the instructions with the op_name of a recomputation. If XLA merged the passes, some of them
+        """List of (key, instruction name) for the instructions whose op_name says that they belong to a recomputation.
+        The key is ("file.py:line", primitive). If XLA merged forward pass and recomputation, some of these instructions
         belong to both."""
         module, found = self._module, []
         for instruction in module.instructions.values():
@@ -239,8 +266,8 @@ class CompiledOutcome:
         return found
 
     def _has_same_name_inside(self, instruction: Instruction, op_name: str) -> bool:
-        """Returns whether an instruction is a fusion with the op_name of an instruction inside of it, which is counted
-        instead."""
+        """Returns whether `instruction` is a fusion, and an instruction in its fused computation has the same op_name.
+        Then only the inner instruction is counted."""
         if instruction.opcode != "fusion":
             return False
         module = self._module
@@ -253,8 +280,8 @@ class CompiledOutcome:
 
     @functools.cached_property
     def _needed_forward(self) -> frozenset[str]:
-        """Names of the instructions on which instructions of the forward pass depend, through no instruction of the
-        backward pass."""
+        """Names of all instructions whose results the forward pass needs, directly or through other instructions. Paths
+        through instructions of the backward pass do not count."""
         module = self._module
         phases = {
             instruction.id: scopes.parse(module.metadata(instruction).op_name).phase
@@ -282,7 +309,9 @@ class CompiledOutcome:
         return {instruction.name: instruction for instruction in self._module.instructions.values()}
 
     def recomputed_functions(self) -> Counter[str]:
-        """Returns the functions whose values the compiled module computes again: name -> number of such buffers."""
+        """Returns a Counter: name of the user's function -> number of places in the step where the compiled module
+        recomputes values of this function in the backward pass. If the function is unknown, the key is the name of an
+        operation."""
         stacks: dict[str, list[tuple[Frame, ...]]] = defaultdict(list)
         for buffer in self._report.buffers:
             if buffer.phase == "recompute":
@@ -294,8 +323,8 @@ class CompiledOutcome:
 
 
 def _bytes_to_recompute(region: CheckpointRegion, buffers: Iterable[Buffer]) -> int:
-    """Returns the bytes of the buffers that the jaxpr computes again in a region, without the values that the policy
-    saves."""
+    """Returns the sum of the bytes of those `buffers` whose values the backward pass should recompute: the region
+    recomputes an equation with the same source line and primitive, and its policy does not save the value."""
     size = 0
     for buffer in buffers:
         if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name):
@@ -308,8 +337,15 @@ def _key(buffer: Buffer) -> Key:
 
 
 def _dependencies(module: Module, instruction: Instruction, callers: dict[int, list[Instruction]]) -> Iterator[int]:
-    """Yields the ids of the instructions whose results an instruction reads. The computation of a fusion is part of its
-    caller: its parameters are the caller's operands."""
+    """Yields the ids of the instructions whose results `instruction` reads. Fusions and calls are looked through: a
+    fusion depends on the root of its fused computation, and a parameter inside it depends on the matching operand of
+    the fusion.
+
+    Args:
+        module: the compiled module.
+        instruction: an instruction of the module.
+        callers: id of a computation -> the fusion and call instructions that run it.
+    """
     if instruction.opcode in ("fusion", "call"):
         root = module.root(instruction.called[0])
         yield from [root.id] if root else []

@@ -1,8 +1,8 @@
-"""Reads the requests to recompute values from the jaxpr of a step: calls of jax.checkpoint with their remat policies.
+"""Finds the calls of jax.checkpoint in the jaxpr of a step, and what their remat policies ask for.
 
-After differentiation, a call of `jax.checkpoint` is an equation of the backward pass. The equations that it computes
-again have "rematted_computation" in their name stacks. With the flag `jax_remat3`, jax before 0.12 puts these equations
-into the jaxpr of the backward pass itself, and the policy is no longer known.
+After differentiation, a call of `jax.checkpoint` is an equation of the backward pass. The equations that the backward
+pass recomputes have "rematted_computation" in their name stacks. With the flag `jax_remat3`, jax before 0.12 puts these
+equations directly into the jaxpr of the backward pass, and the jaxpr no longer contains the policy.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ _MAX_DEPTH = 6
 
 
 class Recomputed(NamedTuple):
-    """An equation that the backward pass computes again, and "file.py:line" of the user's code that made it ("" if
-    unknown). jax traces its own functions only once, so an inner equation without a line has the line of their call."""
+    """An equation that the backward pass recomputes.
+
+    Fields:
+        line: "file.py:line" of the user's code that made the equation; "" if unknown. jax traces its own functions,
+            such as jax.nn.silu, only once, so an equation inside such a function has the line of the function's call.
+        equation: the equation of the jaxpr.
+    """
 
     line: str
     equation: Any
@@ -44,19 +49,21 @@ class Recomputed(NamedTuple):
 
 @dataclasses.dataclass
 class CheckpointRegion:
-    """The calls of `jax.checkpoint` in one source line, with one function and one remat policy.
+    """All calls of `jax.checkpoint` in one source line, with one function and one remat policy.
 
     Fields:
         title: name of the checkpointed function, such as "Block".
         source: "file.py:line" of the call in the user's code; "" if unknown.
-        policy: the remat policy; None if there is none, or if it is unknown.
-        has_policy: whether `policy` is known. It is unknown with the flag `jax_remat3` in jax before 0.12.
-        prevent_cse: whether XLA's optimization barriers protect the recomputation for certain.
-        count: number of calls in one step, including the iterations of loops.
-        unrolled: number of these calls outside of the loop over layers, such as the calls of a Python loop.
-        recomputed: the equations that the backward pass computes again, in all calls, with inner equations.
-        constant: the equations among `recomputed` whose results depend on no argument of the function.
-        flops: FLOPs of `recomputed` in one step, on all devices, including the iterations of loops.
+        policy: the remat policy; None if the call has no policy, or if the policy is unknown.
+        has_policy: False if the policy is unknown, as with the flag `jax_remat3` in jax before 0.12. True otherwise,
+            even if the call has no policy.
+        prevent_cse: whether optimization barriers keep XLA from merging the recomputation with the forward pass.
+        count: number of calls in one step; a call in a loop counts once for each iteration.
+        unrolled: number of these calls that are not in a compiled loop, such as the layers of a Python loop.
+        recomputed: the equations that the backward pass recomputes, of all calls, including the equations inside other
+            equations.
+        constant: the equations of `recomputed` whose results depend on no argument of the checkpointed function.
+        flops: FLOPs of `recomputed` in one step on all devices together, loop iterations included.
     """
 
     title: str
@@ -72,56 +79,63 @@ class CheckpointRegion:
 
     @functools.cached_property
     def keys(self) -> frozenset[Key]:
-        """The keys of all equations that are computed again and whose line is known."""
+        """The pair ("file.py:line", primitive name) of each equation that the backward pass recomputes. Equations with
+        an unknown source line are left out."""
         return frozenset(each.key for each in self.recomputed if each.line)
 
     @functools.cached_property
     def lines(self) -> frozenset[str]:
-        """The source lines ("file.py:line") of all equations that are computed again."""
+        """The source lines, as "file.py:line", of the equations that the backward pass recomputes."""
         return frozenset(line for line, _ in self.keys) - {""}
 
     @functools.cached_property
     def kernels(self) -> list[Key]:
-        """The keys of the kernels, such as matrix products, that are computed again; one for each equation."""
+        """The pair ("file.py:line", primitive name) of each recomputed equation that is a kernel, such as a matrix
+        product; one pair for each equation, so a pair may occur several times."""
         return [each.key for each in self.recomputed if each.equation.primitive.name in KERNELS]
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
-        """The checkpoint names of the values that are computed again."""
+        """The checkpoint names of the values that the backward pass recomputes."""
         return frozenset(checkpoint_name_of(each.equation) for each in self.recomputed) - {""}
 
     @property
     def recomputes(self) -> bool:
-        """False if the policy saves every value, so that no equation is left to compute again."""
+        """Whether the backward pass has something to recompute; False if the remat policy saves every value."""
         return bool(self.recomputed) or not saves_every_value(self.policy)
 
     def saves(self, name: str) -> bool:
-        """Returns whether the remat policy saves or offloads the values with a checkpoint name; `name` may be "" for
-        values without one."""
+        """Returns whether the remat policy saves or offloads a value. `name`: the checkpoint name of the value, several
+        names separated by ", ", or "" for a value without a name, for which False is returned."""
         names = name.split(", ") if name else ()
         return any(request_for(self.policy, each) in ("save", "offload") for each in names)
 
 
 def find_regions(jaxpr: Any) -> list[CheckpointRegion]:
-    """Returns the differentiated calls of `jax.checkpoint` in a ClosedJaxpr, grouped by function, policy and line.
-    Calls that are not differentiated recompute nothing and are left out."""
+    """Returns the differentiated calls of `jax.checkpoint` in a ClosedJaxpr, one CheckpointRegion for all calls with
+    the same function, policy and source line. Calls that are not differentiated recompute nothing and are left out."""
     finder = _RegionFinder()
     finder.visit(inner_jaxpr(jaxpr), 1, looped=False)
     return list(finder.regions.values())
 
 
 class _RegionFinder:
-    """Collects the regions of a jaxpr. A jaxpr without regions is visited only once, however often it is used."""
+    """Collects the calls of jax.checkpoint in a jaxpr and in the jaxprs inside it, in the dict `regions`. A jaxpr that
+    contains no such call is visited only once, even if many equations use it."""
 
     def __init__(self) -> None:
         self.regions: dict[Any, CheckpointRegion] = {}
         self._empty: dict[int, Any] = {}
 
     def visit(self, jaxpr: Any, times: int, looped: bool, inside: bool = False) -> bool:
-        """Adds the regions of a Jaxpr that runs `times` times in one step, and returns whether there were any.
+        """Adds the jax.checkpoint calls of a Jaxpr, and of the jaxprs inside it, to `regions`. Returns whether it found
+        any.
 
-        looped: whether a compiled loop runs the jaxpr. inside: whether the jaxpr is the body of a region, whose own
-        recomputed equations were added before.
+        Args:
+            jaxpr: the Jaxpr.
+            times: how often one step runs the Jaxpr.
+            looped: whether a scan or while loop runs the Jaxpr.
+            inside: whether the Jaxpr is the body of a jax.checkpoint call whose recomputed equations were added before.
         """
         if id(jaxpr) in self._empty:
             return False
@@ -158,7 +172,16 @@ class _RegionFinder:
         return found
 
     def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
-        """Adds a region of `jax_remat3`. Its equations follow an optimization barrier with the line of the call."""
+        """Adds one jax.checkpoint call of a jaxpr that was traced with the flag `jax_remat3`. There, the call is only
+        visible as a series of recomputed equations after an optimization barrier. Returns True.
+
+        Args:
+            barrier: the equation of the optimization barrier, which has the source line of the call; None if there is
+                none.
+            rematted: the recomputed equations.
+            times: how often one step runs them.
+            looped: whether a scan or while loop runs them.
+        """
         title = common_function(frames_of(each) for each in _sample(rematted))
         source = source_line(Metadata("", frames_of(barrier))) if barrier is not None else ""
         region = CheckpointRegion(title, source or line_of(rematted[0]), None, False, True)
@@ -199,7 +222,8 @@ def _with_inner(equations: Iterable[Any], line: str = "") -> Iterator[Recomputed
 
 
 def _independent_of_inputs(equations: Sequence[Any]) -> list[Recomputed]:
-    """Returns the equations, and inner equations, whose results depend on no variable from outside of `equations`."""
+    """Returns the equations whose results depend only on literals and on each other, not on variables that are defined
+    outside of `equations`. Equations inside the returned equations are included."""
     constant: set[Any] = set()
     found = []
     for equation in equations:
@@ -213,7 +237,7 @@ def _independent_of_inputs(equations: Sequence[Any]) -> list[Recomputed]:
 
 
 def frames_of(equation: Any) -> tuple[Frame, ...]:
-    """Returns the stack frames of the user's and the libraries' code that made an equation, innermost first."""
+    """Returns the stack frames in which an equation was made, innermost first. Frames of jax itself are left out."""
     return _frames_of_traceback(equation.source_info.traceback)
 
 
@@ -229,7 +253,7 @@ def _frames_of_traceback(traceback: Any) -> tuple[Frame, ...]:
 
 
 def line_of(equation: Any) -> str:
-    """Returns "file.py:line" of the user's code that made an equation, "" if it is unknown."""
+    """Returns "file.py:line" of the user's code that made an equation; "" if unknown."""
     return _line_of_frames(frames_of(equation))
 
 
@@ -243,10 +267,12 @@ def _sample(equations: Sequence[Any]) -> Sequence[Any]:
 
 
 def _title_of(body: Any, call: Any) -> str:
-    """Returns the name of a checkpointed function: its own name, or the user's function that it calls, or the function
-    that calls `jax.checkpoint`.
+    """Returns the name of a checkpointed function: the function's own name if the user wrote it, else the innermost
+    function of the user that it runs, else the user's function that calls `jax.checkpoint`.
 
-    body: the Jaxpr of the function. call: the equation of the call.
+    Args:
+        body: the Jaxpr of the checkpointed function.
+        call: the jax.checkpoint equation.
     """
     info = getattr(body, "debug_info", None)
     name, file = getattr(info, "func_name", "") or "", getattr(info, "func_filename", "") or ""
@@ -257,15 +283,20 @@ def _title_of(body: Any, call: Any) -> str:
 
 
 def _line_of_call(call: Any, body: Any) -> str:
-    """Returns "file:line" of the user's code that calls `jax.checkpoint`. If a library calls it, the line is the first
-    line of the user that the function runs."""
+    """Returns "file.py:line" of the user's code that calls `jax.checkpoint`. If a library calls `jax.checkpoint`,
+    returns the first line of the user's code that the checkpointed function runs.
+
+    Args:
+        call: the jax.checkpoint equation.
+        body: the Jaxpr of the checkpointed function.
+    """
     lines = [line_of(each) for each in (call, *_sample(body.eqns))]
     return next((line for line in lines if kind_of(line.rpartition(":")[0]) == OWN), lines[0])
 
 
 def common_function(stacks: Iterable[Iterable[Frame]]) -> str:
-    """Returns the name of the innermost function of the user that all of these stacks of frames are inside of, "" if
-    there is none."""
+    """Returns the name of the innermost user function that occurs in every stack; "" if no function does. `stacks`:
+    stacks of frames, each innermost frame first; stacks without a function of the user are ignored."""
     functions = [_functions(frames) for frames in stacks]
     functions = [each for each in functions if each]
     common = set.intersection(*map(set, functions)) if functions else set()
@@ -273,7 +304,6 @@ def common_function(stacks: Iterable[Iterable[Frame]]) -> str:
 
 
 def _functions(frames: Iterable[Frame]) -> list[Function]:
-    """Returns the user's functions in a stack of frames, innermost first, without lambdas."""
     called = [Function(frame.function, frame.file) for frame in frames if frame.function and kind_of(frame.file) == OWN]
     return [function for function in called if not function.nameless]
 
@@ -282,12 +312,11 @@ def _functions(frames: Iterable[Frame]) -> list[Function]:
 
 
 def mentioned_names(policy: Any) -> dict[str, str]:
-    """Returns the names that a remat policy mentions: name -> what the policy asks for it, "save", "offload" or
-    "recompute".
+    """Returns the checkpoint names that a remat policy lists: name -> "save", "offload" or "recompute".
 
-    The names are the strings in the policy's fields and closure, and in the policies that it combines. The policy is
-    called with each name, so that the request is the policy's own answer. Strings for which the policy answers as for
-    any other name, such as the kind of a memory, are left out.
+    The candidates are all strings in the policy's fields and closure, and in the policies that it combines. The policy
+    function is called with each string as a name, and its answer is the value. If the answer is the same as for an
+    arbitrary name, the string is not a name (it may be a memory kind, such as "pinned_host") and is left out.
     """
     requests = {}
     for name in sorted(_strings_of(policy, _MAX_DEPTH)):
@@ -298,8 +327,9 @@ def mentioned_names(policy: Any) -> dict[str, str]:
 
 
 def request_for(policy: Any, name: str) -> str:
-    """Returns what a remat policy asks for a value with a checkpoint name: "save", "offload" or "recompute"; "" if the
-    policy cannot be asked. Without a policy, jax recomputes the value."""
+    """Returns what a remat policy does with a value of this checkpoint name: "save", "offload" or "recompute". Returns
+    "" if the policy function fails for a name alone. `policy`: the policy function; None, which is jax's default,
+    recomputes everything."""
     if policy is None:
         return "recompute"
     planned = _planned_names(policy)
@@ -319,8 +349,8 @@ def request_for(policy: Any, name: str) -> str:
 
 
 def saves_every_value(policy: Any) -> bool:
-    """Returns whether a remat policy saves values without a name that no kernel computes, so that nothing is left to
-    recompute. Returns False without a policy, and if the policy cannot be asked."""
+    """Returns whether a remat policy saves even elementwise products without a name, as everything_saveable does, so
+    that nothing is recomputed. Returns False if the policy is None or its function fails."""
     if policy is None:
         return False
     import jax
@@ -351,8 +381,8 @@ def _strings_of(value: Any, depth: int) -> set[str]:
 
 
 def _planned_names(policy: Any) -> frozenset[str] | None:
-    """Returns the names that a `memory.remat.recognition.RematPolicy` saves, None for other policies. This policy is
-    not called, because it records the calls of jax."""
+    """Returns the checkpoint names that a `memory.remat.recognition.RematPolicy` saves; None for any other policy. A
+    RematPolicy must not be called to find out, because it records each call."""
     return getattr(getattr(policy, "wanted", None), "names", None)
 
 

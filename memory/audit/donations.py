@@ -20,9 +20,15 @@ from bytescope.memory.records.report_record import JudgedProgram
 
 
 def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields one row for the donated arrays of each argument that were reused, and one for each reason for which others
-    were not. The request is unknown for a program without a signature, such as a dump: then only the reused arrays are
-    listed.
+    """Yields rows for the donated arguments of a step: for each argument, one row for its arrays whose memory a result
+    reuses, and one row for each reason why other arrays of it were not reused.
+
+    Without a signature (an HLO dump), nobody knows which arguments were donated, and only reused arrays get rows, with
+    `asked` = "unknown".
+
+    Args:
+        report: the report of the compiled step.
+        program: the compiled step with its buffers, aliases and signature.
     """
     module, signature = program.module, program.signature or Signature()
     reused = {parameter for _, parameter, _ in module.aliases}
@@ -80,9 +86,14 @@ _UNUSED = (
 def _reason(
     program: PlacedProgram, signature: Signature, leaf: SignatureLeaf, reused: set[int], allocation: Allocation
 ) -> str:
-    """Returns why no result reuses the memory of a donated argument, in one sentence with the remedy.
+    """Returns one sentence that says why no result reuses the memory of a donated array, and how to change it.
 
-    leaf: the argument. reused: numbers of the parameters that results reuse. allocation: the argument's memory.
+    Args:
+        program: the compiled step.
+        signature: shapes, dtypes and shardings of the step's arguments and results.
+        leaf: the donated array.
+        reused: numbers of the entry parameters whose memory results reuse.
+        allocation: the memory of the donated array.
     """
     kind = f"{leaf.dtype}{list(leaf.shape)}"
     alike = [
@@ -117,9 +128,8 @@ def _bytes_of(dtype: str) -> int:
 
 
 def _copied_parameters(module: Module) -> set[int]:
-    """Returns the numbers of the donated entry parameters whose old value the program returns, or reads to compute
-    something from the new value, so that XLA has to copy it. XLA's copies for other reasons are left out.
-    """
+    """Returns the numbers of the donated entry parameters that XLA must copy: the program returns the old value next to
+    the new value, or computes something from both. Copies that XLA makes for other reasons are not counted."""
     entry, root = module.computations.get(module.entry), module.root(module.entry)
     if entry is None or root is None:
         return set()
@@ -151,7 +161,8 @@ def _copied_parameters(module: Module) -> set[int]:
 
 
 def _line_of_step(jaxpr: Any) -> str:
-    """Returns "file.py:line" of the definition of the traced function, "" if it is not in the user's code."""
+    """Returns "file.py:line" of the definition of the step function that was traced to this ClosedJaxpr; "" if the user
+    did not write the function."""
     info = getattr(getattr(jaxpr, "jaxpr", None), "debug_info", None)
     place = re.search(r" at (.+:\d+)$", getattr(info, "func_src_info", None) or "")
     return place[1] if place and kind_of(place[1].rpartition(":")[0]) == OWN else ""

@@ -1,4 +1,5 @@
-"""Reads the all-gathers of a compiled module, one record for each gathered array, with the operations that use it."""
+"""Reads the all-gathers of a compiled module: one `Gather` for each gathered array, with the operations that use the
+array."""
 
 from __future__ import annotations
 
@@ -21,20 +22,21 @@ _SLICE_FIELD = 17
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """The all-gather of one array. One collective of the compiled program may gather several arrays.
+    """One array that an all-gather assembles from the parts on several devices. XLA may gather several arrays with one
+    all-gather instruction; then each array has its own record.
 
     Fields:
-        item: the collective, with its phase, mesh axes and number of runs.
+        item: the all-gather as a collective of the report, with its phase, mesh axes and number of runs per step.
         shape: shape of the gathered array.
-        metadata: JAX's name and source lines of the collective.
-        computation: id of the computation that contains the collective.
-        loop: the while loop whose body contains the collective; None if there is none.
-        argument: the entry parameter that is gathered, possibly cast or sliced; None for a computed array.
-        part: the part of the argument that is gathered, such as one of several stacked layers, as a key.
-        looped: whether each iteration of the loop around the collective gathers another slice of the argument.
-        uses: the operations that compute with the gathered array; a use by the program's result is not an operation.
-        is_sliced: whether the only uses are operations with which each device takes its own part of the array.
-        earlier: gathers over other mesh axes whose result this one completes.
+        metadata: op_name and source lines of the all-gather instruction.
+        computation: id of the HLO computation that contains the instruction.
+        loop: the while instruction whose body contains the all-gather; None if it is in no loop.
+        argument: the entry parameter that is gathered, possibly after a cast or a slice; None if the array is computed.
+        part: identifies the slice of `argument` that is gathered, such as one of several stacked layers.
+        looped: whether each iteration of `loop` gathers a different slice of `argument`.
+        uses: the instructions that compute with the gathered array. Returning the array from the program is not a use.
+        is_sliced: whether every use only cuts out the device's own part of the gathered array.
+        earlier: all-gathers over other mesh axes that produced the input of this all-gather.
     """
 
     item: Collective
@@ -51,21 +53,24 @@ class Gather:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a device sends in a step to gather the array, by the ring algorithm."""
+        """Bytes that one device sends in one step to gather the array with the ring algorithm, including the `earlier`
+        gathers."""
         own = self.shape.bytes * (self.item.group - 1) // max(self.item.group, 1) * self.item.times
         return own + sum(gather.wire_bytes for gather in self.earlier)
 
     @property
     def axes(self) -> frozenset[str]:
-        """Names of all mesh axes over which the array is gathered."""
+        """Names of all mesh axes over which the array is gathered, including those of the `earlier` gathers."""
         return frozenset(self.item.axes).union(*(gather.axes for gather in self.earlier))
 
 
 def read_gathers(report: JudgedProgram, program: PlacedProgram) -> list[Gather]:
-    """Returns the gathered arrays of a step, in the order of the schedule. A gather over several mesh axes in turn is
-    one record.
+    """Returns the gathered arrays of a step in the order in which they are scheduled. Several all-gathers in a row that
+    gather one array over one mesh axis each are one record.
 
-    report: the report with the collectives of the program.
+    Args:
+        report: the report with the collectives of the step.
+        program: the compiled step.
     """
     items = {item.name: item for item in report.collectives if item.kind == "all-gather"}
     if not items:
@@ -140,8 +145,14 @@ def _slice_dimensions(module: Module, instruction: Instruction) -> Iterator[wire
 
 
 def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction]:
-    """Yields the operations that compute with element `index` of the result of an all-gather; () if it gathers one
-    array. Copies, casts and transposed forms of the array are followed to the operations that use them."""
+    """Yields the instructions that compute with one gathered array. Copies, casts, transposes, tuples and fusions are
+    looked through.
+
+    Args:
+        flow: users and callers of the module's instructions.
+        gather: the all-gather instruction.
+        index: position of the array in the result tuple of `gather`; () if the result is a single array.
+    """
     module = flow.module
     pending: list[tuple[Instruction, Index]] = [(gather, index)]
     seen: set[tuple[int, Index]] = set()
@@ -174,7 +185,8 @@ def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction
 
 
 def _differs_by_device(flow: Flow, dynamic_slice: Instruction) -> bool:
-    """Returns whether the offsets of a dynamic-slice depend on the number of the device."""
+    """Returns whether the start indices of a dynamic-slice depend on the device, so that each device cuts out another
+    part."""
     module = flow.module
     for id in dynamic_slice.operands[1:]:
         offset = module.instructions.get(id)

@@ -1,8 +1,9 @@
-"""Audits offloads: whether the values that a program sends to host memory arrive there.
+"""Audits offloads: whether the values that a program sends to host memory are there in the compiled program.
 
-A program asks for host memory with a remat policy that offloads names or matrix products, with `jax.device_put` to a
-host memory, or with arguments whose sharding has a host memory kind. jax writes the first two as `device_put` equations
-whose result has the memory space Host; a policy that offloads a value which jax does not keep leaves no such equation.
+A program asks for host memory in three ways: with a remat policy that offloads names or matrix products, with
+`jax.device_put` to a host memory kind, or with an argument whose sharding has a host memory kind. In the jaxpr, the
+first two are `device_put` equations whose result has the memory space Host. If a policy offloads a value that is an
+input of the checkpointed function, jax makes no such equation and keeps the value in device memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _ROUND_TRIP = (
 
 
 class _Named(NamedTuple):
-    """A checkpoint name of a value in device memory, with the place of the name ("file.py:line")."""
+    """A checkpoint name of a value in device memory, and "file.py:line" of the call of checkpoint_name."""
 
     name: str
     line: str
@@ -52,14 +53,14 @@ Labels = frozenset[_Named]
 
 
 class _Request(NamedTuple):
-    """A value for which the program asks host memory.
+    """A value that the program asks to move to host memory.
 
     Fields:
-        subject: the checkpoint name of the value, or else the primitive that computes it.
-        line: "file.py:line" of the request; "" if unknown.
-        type: the type (aval) of the value, over all devices.
-        times: how often the step makes the value.
-        kept: whether jax keeps the value in device memory as an input of `jax.checkpoint`, so that nothing moves it.
+        subject: the checkpoint name of the value; if it has no name, the primitive that computes it.
+        line: "file.py:line" where the program asks for the move; "" if unknown.
+        type: the type (aval) of the value, with its global shape.
+        times: how often one step computes the value.
+        kept: whether the value is an input of a checkpointed function, which jax keeps in device memory.
     """
 
     subject: str
@@ -70,10 +71,15 @@ class _Request(NamedTuple):
 
 
 def offloads(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields rows for the values that a program sends to host memory: one for each argument, checkpoint name, or line.
+    """Yields one row for each argument, checkpoint name or source line whose values the program asks to keep in or to
+    move to host memory.
 
-    Names of a policy that no value has are left to the audit of names. Without a jaxpr, as for a dump, the requests are
-    unknown, and the rows list what the compiled program keeps in or moves to host memory.
+    A name that a policy offloads but that no value has is reported by `checkpoints`, not here. Without a jaxpr (an HLO
+    dump), the requests are unknown, and the rows list what the compiled program keeps in or moves to host memory.
+
+    Args:
+        report: the report of the compiled step.
+        program: the compiled step with its buffers and its jaxpr.
     """
     yield from _argument_rows(report, program)
     if program.jaxpr is None:
@@ -124,7 +130,8 @@ def _argument_rows(report: JudgedProgram, program: PlacedProgram) -> Iterator[Au
 
 
 def _unknown_requests(module: Module) -> Iterator[AuditRow]:
-    """Yields a row for each source line whose values a compiled module moves to host memory."""
+    """Yields one row for each source line whose values the compiled module copies to host memory, with the bytes on one
+    device. Used for HLO dumps, which do not show what the user's code asked for."""
     moved: dict[str, tuple[int, int]] = {}
     for computation, times in loops.runs(module).items():
         for id in module.computations[computation].instructions if computation in module.computations else ():
@@ -150,18 +157,19 @@ def _rank(atom: Any) -> int:
 
 
 class _Walk:
-    """Follows the checkpoint names of values through a jaxpr, and collects the values that are sent to host memory."""
+    """Follows checkpoint names through a jaxpr, and collects the values that the program asks to move to host memory."""
 
     def __init__(self) -> None:
         self._relevant: dict[int, tuple[Any, bool]] = {}
 
     def requests(self, jaxpr: Any) -> list[_Request]:
-        """Returns the requests of a ClosedJaxpr, in the order of its equations."""
+        """Returns the values that a ClosedJaxpr asks to move to host memory, in the order of its equations."""
         inside = inner_jaxpr(jaxpr)
         return self._walk(inside, [frozenset()] * len(inside.invars))[1]
 
     def _walk(self, jaxpr: Any, given: Sequence[Labels]) -> tuple[list[Labels], list[_Request]]:
-        """Returns the names of a Jaxpr's results and its requests. `given`: the names of its inputs."""
+        """Returns (labels of each result, values to move to host memory) for a Jaxpr. The labels of a value are the
+        checkpoint names that it has. `given`: the labels of each input of the Jaxpr."""
         known: dict[Any, Labels] = dict(zip(jaxpr.invars, given))
         makers: dict[Any, Any] = {}
         used: set[Any] = set()
@@ -228,7 +236,7 @@ class _Walk:
         return [], found
 
     def _is_relevant(self, equation: Any) -> bool:
-        """Returns whether a body of an equation contains a name or a `device_put`."""
+        """Returns whether a jaxpr inside `equation` contains a checkpoint name or a `device_put`."""
         return any(map(self._has_requests, bodies(equation)))
 
     def _has_requests(self, jaxpr: Any) -> bool:
@@ -242,7 +250,15 @@ class _Walk:
 
 
 def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels: Labels) -> Iterator[_Request]:
-    """Yields the request of a `device_put` equation that moves the variable `source` to `target` in host memory."""
+    """Yields a request if the `device_put` equation moves a value from device memory to host memory; nothing otherwise.
+
+    Args:
+        equation: the device_put equation.
+        makers: variable -> the equation that computes it.
+        source: the variable that is moved.
+        target: the result, whose aval has the memory space Host for a move to host memory.
+        labels: the checkpoint names of `source`.
+    """
     if not _is_on_host(target.aval) or _is_on_host(source.aval):
         return
     maker, atom = None, source
@@ -265,7 +281,14 @@ def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels
 
 
 def _kept_inputs(equation: Any, policy: Any, labels: Sequence[Labels]) -> Iterator[_Request]:
-    """Yields the inputs of a `jax.checkpoint` with names that its policy offloads. jax keeps them in device memory."""
+    """Yields a request for each input of a checkpointed function whose checkpoint name the policy offloads. jax ignores
+    the policy for inputs and keeps them in device memory.
+
+    Args:
+        equation: the jax.checkpoint equation.
+        policy: its remat policy.
+        labels: the checkpoint names of each input.
+    """
     for variable, own in zip(equation.invars, labels):
         for label in sorted(own):
             if request_for(policy, label.name) == "offload":
@@ -276,9 +299,8 @@ def _kept_inputs(equation: Any, policy: Any, labels: Sequence[Labels]) -> Iterat
 
 
 class _HostArrays:
-    """The arrays in host memory of a compiled module, by which the moves of a program are recognized. XLA's copies have
-    no metadata, so a value is found by its dtype and its number of elements.
-    """
+    """The arrays in host memory of a compiled module. XLA's copies to host memory have no op_name, so an array is
+    matched with a value of the jaxpr by its dtype and its number of elements."""
 
     def __init__(self, module: Module):
         self._devices = module.devices
@@ -290,7 +312,8 @@ class _HostArrays:
                         self._sizes.setdefault(shape.dtype, {})[math.prod(shape.dims)] = shape.bytes
 
     def moved_bytes(self, request: _Request) -> int:
-        """Returns the bytes on one device of a request's values in host memory, 0 if there are none."""
+        """Returns how many bytes of a value one device keeps in host memory, for all computations of the value in one
+        step; 0 if the module has no array in host memory that matches the value."""
         whole = math.prod(request.type.shape)
         for elements, size in sorted(self._sizes.get(request.type.dtype.name, {}).items(), reverse=True):
             for times in {1, request.times}:  # one array, or the stack of a loop's arrays
@@ -300,6 +323,7 @@ class _HostArrays:
         return 0
 
     def size_on_device(self, request: _Request) -> int:
-        """Returns the bytes on one device of a request's values, if the devices hold equal parts of them."""
+        """Returns the bytes that one device holds of a value, for all computations of the value in one step. Assumes
+        that the value is sharded evenly over all devices."""
         size = math.prod(request.type.shape) * request.type.dtype.itemsize
         return size * request.times // self._devices

@@ -1,9 +1,10 @@
-"""Audits the partitioner: arrays that the program divides over devices and XLA gathers in full.
+"""Audits the SPMD partitioner: arrays that the program shards and that XLA gathers in full on every device.
 
-Three kinds of gathers are listed, each with the bytes of the gathered array and the bytes that a device sends per step:
-arrays that are replicated only to change their sharding (XLA's "involuntary full rematerialization"), parameters that
-are gathered more than once per use, and activations that are gathered in full. One gather per use of a parameter, in
-the forward pass and again in the backward pass, is what fully sharded data parallelism needs, and is not listed.
+Three kinds of gathers get a row, each with the bytes of the gathered array and the bytes that one device sends per
+step: arrays that are replicated only to change their sharding (XLA's log calls this "involuntary full
+rematerialization"), parameters that one use gathers more than once, and activations that are gathered in full. Fully
+sharded data parallelism gathers each parameter once for its use in the forward pass and once for its use in the
+backward pass; such gathers get no row.
 """
 
 from __future__ import annotations
@@ -40,8 +41,14 @@ _ONE_AXIS = "run `bytescope audit --fix-sharding`, which tries sharding constrai
 
 
 def gathered_arrays(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields one row for each array that the program divides and the partitioner gathers in full. Arrays with the same
-    subject and source line, such as those of unrolled layers, are one row."""
+    """Yields one row for each array that the program shards and that XLA gathers in full on every device. Arrays with
+    the same name, source line and cause, such as the arrays of unrolled layers, share one row. Yields nothing for a
+    program on one device.
+
+    Args:
+        report: the report with the collectives of the step.
+        program: the compiled step with its jaxpr and XLA's log lines.
+    """
     if program.module.devices < 2:
         return
     gathers = read_gathers(report, program)
@@ -82,9 +89,8 @@ def _array_text(dtype: str, dims: Sequence[int]) -> str:
 
 
 def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
-    """Yields (gather, row) for arrays that every device gathers in full, only to cut another part out of them.
-
-    XLA's log names them with both shardings. Without a log, as for a dump, the compiled program shows them."""
+    """Yields (gather, row) for each array that every device gathers in full only to cut out its part in another
+    sharding. XLA's log names both shardings; without a log (an HLO dump), such gathers are recognized by their uses."""
     rest = list(gathers)
     constraints = list(_constraints(program.jaxpr)) if program.full_remats and program.jaxpr is not None else []
     for remat in dict.fromkeys(program.full_remats):
@@ -136,7 +142,8 @@ def _subject(gather: Gather) -> str:
 
 
 def _operation_line(program: PlacedProgram, remat: FullRemat) -> str:
-    """Returns "file:line" of the operation in a log line; "" if it is an argument or is not in the compiled program."""
+    """Returns "file.py:line" of the operation that a line of XLA's log names; "" if the log line names an argument, or
+    if the operation is not in the compiled program."""
     module, best = program.module, ""
     if "/" not in remat.op_name:
         return ""
@@ -151,8 +158,14 @@ def _operation_line(program: PlacedProgram, remat: FullRemat) -> str:
 
 
 def _constraint_line(constraints: Iterable[Any], dims: Sequence[int], spec: tuple[tuple[str, ...], ...] | None) -> str:
-    """Returns "file:line" of the first of the sharding constraints that asks for a sharding of an array of the global
-    dimensions `dims`; "" if there is none."""
+    """Returns "file.py:line" of the first sharding constraint that shards an array of this shape in this way; "" if
+    there is none.
+
+    Args:
+        constraints: the sharding_constraint equations of the jaxpr.
+        dims: global shape of the array.
+        spec: mesh axes for each dimension; None if unknown, for which "" is returned.
+    """
     for equation in constraints:
         if spec is not None and tuple(equation.invars[0].aval.shape) == tuple(dims):
             own = getattr(equation.params["sharding"], "spec", ())
@@ -173,8 +186,8 @@ def _constraints(jaxpr: Any) -> Iterator[Any]:
 
 
 def _gathered_often(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
-    """Yields (gather, row) for parameters that one use gathers more than once: by several collectives of one pass, or
-    in each iteration of a loop that does not change the parameter."""
+    """Yields (gather, row) for each parameter that is gathered more often than its use needs: several times by one
+    source line in one pass, or in each iteration of a loop that does not change the parameter."""
     roles = program.arguments.roles
     minimum = max(SMALL * report.peak_bytes, TOY)
     uses: dict[tuple[Any, ...], list[Gather]] = {}
@@ -204,8 +217,8 @@ def _gathered_often(report: JudgedProgram, program: PlacedProgram, gathers: Sequ
 
 
 def _loop_trips(program: PlacedProgram, gather: Gather) -> int:
-    """Returns the iterations of the loop around a gather, if each iteration gathers the same array and the loop is part
-    of one pass of the step; 1 otherwise. A loop over micro-batches has both a forward and a backward pass."""
+    """Returns the number of iterations if each iteration of the loop around `gather` gathers the same array again; else
+    1. Loops that run both the forward and the backward pass, such as a loop over micro-batches, also give 1."""
     module = program.module
     if gather.loop is None or gather.looped:
         return 1
@@ -219,8 +232,8 @@ def _loop_trips(program: PlacedProgram, gather: Gather) -> int:
 
 
 def _whole_activations(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
-    """Yields (gather, row) for activations of which every device gathers the whole array, over mesh axes that should
-    shard the batch."""
+    """Yields (gather, row) for each activation that every device gathers in full over mesh axes that should shard the
+    batch."""
     minimum = max(SMALL * report.peak_bytes, TOY)
     large = [
         gather
@@ -262,7 +275,7 @@ def _is_asked(gather: Gather) -> bool:
 
 
 def _replicated_by_request(program: PlacedProgram) -> set[int]:
-    """Returns the numbers of elements of the arrays that the program itself replicates with a sharding constraint."""
+    """Returns the element counts of the arrays that the user's code replicates explicitly, with a sharding constraint."""
     if program.jaxpr is None:
         return set()
     return {
@@ -273,8 +286,8 @@ def _replicated_by_request(program: PlacedProgram) -> set[int]:
 
 
 def _global_sizes(program: PlacedProgram, metadata: Metadata) -> set[int]:
-    """Returns the numbers of elements of the global arrays that the line of an operation reads and computes, according
-    to the jaxpr; an empty set without a jaxpr. `metadata`: JAX's name and source lines of the operation."""
+    """Returns the element counts (over all devices) of the arrays that a source line reads or computes in the jaxpr; an
+    empty set without a jaxpr. `metadata`: metadata of an HLO instruction, which names the source line."""
     sizes: set[int] = set()
     line = source_line(metadata)
     if program.jaxpr is None or not line:
@@ -291,7 +304,7 @@ def _global_bodies(equation: Any) -> Iterable[Any]:
 
 
 def equation_line(equation: Any) -> str:
-    """Returns "file:line" of the user's code that made an equation of a jaxpr; "" if it is unknown."""
+    """Returns "file.py:line" of the user's code that made an equation of a jaxpr; "" if unknown."""
     from jax._src import source_info_util
 
     frames = source_info_util.user_frames(equation.source_info.traceback)

@@ -1,12 +1,14 @@
-"""Audits random bits that the backward pass draws again: whether the second draw has the bits of the first one.
+"""Audits random numbers under `jax.checkpoint`: whether the backward pass draws the same random bits as the forward
+pass.
 
-`jax.checkpoint` recomputes a dropout mask from its random key. The gradient is wrong if the recomputed mask differs.
+`jax.checkpoint` recomputes a dropout mask from its random key. If the recomputed mask differs, the gradient is wrong.
 There are two causes:
 
 - `jax.lax.rng_uniform` takes no key. XLA advances a hidden state with each draw.
-- The key has the implementation `rbg` or `unsafe_rbg`, and the partitioner divides the draw, so that the bits depend on
-  the sharding of the mask. Only XLA for TPUs does so, with the flag xla_tpu_spmd_rng_bit_generator_unsafe
-  (https://github.com/jax-ml/jax/issues/21046). XLA for CPUs and GPUs draws the whole array on every device.
+- The key has the implementation `rbg` or `unsafe_rbg`, and the partitioner lets each device draw only its part of the
+  array, so that the bits depend on the sharding of the mask. Only XLA for TPUs does so, with the flag
+  xla_tpu_spmd_rng_bit_generator_unsafe (https://github.com/jax-ml/jax/issues/21046). XLA for CPUs and GPUs draws the
+  whole array on every device.
 
 The bits of threefry keys do not depend on the sharding. Until jax 0.4.38 they did with
 jax_threefry_partitionable=False; tests/bench/redrawn_mask.py has the measurements.
@@ -40,13 +42,13 @@ _NO_KEY = (
 
 
 class _Draw(NamedTuple):
-    """A draw of random bits in a jaxpr.
+    """An equation that draws random bits.
 
     Fields:
-        source: "file:line" of the draw in the user's code.
-        recomputed: whether a `jax.checkpoint` of the backward pass draws.
-        subject: the primitive and the type of the key, such as "random_bits of key<rbg>".
-        array: type of the result, over all devices.
+        source: "file.py:line" of the draw in the user's code.
+        recomputed: whether the equation belongs to the recomputation of a `jax.checkpoint`, not to the forward pass.
+        subject: the primitive, and the type of the key if known, such as "random_bits of key<rbg>".
+        array: the type (aval) of the random array, with its global shape.
     """
 
     source: str
@@ -56,11 +58,11 @@ class _Draw(NamedTuple):
 
 
 class _Divided(NamedTuple):
-    """A draw whose instructions in the forward pass and in the recomputation have different shapes on a device.
+    """A draw for which one device draws arrays of different shapes in the forward pass and in the recomputation.
 
     Fields:
-        bytes: bytes that a device draws in the forward pass.
-        first, again: dimensions that a device draws in the forward pass and in the recomputation.
+        bytes: bytes that one device draws in the forward pass.
+        first, again: shape that one device draws in the forward pass (`first`) and in the recomputation (`again`).
     """
 
     bytes: int
@@ -69,8 +71,13 @@ class _Divided(NamedTuple):
 
 
 def randomness(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields one row for each line of the user's code whose random bits are drawn in the forward pass and drawn again
-    in a `jax.checkpoint` of the backward pass. For a dump, only draws whose bits differ are listed."""
+    """Yields one row for each source line whose random bits are drawn in the forward pass and drawn again when a
+    `jax.checkpoint` is recomputed. Without a jaxpr (an HLO dump), only draws whose bits differ get a row.
+
+    Args:
+        report: not used; all audits have the same arguments.
+        program: the compiled step with its jaxpr.
+    """
     divided = _divided_differently(program.module)
     first: set[str] = set()
     again: dict[str, list[_Draw]] = defaultdict(list)
@@ -84,7 +91,8 @@ def randomness(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditR
         message = _describe(divided[source])
         yield _redrawn("random bits", source, asked, divided[source].bytes, "partitioner", message)
     for source, draws in again.items():
-        subject, size = draws[0].subject, max(_bytes_on_device(draw, program.module) for draw in draws)
+        largest = max(draws, key=lambda draw: math.prod(draw.array.shape))
+        subject, size = largest.subject, _bytes_on_device(largest, program.module)
         if source in divided:
             message = _describe(divided[source])
             yield _redrawn(subject, source, "repeat", divided[source].bytes, "partitioner", message, len(draws))
@@ -108,8 +116,8 @@ def _describe(divided: _Divided) -> str:
 
 
 def _divided_differently(module: Module) -> dict[str, _Divided]:
-    """Returns the draws whose instructions in the forward pass and in the recomputation have no shape in common on a
-    device, by source place."""
+    """Returns a dict: "file.py:line" -> a draw whose shapes on one device all differ between the forward pass and the
+    recomputation, so that its bits differ. Returns {} for a module on one device."""
     if module.devices < 2:
         return {}
     shapes: dict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
@@ -130,8 +138,9 @@ def _divided_differently(module: Module) -> dict[str, _Divided]:
 
 
 def _bytes_on_device(draw: _Draw, module: Module) -> int:
-    """Returns the bytes of a draw on one device: from the largest instruction of its line whose elements are the draw
-    or a part of it, or the bytes of the whole draw if there is none."""
+    """Returns the bytes of a random array that one device holds: the size of the largest instruction with the same
+    source line whose element count divides the global element count. If there is none, returns the bytes of the global
+    array."""
     elements = whole = math.prod(draw.array.shape)
     if module.devices > 1 and whole:
         parts = [0]
@@ -145,7 +154,7 @@ def _bytes_on_device(draw: _Draw, module: Module) -> int:
 
 
 def _draws(jaxpr: Any) -> Iterator[_Draw]:
-    """Yields the draws of a ClosedJaxpr whose values the program uses."""
+    """Yields the equations of a ClosedJaxpr that draw random bits. Draws whose result is never used are left out."""
     from jax.interpreters import partial_eval
 
     inner = jaxpr.jaxpr
@@ -155,10 +164,13 @@ def _draws(jaxpr: Any) -> Iterator[_Draw]:
 
 
 def _walk(jaxpr: Any, stack: str, caller: str) -> Iterator[_Draw]:
-    """Yields the draws of a Jaxpr.
+    """Yields the equations that draw random bits in a Jaxpr and in the jaxprs inside it.
 
-    stack: the name stack around the jaxpr. caller: source place of the call of jax's own function that contains the
-    jaxpr; "" outside of jax's functions.
+    Args:
+        jaxpr: the Jaxpr.
+        stack: name stack of the equation that contains the Jaxpr.
+        caller: "file.py:line" of the user's call of a jax function, such as jax.random.bernoulli, if the Jaxpr is
+            inside this function; "" otherwise.
     """
     for equation in jaxpr.eqns:
         path, name = f"{stack}/{equation.source_info.name_stack}", equation.primitive.name

@@ -99,10 +99,6 @@ def _edits(
             changed = sources.only_edit(partial(SourceFile.prevent_cse, function=row.subject))
             words = f"remove prevent_cse=False from jax.checkpoint of {row.subject}" if changed else row.message
             yield Proposal(row.kind, words, changed, row.source)
-        elif row.asked == "offload" and row.done == "kept":
-            changed = sources.only_edit(partial(SourceFile.keep_only_offloaded, name=row.subject))
-            words = f"remove {row.subject} from the names that the policy saves" if changed else row.message
-            yield Proposal(row.kind, words, changed, row.source)
         else:
             yield Proposal(row.kind, row.message, {}, row.source)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 DONATE = "donate_argnums"
 # Names of functions that make a remat policy from checkpoint names.
 _POLICY = re.compile(r"(save|offload)\w*(names|_these)\w*$")
-_SAVED, _OFFLOADED = "names_which_can_be_saved", "names_which_can_be_offloaded"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,24 +115,6 @@ class SourceFile:
             if isinstance(node, ast.Constant) and node.value == old
         ]
         return [Edit(*self.span(found[0]), _quoted(self, found[0], new))] if len(found) == 1 else []
-
-    def keep_only_offloaded(self, name: str) -> list[Edit]:
-        """Returns the edit that removes a name from the saved names of the only policy that has the name both in its
-        saved and in its offloaded names; [] if there is no such policy with literal lists."""
-        found = []
-        for call in self._policies():
-            lists = {keyword.arg: keyword.value for keyword in call.keywords}
-            saved, offloaded = lists.get(_SAVED), lists.get(_OFFLOADED)
-            if not isinstance(saved, (ast.List, ast.Tuple)) or not isinstance(offloaded, (ast.List, ast.Tuple)):
-                continue
-            if all(any(_is_text(node, name) for node in names.elts) for names in (saved, offloaded)):
-                found.append(saved)
-        if len(found) != 1:
-            return []
-        rest = [ast.get_source_segment(self.text, node) or "" for node in found[0].elts if not _is_text(node, name)]
-        if isinstance(found[0], ast.List):
-            return [Edit(*self.span(found[0]), f"[{', '.join(rest)}]")]
-        return [Edit(*self.span(found[0]), f"({', '.join(rest)}{',' * (len(rest) == 1)})")]
 
     def checkpoint(self, function: str) -> list[Edit]:
         """Returns the edit that decorates a function with jax.checkpoint; [] if the file has no such function or

@@ -1,11 +1,15 @@
-"""Records of an audit: the requests of a program to jax and XLA, each with what the compiled program does instead or as
-asked. All sizes are bytes on one device, all FLOPs those of one call of the step on one device."""
+"""Records of an audit: what a program asks jax and XLA to do (its requests), and whether the compiled program does it.
+
+A request is something that the user's code asks for: to recompute, save or offload a value, to donate an argument, to
+draw the same random bits again, or to keep an array sharded. All sizes are bytes on one device, and all FLOPs are FLOPs
+of one call of the step on one device.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-# Kind of a request -> the request in words.
+# Kind of a request -> what the request is about.
 KINDS = {
     "checkpoint": "a call of jax.checkpoint, whose values are computed again in the backward pass",
     "name": "a value with a checkpoint_name that a remat policy saves, offloads or recomputes",
@@ -45,22 +49,26 @@ STEPS = (
 
 @dataclasses.dataclass(frozen=True)
 class AuditRow:
-    """A request of the program, and what the compiled program does.
+    """One request of a program (something that the user's code asks jax or XLA to do), and what the compiled program
+    does.
 
     Fields:
         kind: the kind of the request, a key of `KINDS`.
-        subject: the function under jax.checkpoint, the checkpoint name, or the pytree path of the argument.
+        subject: what the request is about: the checkpointed function, the checkpoint name, or the pytree path of the
+            argument.
         source: "file.py:line" of the request in the user's code; "" if unknown.
-        asked: the request, a key of `HONORED_BY`; "unknown" for a program without a jaxpr, such as an HLO dump.
-        done: the outcome, a value of `HONORED_BY` or of `OTHER_OUTCOMES`; "unknown" if it cannot be told.
-        bytes: bytes of the values of the request.
-        flops: FLOPs of the values of the request that are computed again; 0 if there are none or if it is unknown.
-        undone_by: the step of jax or XLA that undid the request, of `STEPS`; "" if the request was honored, or if the
-            step is unknown.
-        message: what happened and how to change it, in one sentence; "" if the request was honored.
-        count: number of values of the request, such as the layers of a loop that is unrolled.
-        wire_bytes: bytes that one device sends to others in a step because the request was not honored; 0 if there are
-            none or if it is unknown.
+        asked: what the user's code asks for, a key of `HONORED_BY`; "unknown" for a program without a jaxpr, such as an
+            HLO dump.
+        done: what the compiled program does, a value of `HONORED_BY` or of `OTHER_OUTCOMES`; "unknown" if this cannot
+            be found out.
+        bytes: bytes on one device of the values that the request is about.
+        flops: FLOPs that recompute these values in one step on one device; 0 if nothing is recomputed, or if unknown.
+        undone_by: the step of jax or XLA that prevented the request, of `STEPS`; "" if the request was honored, or if
+            the step is unknown.
+        message: one sentence that says what happened and how to change it; "" if the request was honored.
+        count: number of equal requests that this row stands for, such as one in each layer of an unrolled loop.
+        wire_bytes: bytes that one device sends to others in one step because the request was not honored; 0 if none, or
+            if unknown.
     """
 
     kind: str
@@ -77,7 +85,8 @@ class AuditRow:
 
     @property
     def honored(self) -> bool | None:
-        """Whether the compiled program does what was asked; None if the request or the outcome is unknown."""
+        """True if the compiled program does what the user's code asks for, False if not, None if `asked` or `done` is
+        unknown."""
         if UNKNOWN in (self.asked, self.done):
             return None
         return HONORED_BY[self.asked] == self.done

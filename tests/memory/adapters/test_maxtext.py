@@ -21,7 +21,8 @@ SMALL = (
     "per_device_batch_size=1",
 )
 TOKENS = 8 * 1024
-REPORT = ("maxtext:llama2-7b", "h100:8", *SMALL, "remat_policy=minimal_with_context")
+OFFLOAD = "optimizer_memory_host_offload=true"
+REPORT = ("maxtext:llama2-7b", "h100:8", *SMALL, "remat_policy=minimal_with_context", OFFLOAD)
 COMPARED = ("maxtext:llama2-7b", "h100:2x4", *SMALL, "--remat=full,none", "--no-cache", "--jobs=1")
 REFUSED = {
     "maxtext:llama2-7x": "did you mean llama2-7b",
@@ -108,6 +109,15 @@ def test_the_report_of_a_step(done):
     stacked = 4 * (4 * 512 * 512 + 3 * 512 * 2048) * 4 // 8
     assert findings["weight_copies"]["bytes"] == pytest.approx(stacked, rel=0.01)
     assert "param_scan_axis=0" in findings["weight_copies"]["remedy"]
+
+
+def test_the_optimizer_of_a_step_is_in_host_memory(done):
+    """The optimizer state, two float32 moments on 8 devices, is in host memory, and is fetched in each step."""
+    report = done.report
+    moments = 2 * report["breakdown"]["params"]
+    assert report["host_bytes"] >= 0.99 * moments and report["breakdown"]["optimizer"] < 0.01 * moments
+    rows = [row for row in report["audit"] if row["kind"] == "offload"]
+    assert {row["done"] for row in rows} == {"offloaded"} and sum(row["bytes"] for row in rows) >= 0.99 * moments
 
 
 def test_the_policies_of_a_step(done):

@@ -46,10 +46,6 @@ def test_names_of_policies(tmp_path):
     )
     assert edited(tmp_path, text * 2, "rename", "hiden", "hidden") == ""
     assert edited(tmp_path, "x = checkpoint_name(x, 'hiden')\n", "rename", "hiden", "hidden") == ""
-    both = 'p = P.save_and_offload_only_these_names(names_which_can_be_saved={}, names_which_can_be_offloaded=["b"])\n'
-    assert edited(tmp_path, both.format('["a", "b"]'), "keep_only_offloaded", "b") == both.format('["a"]')
-    assert edited(tmp_path, both.format('("a", "b")'), "keep_only_offloaded", "b") == both.format('("a",)')
-    assert edited(tmp_path, both.format("names"), "keep_only_offloaded", "b") == ""
 
 
 def test_the_protection_of_a_recomputation(tmp_path):

@@ -13,6 +13,7 @@ from bytescope.train.generate.request import Request
 from bytescope.train.quantize import quantize_work
 from bytescope.train.quantize.output import Output
 from bytescope.train.weights.folder import Folder
+from support.exhaustive import exhaustive
 from support.json_results import read_result
 from support.models import weights
 from support.models.generating import alone, engine_of
@@ -255,7 +256,7 @@ def test_the_plan_is_what_the_work_says(made, capsys):
             "has 1 windows of 64 tokens, and at least",
         ),
         (["gpt2", "out", *SHORT], "but gpt2 stores"),
-        (["wide", "out", *SHORT, "--limit=10KiB"], ": give a shorter --length"),
+        *exhaustive((["wide", "out", *SHORT, "--limit=10KiB"], ": give a shorter --length")),
         (["wide", "h999"], "h999"),
         (["nothing", "cpu:1"], "nothing"),
     ],
