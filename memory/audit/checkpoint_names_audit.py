@@ -110,8 +110,8 @@ def _carried_name(
     lost = [region for region in saving if region in again]
     if lost:
         message = (
-            f"the policy of jax.checkpoint of {lost[0].title} saves {name}, but the value is computed again: name a "
-            "value outside of functions with a custom gradient"
+            f"the policy of jax.checkpoint of {lost[0].title} saves {name}, but the backward pass recomputes the "
+            "value: call checkpoint_name outside of functions with a custom gradient (jax.custom_vjp)"
         )
         yield AuditRow("name", name, line, "save", "recomputed", size, 0, "autodiff", message, _calls(lost))
     elif saving:
@@ -121,7 +121,8 @@ def _carried_name(
         if merged:
             message = (
                 f"the policy of jax.checkpoint of {merged[0].title} recomputes {name}, but XLA merges the "
-                f"recomputation with the forward pass: change jax.checkpoint of {merged[0].title}, as its row says"
+                "recomputation with the forward pass and keeps the value: change this jax.checkpoint as the message "
+                f"about {merged[0].title} says"
             )
             yield AuditRow("name", name, line, "recompute", "kept", size, 0, "cse", message, _calls(merged))
         else:
@@ -151,11 +152,11 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
     unmentioned = [name for name in carried if name not in requests]
     files = sorted({line.rpartition(":")[0] for region in regions for line in region.lines})
     for name in absent:
-        message = f"the policy of jax.checkpoint of {regions[0].title} mentions {name}, but no value has this name: "
+        message = f"the policy of jax.checkpoint of {regions[0].title} lists {name}, but no value has this name: "
         alike = [other for other in unmentioned if _is_misspelling(name, other)]
         unused = next((_unused_names(file)[name] for file in files if name in _unused_names(file)), "")
         if unused:
-            message += f"use the result of checkpoint_name in {short_place(unused)}"
+            message += f"use the result of checkpoint_name in {short_place(unused)}, which is discarded"
         elif alike:
             message += f"did you mean {alike[0]}?"
         elif len(absent) == len(requests):

@@ -115,7 +115,7 @@ def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: s
     if not merged:
         name = getattr(region.policy, "__name__", "") or type(region.policy).__name__
         message = f"jax.checkpoint of {region.title} recomputes nothing, because its policy {name} saves every value"
-        return "autodiff", f"{message}: use a policy that saves less, or no jax.checkpoint"
+        return "autodiff", f"{message}: use a policy that saves fewer values, or remove jax.checkpoint"
     what = f"{human(size)} of values that jax.checkpoint of {region.title} should recompute are kept"
     if region.prevent_cse and platform == "cpu":
         why = "XLA's CPU compiler merges the recomputation with the forward pass; run the layers in jax.lax.scan"
@@ -151,11 +151,15 @@ def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Itera
         if size <= TOY:
             continue
         if drawn:
-            what = f"{human(size)} of random masks in {region.title} are kept, because their key is the same constant"
-            remedy = f"in both passes: pass the random key as an argument of {region.title}"
+            message = (
+                f"{human(size)} of random masks in {region.title} are kept and not recomputed, because their random "
+                f"key is a constant: pass the key as an argument of {region.title}"
+            )
         else:
-            what = f"{human(size)} of masks in {region.title} are kept, because they depend on none of its arguments"
-            remedy = f"and XLA computes them only once: compute them outside of {region.title}"
+            message = (
+                f"{human(size)} of masks in {region.title} are kept and not recomputed, because they depend on no "
+                f"argument of {region.title}: compute the masks outside of {region.title}"
+            )
         yield AuditRow(
             "checkpoint",
             f"{region.title} ({'random bits' if drawn else 'masks'})",
@@ -164,7 +168,7 @@ def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Itera
             "kept",
             size,
             undone_by="cse",
-            message=f"{what} {remedy}",
+            message=message,
             count=len(buffers),
         )
 

@@ -74,12 +74,12 @@ _OFF = (
     "on when the step was compiled"
 )
 _READ_LATER = (
-    "XLA copies the old array, because the step returns it, or reads it together with the new array: leave out results "
-    "that need both, or compute them in a program of their own"
+    "XLA copies the donated array, because the step returns it or computes something from both the old and the new "
+    "array: remove such results from the step, or compute them in a separate call of jax.jit"
 )
 _UNUSED = (
-    "the step does not use the argument, so jax leaves it out of the program and its memory stays with the caller: do "
-    "not pass it, or delete it before the call"
+    "the step does not use the argument, so jax drops it from the compiled program and the call does not free its "
+    "memory: remove the argument from the step, and delete the array if the memory is needed"
 )
 
 
@@ -105,8 +105,8 @@ def _reason(
     others = [program.results[at] for at in alike if at < len(program.results)]
     if own is not None and others and all(other.local != own.local for other in others):
         return (
-            f"the results of type {kind} are sharded as {spec_words(others[0].spec)}, the donated array as "
-            f"{spec_words(own.spec)}: give both the same sharding, with out_shardings of jax.jit"
+            f"the results with shape and dtype {kind} are sharded as {spec_words(others[0].spec)}, but the donated "
+            f"array as {spec_words(own.spec)}: give both the same sharding, with out_shardings of jax.jit"
         )
     takers = [
         other.path
@@ -114,8 +114,11 @@ def _reason(
         if number in reused and (other.shape, other.dtype) == (leaf.shape, leaf.dtype)
     ]
     if len(takers) >= len(alike):
-        return f"all results of type {kind} reuse other donated arrays, such as {takers[0]}: do not donate this one"
-    return f"XLA reuses the donated array for no result of its type {kind}: return the updated array"
+        return (
+            f"every result with shape and dtype {kind} reuses another donated array, such as {takers[0]}: do not "
+            "donate this array"
+        )
+    return f"no result with shape and dtype {kind} reuses the donated array: return the updated array from the step"
 
 
 def _bytes_of(dtype: str) -> int:

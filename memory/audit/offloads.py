@@ -32,12 +32,12 @@ _SAME = frozenset(("reduce_precision", "sharding_constraint", "optimization_barr
 _KERNEL = "pallas_call"
 
 _ON_CPU = (
-    "the CPU backend has no separate host memory, so jax drops the move to it: compile for a GPU, such as h200, to see "
-    "the move"
+    "the CPU backend has no separate host memory, so jax drops the move to host memory: compile for a GPU target, such "
+    "as h200, to see the move"
 )
 _ROUND_TRIP = (
-    "XLA moves nothing to host memory, because it removes a move whose only use is the move back: put "
-    "jax.lax.optimization_barrier around the array in host memory"
+    "the array is moved to host memory and directly back, and XLA removes both moves: pass the array in host memory "
+    "through jax.lax.optimization_barrier before it is moved back"
 )
 
 
@@ -93,8 +93,8 @@ def offloads(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow
         if request.kept:
             size, done, undone_by = outcome.size_on_device(request), "kept", "autodiff"
             message = (
-                f"jax.checkpoint keeps its inputs in device memory, and {request.subject} names an input: inside the "
-                f"function under jax.checkpoint, give the input the name before it is used"
+                f"{request.subject} is the name of an input of jax.checkpoint, and jax keeps inputs in device memory: "
+                "call checkpoint_name on the input inside the checkpointed function, before the input is used"
             )
         elif not size:
             size, done = outcome.size_on_device(request), "kept"
@@ -157,7 +157,8 @@ def _rank(atom: Any) -> int:
 
 
 class _Walk:
-    """Follows checkpoint names through a jaxpr, and collects the values that are to move to host memory."""
+    """Follows checkpoint names through a jaxpr, and collects the values that the program asks to move to host
+    memory."""
 
     def __init__(self) -> None:
         self._relevant: dict[int, tuple[Any, bool]] = {}

@@ -113,8 +113,9 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
         words = " to ".join(spec_words(spec) if spec is not None else "another sharding" for spec in specs)
         where = f" at {short_place(asked)}" if asked and asked != place else ""
         message = (
-            f"XLA replicates the array on every device to go from {words}{where}: give both sides one sharding, or "
-            f"constrain the array to a sharding between the two that moves one mesh axis; {_ONE_AXIS}"
+            f"XLA replicates the array on every device to reshard it from {words}{where}: use one sharding before and "
+            "after this operation, or add with_sharding_constraint with an intermediate sharding, so that each change "
+            f"of sharding moves only one mesh axis; {_ONE_AXIS}"
         )
         operation = remat.op_name.rpartition("/")[2] or remat.operation
         for gather in same[:times]:
@@ -125,8 +126,8 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
         if gather.is_sliced and gather.shape.bytes > TOY and not _is_asked(gather):
             subject = _subject(gather)
             message = (
-                "every device gathers the whole array and uses one part of it: give the operation that computes the "
-                f"array and the operation that reads it one sharding; {_ONE_AXIS}"
+                "every device gathers the whole array but uses only a part of it: give the operation that computes the "
+                f"array and the operation that reads the array the same sharding; {_ONE_AXIS}"
             )
             place = source_line(gather.metadata)
             yield gather, _row(subject, place, gather.shape.bytes, gather.wire_bytes, message)
@@ -201,16 +202,16 @@ def _gathered_often(report: JudgedProgram, program: PlacedProgram, gathers: Sequ
     for (number, *_, line), same in uses.items():
         extra = [gather for gather in same[1:] if gather.shape.bytes > minimum]
         message = (
-            f"this line gathers the parameter {len(same)} times in the {same[0].item.phase} pass: cast the parameter "
-            "to one dtype and constrain it to one sharding before its uses"
+            f"this line gathers the parameter {len(same)} times in the {same[0].item.phase} pass: before all uses, "
+            "cast the parameter to one dtype, and give it one sharding with with_sharding_constraint"
         )
         for gather in extra:
             yield gather, _row(program.arguments.path(number), line, gather.shape.bytes, gather.wire_bytes, message)
         trips = _loop_trips(program, same[0])
         if not extra and trips > 1 and same[0].shape.bytes > minimum:
             message = (
-                f"each of {trips} iterations of a loop gathers the parameter, which the loop does not change: "
-                "constrain the parameter to its gathered sharding before the loop, if the memory suffices"
+                f"each of {trips} iterations of a loop gathers the parameter again, although the loop does not change "
+                "it: replicate the parameter before the loop with with_sharding_constraint, if the memory suffices"
             )
             sent = same[0].wire_bytes * (trips - 1) // trips
             yield same[0], _row(program.arguments.path(number), line, same[0].shape.bytes, sent, message)
@@ -265,7 +266,7 @@ def _whole_activations(report: JudgedProgram, program: PlacedProgram, gathers: S
             or math.prod(dims) not in _global_sizes(program, gather.metadata)
         ):
             continue
-        message = f"every device gathers the whole array, which the program divides over devices: {GATHER_REMEDY}"
+        message = f"every device gathers the whole array, although the program shards it: {GATHER_REMEDY}"
         place = source_line(gather.metadata)
         yield gather, _row(_subject(gather), place, gather.shape.bytes, gather.wire_bytes, message)
 
@@ -275,7 +276,8 @@ def _is_asked(gather: Gather) -> bool:
 
 
 def _replicated_by_request(program: PlacedProgram) -> set[int]:
-    """Returns the element counts of the arrays that the user's code replicates explicitly, with a sharding constraint."""
+    """Returns the element counts of the arrays that the user's code replicates explicitly, with a sharding
+    constraint."""
     if program.jaxpr is None:
         return set()
     return {

@@ -36,8 +36,8 @@ _DRAWS = frozenset((_STATEFUL, "random_bits", "rng_bit_generator", "threefry2x32
 # The HLO instruction whose bits depend on the shape of its result.
 _GENERATOR = "rng-bit-generator"
 _NO_KEY = (
-    "jax.lax.rng_uniform has no key, so the recomputed values differ from the values of the forward pass and the "
-    "gradient is wrong: draw with jax.random and a key"
+    "jax.lax.rng_uniform takes no random key, so the recomputed values differ from the values of the forward pass and "
+    "the gradient is wrong: use jax.random.uniform with a key"
 )
 
 
@@ -109,9 +109,9 @@ def _redrawn(subject: str, source: str, asked: str, size: int, step: str, messag
 def _describe(divided: _Divided) -> str:
     first, again = (" x ".join(map(str, dims)) for dims in (divided.first, divided.again))
     return (
-        f"a device draws {first} in the forward pass and {again} in the recomputation, so the masks differ and the "
-        "gradient is wrong: put jax.lax.with_sharding_constraint on the random array, draw with a threefry key, or "
-        "leave out the flag xla_tpu_spmd_rng_bit_generator_unsafe"
+        f"each device draws an array of shape {first} in the forward pass and of shape {again} in the recomputation, "
+        "so the random bits differ and the gradient is wrong: put jax.lax.with_sharding_constraint on the random "
+        "array, use a threefry key, or remove the flag xla_tpu_spmd_rng_bit_generator_unsafe"
     )
 
 

@@ -1,7 +1,7 @@
-"""bytescope audit: compares what a program asks jax and XLA for with what the compiled program does.
+"""bytescope audit: compares what a program asks jax and XLA to do with what the compiled program does.
 
-This module audits a user's program, an HLO dump, or a program of an adapter; `train.commands.audit_config` adds
-configs.
+This module audits a user's program, an HLO dump, or the program of an adapter such as MaxText.
+`train.commands.audit_config` audits bytescope's own configs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NOT_HONORED = 1
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope audit` that do not name the program."""
+    """Adds the flags of `bytescope audit` except those that name the program: --strict, --fix and its options,
+    --xla, --json and --html."""
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a request was not honored")
     audit_fix.add_fix(parser)
     add_xla(parser)
@@ -33,7 +34,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope audit` for the program of --program, of --hlo or of an adapter. Returns the exit code."""
+    """Runs `bytescope audit` for a program that is given with --program, --hlo or as a program of an adapter:
+    compiles it, prints the audit, tries the changes of --fix and --fix-sharding, and writes the files of --json and
+    --html. Returns the exit code: 1 with --strict if a request was not honored, else 0."""
     program, subject = report_command.open_program(args)
     report, compilation = report_command.make_report(program, subject)
     show(report)
@@ -43,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(report: ReportRecord) -> None:
-    """Prints the requests of a program with their outcomes."""
+    """Prints the audit of a report: what the program asks jax and XLA to do, and whether the compiled program does
+    it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -60,10 +64,14 @@ def finish(
     tried: Sequence[audit_fix.TriedProposal] = (),
     trials: Sequence[ConstraintTrial] = (),
 ) -> int:
-    """Writes the files of --json and --html. Returns the exit code: with --strict, NOT_HONORED if a request was not
-    honored, else 0.
+    """Writes the files of --json and --html. Returns the exit code: 1 with --strict if a request was not honored, else
+    0.
 
-    tried: the changes that --fix compiled. trials: the constraints that --fix-sharding compiled.
+    Args:
+        args: the parsed command line.
+        report: the report of the unchanged program.
+        tried: the changes that --fix proposed, with the results of compiling them.
+        trials: the sharding constraints that --fix-sharding compiled.
     """
     result: dict[str, Any] = {
         "program": report.title,

@@ -1,5 +1,7 @@
-"""bytescope audit --fix and --fix-sharding: propose changes for the problems of a report, compile them, and write them
-as a patch."""
+"""bytescope audit --fix: proposes changes for the problems in a report, compiles them, and prints them as a patch.
+
+Also defines the flag --fix-sharding, which `audit_sharding.py` runs.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,21 @@ from bytescope.memory.view.text_layout import Prose
 
 @dataclasses.dataclass(frozen=True)
 class TriedProposal:
-    """A proposal with the program that was compiled with it. Sizes are bytes on one device.
+    """A proposed change, and the results of compiling and running the changed program. Sizes are bytes on one device.
 
     Fields:
-        proposal: the proposal.
-        before, after: allocated bytes without and with the change; `after` is None if it was not compiled.
-        seconds_before, seconds_after: predicted seconds of an update; None if unknown.
-        not_honored: number of requests that the changed program still asks for in vain; None if it was not compiled.
-        numerics: "equal", "differs" or "not checked", for the results of the changed program at small sizes.
-        comparison: a sentence about the numerics; "" if they were not checked.
-        error: why the changed program could not be compiled; "" if it was, or if the change is by hand.
+        proposal: the proposed change.
+        before, after: allocated bytes without and with the change; `after` is None if the changed program was not
+            compiled.
+        seconds_before, seconds_after: predicted seconds of one optimizer update without and with the change; None if
+            unknown.
+        not_honored: number of audit rows of the changed program that are not honored; None if it was not compiled.
+        numerics: "equal" or "differs" for the results of the changed and the unchanged program at small sizes; "not
+            checked" if they were not run.
+        comparison: one sentence about the comparison of the results, or about why it failed; "" if the programs were
+            not run.
+        error: why the changed program could not be compiled; "" if it was compiled, or if the change must be made by
+            hand.
     """
 
     proposal: Proposal
@@ -47,7 +54,8 @@ class TriedProposal:
     error: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the proposal as JSON values. `files` are the changed files; [] for a change by hand."""
+        """Returns the proposal as a dict of JSON values, with bytes on one device and seconds. `files` lists the
+        paths of the changed files; [] if the change must be made by hand."""
         return {
             "kind": self.proposal.kind,
             "words": self.proposal.words,
@@ -83,7 +91,7 @@ COLUMNS = (
 
 
 def add_fix(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags --fix, --fix-sharding, --small and --write of `bytescope audit`."""
+    """Adds the flags --fix, --fix-sharding, --small and --write of `bytescope audit` to the parser."""
     parser.add_argument(
         "--fix",
         action="store_true",
@@ -110,8 +118,11 @@ def add_fix(parser: argparse.ArgumentParser) -> None:
 
 
 def check_fix(args: argparse.Namespace) -> None:
-    """Raises ReportError if --small or --write is given without --fix, or --fix without a program that can be
-    changed."""
+    """Checks the flags --fix, --fix-sharding, --small and --write.
+
+    Raises ReportError if --small or --write is given without the flag that it belongs to, if --fix or --fix-sharding is
+    given for an HLO dump, or if the value of --small cannot be parsed.
+    """
     fixes = [flag for flag in ("fix", "fix_sharding") if getattr(args, flag)]
     for flag in ("small", "write"):
         if getattr(args, flag) and not (args.fix or (flag == "small" and args.fix_sharding)):
@@ -126,10 +137,14 @@ def check_fix(args: argparse.Namespace) -> None:
 
 
 def fix_program(args: argparse.Namespace, report: ReportRecord, jaxpr: Any) -> list[TriedProposal]:
-    """Proposes changes of the program of --program, compiles and prints them, and writes them with --write. Returns the
-    proposals.
+    """Proposes changes to the source files of the --program function, compiles the program with each change, and prints
+    the results. With --small, also compares the results of the changed and the unchanged program at small sizes. With
+    --write, writes the changes to the files. Returns the proposals with their results.
 
-    report: the report of the unchanged program. jaxpr: its ClosedJaxpr.
+    Args:
+        args: the parsed command line.
+        report: the report of the unchanged program.
+        jaxpr: the ClosedJaxpr of the unchanged program.
     """
     function = user_program.load_function(args.program)
     step = function.make(target=None).program
@@ -183,8 +198,8 @@ def _compiled(proposal: Proposal, words: Sequence[str], report: ReportRecord) ->
 
 
 def show(tried: Sequence[TriedProposal]) -> None:
-    """Prints the proposals as a table, then the patch of each compiled change, for `git apply` in the current folder,
-    and the changes by hand."""
+    """Prints a table of the proposed changes. Then prints, for each change, a patch for `git apply` in the current
+    folder, or a sentence if the change must be made by hand or does not compile."""
     from rich.text import Text
 
     from bytescope.memory.view.table_views import terminal_table
@@ -210,8 +225,9 @@ def show(tried: Sequence[TriedProposal]) -> None:
 
 
 def _write(tried: Sequence[TriedProposal]) -> None:
-    """Writes the compiled changes that do not change results. Changes of one file are not combined: the first one with
-    the most freed bytes is written, and the command can run again."""
+    """Writes the compiled changes to the source files, except those that change the program's results. If several
+    changes are for one file, writes only the change with the fewest allocated bytes, and asks the user to run the
+    command again for the others."""
     written: set[Path] = set()
     usable = [row for row in tried if row.after is not None and row.numerics != equal_results.DIFFERS]
     for row in sorted(usable, key=lambda row: row.after or 0):

@@ -1,4 +1,4 @@
-"""bytescope audit --fix-sharding: tries sharding constraints where the partitioner gathers an array in full."""
+"""bytescope audit --fix-sharding: tries sharding constraints on the arrays that XLA gathers in full on every device."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ COLUMNS = (
 
 
 def fix_sharding(args: argparse.Namespace) -> tuple[ConstraintTrial, ...]:
-    """Compiles the program of --program with candidate sharding constraints, prints them with the best one first, and
-    returns them.
+    """Compiles the program of --program with different sharding constraints and prints them, lowest allocated bytes
+    first. Returns the constraints that compile; () if XLA gathers no array in full that a constraint could keep
+    sharded.
 
-    Raises ReportError if the program is no step with arguments, or cannot be compiled.
+    Raises ReportError if the function of --program does not return (step, arguments), or if the step cannot be
+    compiled.
     """
     function = user_program.load_function(args.program)
     target = targets.parse(args.target)
@@ -67,7 +69,8 @@ def _step(program: UserProgram) -> UserProgram:
 
 
 def show(trials: Sequence[ConstraintTrial]) -> None:
-    """Prints the constraints that were tried, and the source text of the best one."""
+    """Prints a table of the sharding constraints that were compiled. If the first one saves memory or communication,
+    prints the line of Python to insert."""
     from bytescope.memory.units import human
     from bytescope.memory.view.table_views import terminal_table
 

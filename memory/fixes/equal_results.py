@@ -58,10 +58,11 @@ class Equality:
 
     Fields:
         outcome: "equal", "differs" or "not checked".
-        difference: the largest relative difference of a result: the norm of the difference divided by the norm of the
-            result of the first version; 0 if nothing was compared.
-        path: the pytree path of this result, such as "[0].params['w']"; "" for a single result.
-        sentence: what was compared and found.
+        difference: the largest relative difference of all results: norm of the difference, divided by the norm of the
+            result of the first version. 0 if nothing was compared.
+        path: pytree path of the result with the largest difference, such as "[0].params['w']"; "" if the step returns a
+            single array.
+        sentence: one sentence for the user that says what was compared and how large the difference is.
     """
 
     outcome: str
@@ -72,13 +73,14 @@ class Equality:
 
 @dataclasses.dataclass(frozen=True)
 class SmallRun:
-    """The results of a program at small sizes.
+    """The results of running a program at small sizes with random arguments.
 
     Fields:
-        values: pytree path of a result -> its value. Floats are float64 or complex128, random keys are uint32 data.
-        rounding: pytree path of a float result -> norm of its change if the float arguments are rounded differently.
-        epsilon: machine epsilon of the least precise float dtype in the program; 0 if it has no floats.
-        repeats: whether a second run with the same arguments has the same results.
+        values: pytree path of a result -> its value. Floats are stored as float64, complex numbers as complex128,
+            integers as int64, random keys as their uint32 key data.
+        rounding: pytree path of a float result -> norm of its change when the float arguments are rounded differently.
+        epsilon: machine epsilon of the least precise float dtype in the program; 0 if the program has no floats.
+        repeats: whether a second run with the same arguments gave the same results.
     """
 
     values: Mapping[str, np.ndarray[Any, Any]]
@@ -88,7 +90,9 @@ class SmallRun:
 
 
 def compare_results(before: SmallRun, after: SmallRun) -> Equality:
-    """Compares the results of two versions of a program, each run with `run_small`."""
+    """Compares the results of two versions of a program, as returned by `run_small`. The outcome is "not checked" if
+    a version gives different results on each run, if the results have different paths or shapes, or if a result of
+    `before` is not finite."""
     if not before.repeats or not after.repeats:
         which = "unchanged" if not before.repeats else "changed"
         return Equality(NOT_CHECKED, 0.0, "", f"the {which} program has other results each time it runs")
@@ -122,11 +126,12 @@ def _norm(value: np.ndarray[Any, Any]) -> float:
 
 
 def compare_with_remat_off(make: Callable[[], PreparedProgram]) -> Equality:
-    """Compares a program with the same program without `jax.checkpoint`, whose regions then save all their values.
+    """Compares the results of a program with the results of the same program without `jax.checkpoint`, in which the
+    backward pass recomputes nothing.
 
-    make: returns the program, prepared for CPU devices. It is called twice.
+    make: function that returns the program, prepared for CPU devices. It is called twice.
 
-    Raises ReportError if the program cannot run on the CPU.
+    Raises ReportError if the program cannot be compiled for the CPU or fails.
     """
     with without_remat():
         before = run_small(make())
@@ -134,8 +139,8 @@ def compare_with_remat_off(make: Callable[[], PreparedProgram]) -> Equality:
 
 
 def run_small(program: PreparedProgram) -> SmallRun:
-    """Compiles a program for CPU devices of this process, and runs it three times on seeded random arguments: twice on
-    the same ones, and once with the float arguments rounded differently.
+    """Compiles a program for CPU devices of this process, and runs it three times with random arguments from fixed
+    seeds: twice with the same arguments, and once with the float arguments rounded differently.
 
     Raises ReportError if the program cannot be compiled for the CPU or fails.
     """
@@ -196,9 +201,15 @@ def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 
 def _random_array(info: Any, path: str, role: str, rounding: float) -> Any:
-    """Returns random values for an argument. The values depend on its path, shape, dtype and role.
+    """Returns a random value for one argument of the program. The same path, shape, dtype and role give the same value.
+    Optimizer moments and gradient accumulators are zeros, and weights are scaled so that activations stay near 1.
 
-    info: an object with the shape and dtype. rounding: relative size of a random change of floats.
+    Args:
+        info: object with the shape and dtype of the argument.
+        path: pytree path of the argument, which seeds the random numbers.
+        role: role of the argument, such as "optimizer"; "" if unknown.
+        rounding: relative size of a random change that is added to float values, such as the machine epsilon; 0 for
+            none.
     """
     import jax
     import jax.numpy as jnp
@@ -225,8 +236,11 @@ def _random_array(info: Any, path: str, role: str, rounding: float) -> Any:
 
 
 def parse_small(text: str) -> dict[str, str]:
-    """Parses the value of --small, `KEY=VALUE,...`. Returns parameter of the program function -> value. Raises
-    ReportError if the text does not have this form."""
+    """Parses the value of --small, `KEY=VALUE,...`, into a dict: parameter of the --program function -> its value as
+    text.
+
+    Raises ReportError if the text does not have this form.
+    """
     small = {}
     for item in split_values(text):
         key, equals, value = item.partition("=")
@@ -242,15 +256,15 @@ def parse_small(text: str) -> dict[str, str]:
 def run_version(
     reference: str, small: Mapping[str, str], changed: Mapping[Path, str] = {}, devices: int = 1
 ) -> SmallRun:
-    """Runs a user's program at small sizes in a child process, on simulated CPU devices.
+    """Runs a user's program at small sizes in a child process, on simulated CPU devices. Returns its results.
 
     Args:
-        reference: the program as written in --program, `module:function` or `file.py:function`.
-        small: parameter of the program's function -> value that makes the program small.
-        changed: path of a source file -> its new text, which is not written to disk; {} for the program as it is.
+        reference: the program as in --program: `module:function` or `file.py:function`.
+        small: parameter of the program's function -> the value, as text, that makes the program small.
+        changed: path of a source file -> the text that is imported instead of it; {} runs the program unchanged.
         devices: number of simulated devices.
 
-    Raises ReportError, a one-line message, if the program cannot be imported, compiled for the CPU, or run.
+    Raises ReportError with a one-line message if the program cannot be imported, compiled for the CPU, or run.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder, "job.json"), Path(folder, "results.npz")
@@ -286,7 +300,8 @@ def _read(file: Path) -> SmallRun:
 
 
 def main() -> None:
-    """Runs the program of the JSON file `sys.argv[1]` and writes its results to the file `sys.argv[2]`."""
+    """Entry point of the child process of `run_version`. `sys.argv[1]` is the JSON file that describes the program,
+    and `sys.argv[2]` the file to which the results are written."""
     job = json.loads(Path(sys.argv[1]).read_text())
     use_changed_files(job["changed"])
     target = f"cpu:{job['devices']}"

@@ -1,6 +1,6 @@
-"""Runs a command of bytescope on a user's program whose source files have changes that are not written to disk.
+"""Runs a command of bytescope on a user's program with changed source text that is not written to disk.
 
-The command runs in a child process, because a module that is imported once keeps its old code.
+The command runs in a child process, because a process that has imported a module keeps the module's old code.
 
     python -m bytescope.memory.fixes.patched_program CHANGED.json report --program=steps.py:program h100:8 --json=-
 """
@@ -26,13 +26,13 @@ _REPORTED = (0, 3)
 
 
 def report_with(words: Sequence[str], changed: Mapping[Path, str]) -> ReportRecord:
-    """Returns the report of a program with changed source files, compiled in a child process.
+    """Compiles a program with changed source files in a child process, and returns its report.
 
     Args:
         words: arguments of `bytescope report` that name the program and the target.
-        changed: path of a source file -> its new text; {} for the program as it is.
+        changed: path of a source file -> the text that is imported instead of it; {} compiles the program unchanged.
 
-    Raises ReportError, a one-line message, if the changed program cannot be imported, traced or compiled.
+    Raises ReportError with a one-line message if the changed program cannot be imported, traced or compiled.
     """
     with tempfile.TemporaryDirectory() as folder:
         files, out = Path(folder, "changed.json"), Path(folder, "report.json")
@@ -49,7 +49,8 @@ def report_with(words: Sequence[str], changed: Mapping[Path, str]) -> ReportReco
 
 
 def use_changed_files(changed: Mapping[str, str]) -> None:
-    """Makes this process import changed source text. `changed`: real path of a file -> its text."""
+    """Makes all later imports in this process use changed source text. `changed`: real path of a source file -> the
+    text that is imported instead of the file."""
     get_code = importlib.machinery.SourceFileLoader.get_code
 
     def get_changed_code(loader: Any, name: str) -> Any:
@@ -61,7 +62,9 @@ def use_changed_files(changed: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    """Runs the command in `sys.argv`: the JSON file with the changed text by path, then the words of the command."""
+    """Runs a bytescope command with some source files replaced. `sys.argv[1]` is a JSON file that maps the real path
+    of a source file to the text that is imported instead of it. The remaining arguments are the command and its
+    arguments."""
     file, *words = sys.argv[1:]
     use_changed_files(json.loads(Path(file).read_text()))
     sys.argv = ["bytescope", *words]

@@ -1,4 +1,7 @@
-"""Proposes changes of a user's source files, or of places in them, for the findings and the audit of a report."""
+"""Proposes changes to a user's source files for the findings and the audit of a report.
+
+A change that bytescope cannot make in the source text is proposed as a sentence with the line of code.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,14 @@ _POSITION = re.compile(r"args\[(\d+)\]$")
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A change that should remove a problem of a program.
+    """A proposed change that should remove one problem of a program.
 
     Fields:
-        kind: the finding or the kind of the audit's row that it is for, such as "not_donated" or "name".
-        words: the change in words.
-        changed: path of a source file -> its new text; {} if the change must be made by hand.
-        place: "file.py:line" of a change by hand; "" if unknown.
+        kind: the problem: the kind of the finding, such as "not_donated", or the kind of the audit's row, such as
+            "name".
+        words: the change in one sentence.
+        changed: path of a source file -> its complete new text; {} if the change must be made by hand.
+        place: "file.py:line" at which a change must be made by hand; "" if unknown.
         flags: flags of `bytescope train` that make the change; "" for a user's program.
     """
 
@@ -40,12 +44,12 @@ class Proposal:
 
 
 def propose(report: ReportRecord, function: UserFunction, step: object, names: Collection[str]) -> list[Proposal]:
-    """Returns proposals for a report, those with an edit first.
+    """Returns a proposed change for each finding with a remedy and for each audit row that was not honored.
 
     Args:
         report: the report of the program.
-        function: the function that returns the program.
-        step: the program's step, whose parameters give the positions of donated arguments.
+        function: the user's function that returns the program.
+        step: the step that this function returns; its parameter names give the positions of donated arguments.
         names: the checkpoint names in the program's jaxpr.
     """
     sources = SourceFiles([inspect.getsourcefile(function.module), *(row.source for row in report.audit)])
@@ -53,10 +57,9 @@ def propose(report: ReportRecord, function: UserFunction, step: object, names: C
 
 
 class SourceFiles:
-    """The user's source files in which edits are searched. Files of libraries and files that cannot be parsed are left
-    out.
+    """The user's source files that may be edited. Files of libraries, and files that cannot be parsed, are left out.
 
-    places: paths of source files, or source lines such as "/w/model.py:31".
+    places: paths of source files, or source lines such as "/w/model.py:31"; None and "" are ignored.
     """
 
     def __init__(self, places: Iterable[str | None]):
@@ -70,7 +73,8 @@ class SourceFiles:
                     continue
 
     def only_edit(self, make: Callable[[SourceFile], list[Edit]]) -> dict[Path, str]:
-        """Returns path -> new text for the only file in which `make` finds an edit; {} if none or several have one."""
+        """Returns {path: new text} for the file in which `make` finds an edit; {} if it finds edits in no file or in
+        several files. `make`: function that returns the edits of a source file."""
         edited = {path: changed_text(file, edits) for path, file in self.files.items() if (edits := make(file))}
         return edited if len(edited) == 1 else {}
 
@@ -112,7 +116,8 @@ def _by_hand(report: ReportRecord) -> list[Proposal]:
 
 
 def _positions(step: object, roots: Sequence[str]) -> tuple[int, ...]:
-    """Returns the positions of arguments in a call of the step, by their names; () if one is unknown."""
+    """Returns the positions of arguments in the step's signature, in ascending order; () if one of them is not
+    found. `roots`: names of the arguments, such as "state" or "args[0]"."""
     try:
         parameters = list(inspect.signature(step).parameters) if callable(step) else []
     except ValueError:

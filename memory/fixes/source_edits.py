@@ -1,7 +1,7 @@
-"""Changes Python source at the positions of its syntax tree, and writes the changes as a unified diff.
+"""Changes Python source text at the positions of its syntax tree, and returns the changes as a unified diff.
 
-Only source that is literal is changed: a tuple of argument numbers, a list of names, a decorator. A function returns no
-edit if the value is computed.
+Only literal values are changed: a tuple of argument numbers, a list of names, a keyword argument. If the program
+computes the value, no edit is returned. Besides, a decorator `@jax.checkpoint` can be added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Edit:
     """A replacement of text in a source file.
 
     Fields:
-        start, end: positions of the replaced text in the file's bytes; equal if text is inserted.
+        start, end: byte offsets in the file between which the old text lies; equal for an insertion.
         text: the new text.
     """
 
@@ -33,9 +33,9 @@ class Edit:
 
 
 class SourceFile:
-    """A parsed source file, for which edits are made.
+    """A parsed Python file, with methods that return edits of it without changing the file.
 
-    Raises OSError if the file cannot be read, and ValueError if it is not UTF-8 or not Python.
+    Raises OSError if the file cannot be read, and ValueError if it is not UTF-8 or not valid Python.
     """
 
     def __init__(self, path: Path):
@@ -51,20 +51,23 @@ class SourceFile:
             self._starts.append(self._starts[-1] + len(line))
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Returns the positions in the file's bytes at which a node begins and ends."""
+        """Returns the byte offsets in the file at which a syntax node begins and ends."""
         assert node.end_lineno is not None and node.end_col_offset is not None
         start = self._starts[node.lineno - 1] + node.col_offset
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def line_start(self, line: int) -> int:
-        """Returns the position at which a line begins. Lines are counted from 1."""
+        """Returns the byte offset at which a line begins. `line`: line number, starting at 1."""
         return self._starts[line - 1]
 
     def donate(self, function: str, numbers: Sequence[int]) -> list[Edit]:
-        """Returns the edit that donates arguments of the step that a function returns: in its options, in the only call
-        of jax.jit inside the function, or as new options. [] if the source has none of these forms.
+        """Returns the edit that donates arguments of the step: it changes or adds `donate_argnums` in the options that
+        the function returns, or in the only call of jax.jit inside the function. Returns [] if the source has none of
+        these forms.
 
-        function: name of the function that returns the program. numbers: positions of the arguments, from 0.
+        Args:
+            function: name of the function that returns the program.
+            numbers: positions of the arguments in a call of the step, starting at 0.
         """
         bodies = self._functions(function)
         if not bodies:
@@ -106,8 +109,9 @@ class SourceFile:
         return [Edit(*self.span(node), _tuple_text(sorted({*known, *numbers})))]
 
     def rename(self, old: str, new: str) -> list[Edit]:
-        """Returns the edit that replaces a name in the only call of a names policy with this literal; [] if no call or
-        several calls have it."""
+        """Returns the edit that replaces the checkpoint name `old` by `new` in a policy call such as
+        save_only_these_names. Returns [] unless the string literal `old` occurs exactly once in the policy calls of
+        the file."""
         found = [
             node
             for call in self._policies()
@@ -117,8 +121,8 @@ class SourceFile:
         return [Edit(*self.span(found[0]), _quoted(self, found[0], new))] if len(found) == 1 else []
 
     def checkpoint(self, function: str) -> list[Edit]:
-        """Returns the edit that decorates a function with jax.checkpoint; [] if the file has no such function or
-        several of them, or does not import jax under its own name.
+        """Returns the edit that adds the decorator @jax.checkpoint to a function. Returns [] if the file has no
+        function of this name or several of them, or if it has no `import jax`.
 
         function: the function's qualified name, such as "loss.<locals>.layer".
         """
@@ -131,10 +135,10 @@ class SourceFile:
         return [Edit(start, start, f"{' ' * found[0].col_offset}@jax.checkpoint\n")]
 
     def prevent_cse(self, function: str) -> list[Edit]:
-        """Returns the edits that replace prevent_cse=False by True in the calls that checkpoint a function; [] if there
-        are none.
+        """Returns the edits that replace prevent_cse=False by prevent_cse=True in each call whose first argument is the
+        function, such as jax.checkpoint(function, prevent_cse=False); [] if there is no such call.
 
-        function: name of the function that is passed to jax.checkpoint.
+        function: name of the checkpointed function.
         """
         edits = []
         for call in ast.walk(self.tree):
@@ -162,7 +166,7 @@ class SourceFile:
 
 
 def changed_text(source: SourceFile, edits: Iterable[Edit]) -> str:
-    """Returns the text of a file after its edits, which must not overlap."""
+    """Returns the text of a file after applying edits, which must not overlap. The file on disk is not changed."""
     data = source.data
     for edit in sorted(edits, key=lambda edit: -edit.start):
         data = data[: edit.start] + edit.text.encode() + data[edit.end :]
@@ -170,9 +174,11 @@ def changed_text(source: SourceFile, edits: Iterable[Edit]) -> str:
 
 
 def unified_diff(changed: Mapping[Path, str], folder: Path) -> str:
-    """Returns changed files as a patch that `git apply` accepts in `folder`.
+    """Returns the changes of source files as a patch that `git apply` accepts in `folder`.
 
-    changed: path of a file -> its new text. Files outside of the folder are named by their whole path.
+    Args:
+        changed: path of a file -> its new text. The old text is read from disk.
+        folder: folder to which the paths in the patch are relative. Files outside of it have absolute paths.
     """
     parts = []
     for path, new in changed.items():
@@ -185,7 +191,7 @@ def unified_diff(changed: Mapping[Path, str], folder: Path) -> str:
 
 
 def _git_lines(text: str) -> list[str]:
-    """The lines of a text as git counts them: only a line feed ends a line."""
+    """Returns the lines of a text with their line ends. Only a line feed ends a line, as for git."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
@@ -202,6 +208,5 @@ def _tuple_text(numbers: Sequence[int]) -> str:
 
 
 def _quoted(source: SourceFile, node: ast.expr, new: str) -> str:
-    """The new name in the quotes of the old one."""
     old = ast.get_source_segment(source.text, node) or '"'
     return f"{old[0]}{new}{old[0]}" if old[0] in "\"'" else repr(new)

@@ -1,4 +1,4 @@
-"""The view of an audit: the requests of a program to jax and XLA, with their outcomes."""
+"""Shows an audit: what a program asks jax and XLA to do (its requests), and whether the compiled program does it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ COLUMNS = (
 
 
 def render(rows: Sequence[AuditRow]) -> RenderableType:
-    """Returns the table of all requests of a program for the terminal, with a sentence for each request that was not
-    honored."""
+    """Returns the audit for the terminal: a table of everything that the program asks jax and XLA to do (recompute,
+    save, offload, donate, keep sharded) with what the compiled program does, and a sentence for each request that
+    was not honored. Without rows, returns a sentence that there is nothing to audit."""
     from rich.console import Group
     from rich.text import Text
 
@@ -48,13 +49,16 @@ def render(rows: Sequence[AuditRow]) -> RenderableType:
     from bytescope.memory.view.text_layout import Prose
 
     if not rows:
-        return Prose("the program asks jax and XLA for nothing: no checkpoint, checkpoint name, offload or donation")
+        return Prose(
+            "nothing to audit: the program uses no jax.checkpoint, checkpoint_name, offload, donation or sharding"
+        )
     parts: list[RenderableType] = [terminal_table(TableView(COLUMNS, rows)), Text(), Prose(summary(rows), "bold")]
     return Group(*parts, *(Prose(line, "yellow", indent=2) for line in sentences(rows)))
 
 
 def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:
-    """Returns the requests that were not honored, for the terminal report of a program; None if there are none."""
+    """Returns a heading and one sentence for each request that was not honored, for the terminal report of a
+    program; None if every request was honored or is unknown."""
     from rich.console import Group
     from rich.text import Text
 
@@ -68,14 +72,16 @@ def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:
 
 
 def page_rows(rows: Sequence[AuditRow]) -> PageTable | None:
-    """Returns the table of the requests for a page; None if there are none. The tooltip of a row is its message."""
+    """Returns the table of the audit for the HTML report, with at most MAX_ROWS rows; None if `rows` is empty. The
+    tooltip of a row is its message."""
     if not rows:
         return None
     return page_table(TableView(COLUMNS, rows[:MAX_ROWS], hover=lambda row: row.message))
 
 
 def summary(rows: Sequence[AuditRow]) -> str:
-    """Returns the number of honored requests, such as "11 of 12 requests honored, 2 unknown"."""
+    """Returns how many requests were honored, such as "11 of 12 requests honored, 2 unknown". "unknown" counts the
+    requests of which the audit cannot say whether they were honored."""
     known = [row for row in rows if row.honored is not None]
     honored = sum(row.count for row in known if row.honored)
     unknown = sum(row.count for row in rows if row.honored is None)
@@ -84,8 +90,8 @@ def summary(rows: Sequence[AuditRow]) -> str:
 
 
 def sentences(rows: Sequence[AuditRow]) -> list[str]:
-    """Returns a sentence for each request that was not honored: what was asked, where, what happened, and how to change
-    it."""
+    """Returns one sentence for each row that was not honored, with kind, subject, source line, what happened, and
+    the remedy."""
     lines = []
     for row in rows:
         if row.honored is False:

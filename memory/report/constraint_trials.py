@@ -1,7 +1,7 @@
-"""Tries sharding constraints at the equations whose arrays the partitioner gathers in full.
+"""Tries sharding constraints on the arrays that XLA's partitioner gathers in full.
 
-Each trial inserts `jax.lax.with_sharding_constraint` into the traced program, compiles the program for the target and
-reads its report. The numbers of a trial are compared with those of the unchanged program.
+Each trial inserts `jax.lax.with_sharding_constraint` into the traced program, compiles the program for the target, and
+compares the bytes and seconds of its report with the report of the unchanged program.
 """
 
 from __future__ import annotations
@@ -36,19 +36,23 @@ _OPAQUE = ("shard_map", "pallas_call", "custom_partitioning")
 
 @dataclasses.dataclass(frozen=True)
 class ConstraintTrial:
-    """A sharding constraint that was tried. Bytes and seconds are those of one device and one step.
+    """A sharding constraint that was tried. All bytes are bytes on one device; seconds and sent bytes are those of one
+    step.
 
     Fields:
-        source: "file.py:line" of the operation whose array is constrained.
-        array: the constrained array: "the result" or "operand N", the operation, dtype and dimensions.
-        spec: the PartitionSpec as in source code, such as "P('x', None)".
-        code: the change in words of source code.
+        source: "file.py:line" of the operation that computes or reads the constrained array.
+        array: the constrained array in words, such as "the result of dot_general, float32[64,512]" or "operand 1 of
+            add, float32[64,512]".
+        spec: the sharding as a PartitionSpec in source code, such as "P('x', None)".
+        code: the line of Python to insert, "x = jax.lax.with_sharding_constraint(x, ...)", where x is the array.
         allocated_before, allocated_after: bytes that the program allocates without and with the constraint.
-        wire_before, wire_after: bytes that a device sends to others.
-        seconds_before, seconds_after: predicted seconds of a step; None if the rates of the target are unknown.
-        rows_before, rows_after: number of arrays that the partitioner gathers in full.
-        numerics: "equal" if both programs give equal results up to rounding at small sizes, "differs", or
-            "not checked".
+        wire_before, wire_after: bytes that one device sends to others without and with the constraint.
+        seconds_before, seconds_after: predicted seconds without and with the constraint; None if the target's FLOP/s
+            and bandwidths are unknown.
+        rows_before, rows_after: number of audit rows about arrays that are gathered in full, without and with the
+            constraint.
+        numerics: "equal" if the small program gives equal results, up to rounding, with and without the constraint;
+            "differs" if not; "not checked" if it was not run.
     """
 
     source: str
@@ -67,16 +71,25 @@ class ConstraintTrial:
 
     @property
     def improves(self) -> bool:
-        """Whether the constraint lowers the allocated bytes, or the bytes sent at the same allocated bytes, and the
-        results do not differ."""
+        """Whether the constraint lowers the allocated bytes, or keeps them and lowers the bytes sent. False if the
+        results differ."""
         before, after = (self.allocated_before, self.wire_before), (self.allocated_after, self.wire_after)
         return after < before and self.numerics != DIFFERS
 
 
 @dataclasses.dataclass(frozen=True)
 class _Site:
-    """Where a constraint is inserted: all equations of the forward pass, and of its recomputation, that one line makes
-    with one primitive. `position` counts the operands if `on_operand` is set, and the results otherwise."""
+    """The place where a sharding constraint is inserted: one operand or result of an operation. If a source line makes
+    several equations with this primitive in the forward pass or its recomputation, each of them is constrained.
+
+    Fields:
+        line: "file.py:line" of the operation.
+        primitive: name of the operation's primitive, such as "dot_general".
+        on_operand: True if an operand is constrained, False if a result is constrained.
+        position: index of the operand or of the result.
+        shape: global shape of the constrained array.
+        dtype: its dtype, such as "float32".
+    """
 
     line: str
     primitive: str
@@ -102,22 +115,25 @@ def try_constraints(
     max_trials: int = 12,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> tuple[ConstraintTrial, ...]:
-    """Compiles a step with candidate sharding constraints where its partitioner gathers an array in full. Returns one
-    record for each candidate that compiles, sorted by allocated bytes, then predicted seconds, then bytes sent. Returns
-    () if the audit of the step has no such array, or only parameters that a loop gathers.
+    """Compiles a step with different sharding constraints on the arrays that XLA gathers in full on every device.
 
     Args:
         step, args, kwargs: the step and its arguments, as for `memory.analyze`.
         target: the devices, such as "h100:8".
-        options: options of `jax.jit` for a plain step, such as `donate_argnums`.
-        small: (the same step at small sizes, its arguments), which must shard over a mesh with the same axes. Both
-            programs run on simulated CPU devices of this process with random arguments. Without `small`, or with fewer
-            CPU devices than the mesh has, numerics are "not checked".
-        max_trials: maximum number of candidates that are compiled.
-        progress: function that is called before each compilation with its number, the number of all candidates and
-            the candidate's text.
+        options: options of `jax.jit`, such as `donate_argnums`, if the step is a plain function.
+        small: (the same step at small sizes, its arguments), sharded over a mesh with the same axis names. This small
+            step runs with and without each constraint, with random arguments, on simulated CPU devices of this process,
+            to check that the results stay equal. Without `small`, or with fewer CPU devices than the mesh has,
+            `numerics` is "not checked".
+        max_trials: maximum number of constraints that are compiled.
+        progress: function that is called before each compilation with (number of the compilation, number of all
+            compilations, text of the constraint).
 
-    Raises ReportError if the step cannot be compiled for the target.
+    Returns one ConstraintTrial for each constraint that compiles, sorted by allocated bytes, then predicted seconds,
+    then bytes sent, lowest first. Returns () if the program has no mesh, if no array is gathered in full, or if only
+    parameters are gathered in full inside a loop.
+
+    Raises ReportError if the unchanged step cannot be compiled for the target.
     """
     target = targets.parse(target) if isinstance(target, str) else target
     traced = unwrapped_stage(trace_step(step, args, kwargs, target=target, options=options))
@@ -171,7 +187,8 @@ def _rows(report: ReportRecord) -> list[Any]:
 
 
 def _mesh_of(traced: Any) -> Any:
-    """Returns the mesh of the program's arguments or sharding constraints; None without a mesh of devices."""
+    """Returns the first device mesh in the shardings of a traced program's arguments or sharding constraints; None
+    if there is none."""
     shardings = list(retarget.argument_shardings(traced))
     for inside in distinct_jaxprs(traced.jaxpr):
         shardings += [equation.params.get("sharding") for equation in inside.eqns]
@@ -183,8 +200,15 @@ def _mesh_of(traced: Any) -> Any:
 
 
 def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mesh: Any) -> Iterator[tuple[_Site, Spec]]:
-    """Yields (where, sharding) of each candidate: the first one of each array, beginning with the largest array, then
-    the second one of each array, and so on."""
+    """Yields (site, sharding) pairs to try, in rounds: the first sharding of every array, largest array first, then the
+    second sharding of every array, and so on.
+
+    Args:
+        traced: the traced step.
+        compilation: the compiled step with XLA's log lines.
+        report: the report of the step, whose audit lists the arrays that are gathered in full.
+        mesh: the device mesh.
+    """
     sizes = {str(name): int(size) for name, size in mesh.shape.items() if size > 1}
     leaves = [types.SimpleNamespace(sharding=sharding) for sharding in retarget.argument_shardings(traced)]
     sharding = JaxprSharding.from_arguments(traced.jaxpr, leaves)
@@ -208,8 +232,17 @@ def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mes
 
 
 def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Spec]:
-    """Yields candidate shardings of an array: its own one; those of `between` and its own one with one mesh axis moved
-    to another dimension; one dimension over all axes; one dimension over one axis."""
+    """Yields the shardings to try for one array. Shardings that do not divide the array evenly are left out.
+
+    The order is: the array's own sharding; each sharding of `between`, and the array's own sharding, with one mesh axis
+    moved to another dimension; one dimension sharded over all mesh axes; one dimension sharded over one mesh axis.
+
+    Args:
+        own: the sharding of the array in the jaxpr, as mesh axes for each dimension.
+        between: the shardings in XLA's log between which the array is resharded.
+        shape: global shape of the array.
+        sizes: mesh axis -> number of devices, for axes of more than one device.
+    """
     rank = len(shape)
     specs = [own]
     for spec in (*between, own):
@@ -230,8 +263,8 @@ def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapp
 
 
 def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
-    """Yields (where, variable) for the arrays of `size` bytes that a line of the forward pass computes. If it computes
-    none, yields those that it reads."""
+    """Yields (site, variable) for each array that a source line computes in the forward pass and whose global size
+    is `size` bytes. If the line computes no such array, yields the arrays of this size that the line reads."""
     equations = [
         equation for equation, backward in _equations(jaxpr) if not backward and equation_line(equation) == line
     ]
@@ -252,8 +285,9 @@ def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
 
 
 def _equations(jaxpr: Any, backward: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yields (equation, whether it belongs to the backward pass) for the equations that contain no jaxpr. `backward`:
-    whether the jaxpr is part of the backward pass."""
+    """Yields (equation, is_backward) for the equations of a jaxpr and of the jaxprs inside it. Equations that only
+    contain other equations, such as a scan, are not yielded. is_backward tells whether the equation belongs to the
+    backward pass and is not a recomputation. `backward`: whether `jaxpr` itself is part of the backward pass."""
     for equation in inner_jaxpr(jaxpr).eqns:
         inside = list(bodies(equation)) if equation.primitive.name not in _OPAQUE else []
         own = _is_backward(equation, backward)
@@ -273,7 +307,7 @@ def _is_backward(equation: Any, outer: bool) -> bool:
 
 
 class _ChangedProgram:
-    """A `jax.stages.Traced` with another jaxpr."""
+    """A `jax.stages.Traced` in which the attribute `jaxpr` is replaced by another ClosedJaxpr."""
 
     def __init__(self, traced: Any, jaxpr: Any):
         self._traced, self.jaxpr = traced, jaxpr
@@ -283,7 +317,8 @@ class _ChangedProgram:
 
 
 def _changed(traced: Any, site: _Site, spec: Spec, mesh: Any) -> Any:
-    """Returns the traced program with a sharding constraint."""
+    """Returns a copy of the traced program in which the array at `site` is constrained to the sharding `spec` over
+    `mesh`."""
     import jax
 
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(axes or None for axes in spec)))
@@ -291,16 +326,17 @@ def _changed(traced: Any, site: _Site, spec: Spec, mesh: Any) -> Any:
 
 
 class _Rewriter:
-    """Inserts a sharding constraint into a jaxpr. Like `with_sharding_constraint` in the source, it also constrains the
-    gradient of the array: in the backward pass of the same line, the operands of the array's shape that the backward
-    pass has computed."""
+    """Inserts one sharding constraint into a jaxpr: on the array at `site`, and on the gradient of this array in the
+    backward pass, because `with_sharding_constraint` in source code constrains both. The gradient is recognized as
+    an operand with the array's shape and dtype, in the backward pass of the same source line, that the backward pass
+    computed."""
 
     def __init__(self, site: _Site, sharding: Any):
         self.site, self.sharding = site, sharding
         self._done: dict[Any, Any] = {}
 
     def closed(self, jaxpr: Any) -> Any:
-        """Returns a ClosedJaxpr with the constraint."""
+        """Returns a copy of a ClosedJaxpr in which the constraint is inserted wherever `site` occurs."""
         return self._value(jaxpr, False, ())
 
     def _value(self, value: Any, backward: bool, gradients: Sequence[bool]) -> Any:
@@ -315,8 +351,13 @@ class _Rewriter:
         return value
 
     def _jaxpr(self, jaxpr: Any, outer: bool, given: Sequence[bool]) -> Any:
-        """Returns a Jaxpr with the constraint. `outer`: whether the jaxpr is part of the backward pass. `given`:
-        whether each input is a gradient."""
+        """Returns a copy of a Jaxpr in which the constraint is inserted.
+
+        Args:
+            jaxpr: the Jaxpr.
+            outer: whether the Jaxpr is part of the backward pass.
+            given: for each input of the Jaxpr, whether the backward pass computed it.
+        """
         key = id(jaxpr), outer, tuple(given)
         if key in self._done:
             return self._done[key][1]
@@ -355,7 +396,18 @@ class _Rewriter:
         return self._value(value, backward, of_gradients)
 
     def _positions(self, equation: Any, backward: bool, of_gradients: Sequence[bool]) -> tuple[bool, list[int]]:
-        """Returns (whether the constraint is on operands and not on results, positions of the constrained arrays)."""
+        """Returns (on_operand, positions): which arrays of an equation get the constraint. `on_operand` is True if the
+        positions are those of operands, False if they are those of results. `positions` is [] if the equation is not at
+        the site.
+
+        In the forward pass, this is the array of the site. In the backward pass of the site's source line, it is each
+        operand with the site's shape and dtype that the backward pass computed.
+
+        Args:
+            equation: the equation.
+            backward: whether the equation belongs to the backward pass.
+            of_gradients: for each operand, whether the backward pass computed it.
+        """
         site = self.site
         if equation_line(equation) != site.line:
             return False, []
@@ -383,11 +435,13 @@ class _Rewriter:
 
 
 class _SmallRun:
-    """The step at small sizes, which runs on simulated CPU devices with and without a constraint.
+    """Runs the step at small sizes on simulated CPU devices, with and without a sharding constraint, and compares the
+    results.
 
-    Two results are equal if the norm of their difference is at most the square root of the machine epsilon, relative to
-    the norm of the result. The machine epsilon is that of the least precise float dtype of the program, because a sum
-    over devices may add in another order."""
+    Two results are equal if the norm of their difference, divided by the norm of the result, is at most the square root
+    of the machine epsilon. The machine epsilon is that of the least precise float dtype in the program. Results need
+    not be bitwise equal, because a sum over devices may add in another order.
+    """
 
     def __init__(self, step: Any, args: Sequence[Any]):
         import jax
@@ -407,8 +461,9 @@ class _SmallRun:
                 self.before = self._run(self.traced)
 
     def compare(self, site: _Site, spec: Spec) -> str:
-        """Returns whether the program gives the same results with a sharding constraint: "equal", "differs", or "not
-        checked" if one of the programs cannot run here or its results are not finite."""
+        """Returns "equal" or "differs" for the results of the small step with and without the sharding `spec` at
+        `site`. Returns "not checked" if the step cannot run with the CPU devices of this process, if the small array
+        cannot be sharded in this way, or if the results without the constraint are not finite."""
         shapes = _same_rank_shapes(self.traced.jaxpr, site)
         if self.before is None or not _are_finite(self.before) or not shapes:
             return NOT_CHECKED
@@ -422,7 +477,8 @@ class _SmallRun:
         return EQUAL if all(_are_equal(*pair, self.epsilon) for pair in zip(self.before, after)) else DIFFERS
 
     def _run(self, program: Any) -> list[Any] | None:
-        """Returns the results as numpy arrays; None if this process has too few CPU devices."""
+        """Compiles and runs a traced program with random arguments. Returns its results as a flat list of numpy
+        arrays; None if this process has fewer CPU devices than the mesh."""
         import jax
 
         try:
@@ -440,7 +496,8 @@ class _SmallRun:
 
 
 def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
-    """Returns the shapes that the constrained array has in a jaxpr of other sizes."""
+    """Returns the shapes that the array of `site` has in `jaxpr`, which is the same program at other sizes; [] if
+    the array is not found."""
     shapes = []
     for equation, backward in _equations(jaxpr):
         if not backward and equation.primitive.name == site.primitive and equation_line(equation) == site.line:
@@ -451,8 +508,14 @@ def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
 
 
 def _random(number: int, leaf: Any, signed: bool) -> Any:
-    """Returns an array of small normal numbers for floats (their absolute values, unless `signed`), and of 0 and 1 for
-    other dtypes. `number`: seed of the random numbers."""
+    """Returns a random argument for the small step: normal numbers with standard deviation 0.1 for floats, 0 and 1 for
+    integers and booleans, or a random key.
+
+    Args:
+        number: seed.
+        leaf: shape and dtype of the argument.
+        signed: if False, absolute values are returned.
+    """
     import jax
     import numpy as np
 

@@ -1,6 +1,6 @@
-"""bytescope audit: what a config's step, or any program, asks jax and XLA for, and what the compiled program does.
+"""bytescope audit: compares what a config's step, or any program, asks jax and XLA to do with what XLA compiles.
 
-`memory.commands.audit_command` audits other programs.
+This module audits bytescope's own configs. `memory.commands.audit_command` audits all other programs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compiles the program, prints its requests with their outcomes, and writes the requested files; returns the exit
-    code."""
+    """Runs `bytescope audit`: compiles the program, prints what it asks jax and XLA to do (recompute, save, offload,
+    donate, keep sharded) and whether XLA does it, tries the changes of --fix, and writes the files of --json and
+    --html. Returns the exit code: 1 with --strict if a request was not honored, else 0.
+
+    Raises ReportError for flags that cannot be combined, and for a program that cannot be compiled.
+    """
     check_files(args)
     if is_adapted(args.config):
         refuse_flags(args, ("fix", "fix_sharding", "small", "write"))
@@ -68,8 +72,8 @@ def _audit_config(args: argparse.Namespace) -> int:
 
 
 def tried_flags(report: ReportRecord) -> list[audit_fix.TriedProposal]:
-    """Returns the remedies of a report's findings as proposals, with the bytes of the programs that were compiled with
-    them."""
+    """Returns the remedies of a report's findings as proposed changes. If a remedy was compiled before, its row has
+    the allocated bytes and predicted seconds of that program."""
     rows = []
     for finding in report.findings:
         changes = finding.flags or finding.options

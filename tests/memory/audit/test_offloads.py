@@ -91,7 +91,7 @@ def test_the_result_of_a_block_is_not_offloaded(scanned, kept):
     (row,) = offload_rows(*layers_step(offloading("residual"), scanned=scanned))
     assert only([row]) == ("residual", "offload", "kept", 4 * kept * ROWS * WIDTH, kept, "autodiff")
     assert row.source.endswith(f"{__file__}:{mlp.__code__.co_firstlineno + 7}") and row.honored is False
-    assert "residual names an input" in row.message
+    assert "residual is the name of an input" in row.message
 
     if scanned:
         described("h200")

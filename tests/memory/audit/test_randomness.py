@@ -69,7 +69,7 @@ def test_a_mask_drawn_without_a_key_is_redrawn():
     (row,) = random_rows(make_step(keyless))
     assert (row.asked, row.done, row.honored, row.undone_by) == ("repeat", "redrawn", False, "runtime")
     assert row.bytes == 4 * ROWS * WIDTH and row.count == 2
-    assert "draw with jax.random and a key" in row.message
+    assert "use jax.random.uniform with a key" in row.message
 
 
 def test_the_gradient_of_a_redrawn_mask_is_wrong():
@@ -139,7 +139,7 @@ def test_a_draw_that_the_partitioner_divides_differently(again):
     (row,) = rows
     assert (row.asked, row.done, row.undone_by, row.honored) == ("unknown", "redrawn", "partitioner", None)
     assert (row.source, row.bytes) == ("model.py:7", 4 * 32 * 1024)
-    assert "draws 32 x 1024 in the forward pass and 256 x 128 in the recomputation" in row.message
+    assert "of shape 32 x 1024 in the forward pass and of shape 256 x 128 in the recomputation" in row.message
 
 
 @pytest.mark.parametrize("constrained", [False, True])
