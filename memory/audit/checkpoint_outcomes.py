@@ -133,14 +133,19 @@ def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Itera
     """Yields one row for each source line of a region whose random bits or masks depend on no argument of the
     checkpointed function and are kept by XLA. No optimization barrier protects the recomputation of such values. Values
     of less than `TOY` bytes get no row."""
-    sizes = {each.equation.outvars[0].aval.size for each in region.constant if each.equation.outvars}
+    sizes: dict[str, set[int]] = defaultdict(set)  # dtype -> numbers of elements
+    for each in region.constant:
+        for result in each.equation.outvars:
+            sizes[str(getattr(result.aval, "dtype", ""))].add(getattr(result.aval, "size", 0))
     drawn = any(each.equation.primitive.name in RANDOM for each in region.constant)
+    lines = region.lines if drawn else {each.line for each in region.constant}
     kept: dict[str, list[Buffer]] = defaultdict(list)
     for buffer in outcome.residuals:
-        elements = math.prod(buffer.shape)
-        alike = any(size % elements == 0 and size // elements <= outcome.devices for size in sizes if elements)
-        if alike and buffer.dtype in _MASKS and buffer.source in region.lines:
-            kept[buffer.source].append(buffer)
+        if buffer.dtype in _MASKS and buffer.source in lines and buffer.bytes > TOY:
+            elements = math.prod(buffer.shape)
+            # a device holds a part of the array
+            if any(size % elements == 0 and size // elements <= outcome.devices for size in sizes[buffer.dtype]):
+                kept[buffer.source].append(buffer)
     for source, buffers in kept.items():
         size = sum(buffer.bytes for buffer in buffers)
         if size <= TOY:

@@ -12,9 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from bytescope.memory.analysis import report_of
 from bytescope.memory.audit.checkpoint_names_audit import _is_misspelling
 from bytescope.memory.audit.checkpoint_requests import find_regions, mentioned_names, request_for
+from bytescope.memory.devices import targets
 from bytescope.memory.program.compilation import compiled_for
 from support import checkpoint_programs as programs
 from support.checkpoint_programs import HIDDEN_BYTES, LAYERS, POLICIES
+from support.described import WIDE_GPU, compile_described
 from support.oracles import require
 
 KINDS = ("checkpoint", "name")
@@ -153,6 +155,15 @@ def test_cpu_merges_unrolled_layers():
     (row, *_) = unhonored(rows_of(programs.unrolled(prevent_cse=True), target="cpu:1"))
     assert row.undone_by == "cse" and "CPU" in row.message
     assert not unhonored(rows_of(programs.scanned(), target="cpu:1"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["full", "megatron"])
+def test_masks_outside_of_regions_are_no_rows(policy):
+    """The dropout after the embedding is not under jax.checkpoint, and its mask has the size of constants that are."""
+    compilation = compile_described("h100", {**WIDE_GPU, "remat.policy": policy, "model.dropout": 0.1})
+    rows = [row for row in report_of(compilation, target=targets.parse("h100")).audit if row.kind in KINDS]
+    assert rows and not [row for row in rows if row.honored is False]
 
 
 # ---- without a compiler -------------------------------------------------------------------------------------------
