@@ -141,8 +141,8 @@ def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[s
         else:
             return interpreter, tuple(dict.fromkeys(named))
     raise ReportError(
-        f"--jax={text}: {problems[0]}; install a Python interpreter that supports all versions, or name it with "
-        "--python"
+        f"--jax={text}: {problems[0]}; install a Python interpreter that supports all these versions, or give its path "
+        "with --python"
     )
 
 

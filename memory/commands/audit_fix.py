@@ -206,7 +206,7 @@ def show(tried: Sequence[TriedProposal]) -> None:
     from bytescope.memory.view.table_views import terminal_table
 
     if not tried:
-        put(Prose("no change to propose: the report has no finding and every request was honored or is unknown"))
+        put(Prose("no change to propose: every request is honored or unknown, and no finding has a known change"))
         return
     put(terminal_table(TableView(COLUMNS, tried)))
     for row in tried:

@@ -159,9 +159,9 @@ def check_arguments(args: argparse.Namespace) -> str:
         raise ReportError(f"{words}: give only one of --jax, --git, --xla-flags, --keys and --diff")
     for flag in ("python", "install"):
         if getattr(args, flag) and given[0] != "jax":
-            raise ReportError(f"--{flag} is only valid with --jax: leave it out")
+            raise ReportError(f"--{flag} is only valid with --jax: leave out --{flag}")
     if args.all and given[0] not in ("jax", "git"):
-        raise ReportError("--all is only valid with --jax or --git: leave it out")
+        raise ReportError("--all is only valid with --jax or --git: leave out --all")
     if args.function and given[0] != "diff":
         raise ReportError("--function is only valid with --diff: give the program as --program=MODULE:FUNCTION")
     if given[0] == "diff" and (args.program or args.config):
