@@ -37,7 +37,7 @@ _PASSES = ("forward", "backward", "recompute")
 _ASKED = ("all_gather", "all_gather_invariant", "reshard", "device_put")
 # Prefixes of dtypes in HLO text, and in a report.
 _DTYPES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
-_FIX_SHARDING = "`bytescope audit --fix-sharding` tries such constraints"
+_FIX_SHARDING = "`bytescope audit --fix-sharding` tries sharding constraints for this array"
 
 
 def gathered_arrays(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
