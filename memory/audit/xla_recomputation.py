@@ -1,4 +1,5 @@
-"""Finds saved values that XLA's own rematerialization pass computes again, because the program exceeds XLA's limit."""
+"""Finds values that a remat policy saves but that XLA's own rematerialization pass recomputes, because the program
+needs more memory than the limit that XLA compiles for."""
 
 from __future__ import annotations
 
@@ -13,19 +14,21 @@ from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.records.xla_records import RecomputedValue
 
 _MESSAGE = (
-    "the policy of jax.checkpoint saves the value, but XLA computes it again, because the program exceeds the memory "
-    "limit of XLA: use a policy that saves less, or reduce the batch"
+    "the policy of jax.checkpoint saves the value, but XLA recomputes the value, because the program exceeds the memory "
+    "limit of XLA: use a policy that saves fewer values, or reduce the batch size"
 )
 
 
 def with_xla_recomputation(
     report: JudgedProgram, program: PlacedProgram, rows: Sequence[AuditRow]
 ) -> Iterator[AuditRow]:
-    """Yields the rows of an audit. The row of a checkpoint name that a policy saves is replaced if XLA's
-    rematerialization pass computes a value with this name again.
+    """Yields the rows of an audit. If a remat policy saves a checkpoint name but XLA's rematerialization pass
+    recomputes a value with this name, the row of the name is replaced by a row that says so.
 
-    rows: the rows of the audit. report.xla_recomputed: the values that XLA computes again; the rows are unchanged if
-    there are none.
+    Args:
+        report: the report of the compiled step; `xla_recomputed` lists the values that XLA recomputes.
+        program: the compiled step with its jaxpr. Without a jaxpr, all rows are unchanged.
+        rows: the rows of all audits.
     """
     saved = {row.subject for row in rows if row.kind == "name" and row.asked == "save"}
     again: dict[str, list[RecomputedValue]] = defaultdict(list)
@@ -55,7 +58,8 @@ def with_xla_recomputation(
 
 
 def _metadata_of(program: PlacedProgram, instruction: Instruction) -> list[Metadata]:
-    """The metadata of an instruction, and of the instructions inside of it if it is a fusion, the last one first."""
+    """Returns the metadata of an instruction. For a fusion, the metadata of the instructions inside it follow, last
+    one first."""
     module = program.module
     found = [module.metadata(instruction)]
     if instruction.opcode == "fusion":

@@ -1,4 +1,4 @@
-"""Runs a bisection over an axis of change: measures both ends, searches, and says what the measurements show."""
+"""Runs a bisection: compiles the first and the last candidate, searches between them, and explains the measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bytescope.memory.bisect.change_search import minimal_set, search_sequence
 from bytescope.memory.bisect.measurements import QUANTITIES, Bound, Measurement
 from bytescope.memory.bisect.measuring import Candidate, check_measured
 
-# Steps below this fraction of the largest difference from the good end do not count as changes of direction.
+# A rise or fall below this fraction of the largest difference from the first candidate is ignored.
 _SMALL_STEP = 0.1
 
 
@@ -19,11 +19,13 @@ class Outcome:
     """The result of a bisection.
 
     Fields:
-        good: value of the quantity at the good end.
-        measured: every measured candidate; those of a sequence in the order of the sequence.
-        change: the versions or changes among which the bound is first exceeded, usually one; () if there is none.
-        before, after: the measurements without and with the change; None if there is none.
-        notes: sentences on what makes the result uncertain, or why there is none.
+        good: bytes, FLOPs or seconds of the first candidate, which is the oldest version or the program without any
+            change.
+        measured: the measurement of every compiled candidate; versions and commits are listed from old to new.
+        change: the change at which the bound is first exceeded: one version, commit, flag, key or line; several if only
+            all of them together exceed the bound, or if those between could not be compiled. () if no change was found.
+        before, after: the measurements without and with the change; None if no change was found.
+        notes: sentences that say why the result is uncertain, or why no change was found.
     """
 
     good: float
@@ -37,14 +39,16 @@ class Outcome:
 def run_bisection(
     axis: Axis, bound: Bound, measure: Callable[[Candidate], Measurement], measure_all: bool = False
 ) -> Outcome:
-    """Finds the change of an axis at which the bound is first exceeded.
+    """Finds the change at which a program first exceeds a bound.
 
     Args:
-        axis: the axis of change. bound: the bound on a quantity.
-        measure: measures a candidate.
-        measure_all: whether every version of a sequence is measured, instead of halving it.
+        axis: the changes to search, such as the versions of jax.
+        bound: the bound on bytes, FLOPs or seconds.
+        measure: function that compiles a candidate and returns its measurement.
+        measure_all: if True, every version or commit is compiled; if False, the range is halved until one is left.
 
-    Raises ReportError if an end of the axis cannot be measured.
+    Raises ReportError if the first or the last candidate cannot be compiled, or if its report lacks the bounded
+    quantity.
     """
     measured: dict[str, Measurement] = {}
     quantity = QUANTITIES[bound.quantity]
@@ -56,9 +60,9 @@ def run_bisection(
 
     ends = axis.good, axis.bad
     good = value_of(axis.candidate(ends[0]))
-    good = check_measured(measured[axis.point(ends[0])], bound.quantity, "the good end")
+    good = check_measured(measured[axis.point(ends[0])], bound.quantity, "the first candidate")
     value_of(axis.candidate(ends[1]))
-    bad = check_measured(measured[axis.point(ends[1])], bound.quantity, "the bad end")
+    bad = check_measured(measured[axis.point(ends[1])], bound.quantity, "the last candidate")
     limit = bound.text(good)
 
     def exceeds(state: frozenset[int]) -> bool | None:
@@ -73,12 +77,13 @@ def run_bisection(
         return Outcome(good, rows, tuple(change), before, after, tuple(notes))
 
     if bound.is_exceeded(good, good):
-        return answer(notes=[f"the good end, {axis.point(ends[0])}, already exceeds the bound of {limit}"])
+        return answer(notes=[f"the first candidate, {axis.point(ends[0])}, already exceeds the bound of {limit}"])
     if axis.is_sequence and measure_all:
         for index in range(1, len(axis.changes) - 1):
             exceeds(frozenset([index]))
     if not bound.is_exceeded(bad, good) and not (axis.is_sequence and measure_all):
-        return answer(notes=[f"no change found: the bad end, {axis.point(ends[1])}, is within the bound of {limit}"])
+        words = f"the last candidate, {axis.point(ends[1])}, is within the bound of {limit}"
+        return answer(notes=[f"no change found: {words}"])
     if axis.is_sequence:
         last = len(axis.changes) - 1
         if measure_all:
@@ -90,7 +95,7 @@ def run_bisection(
         change = axis.changes[found.before + 1 : found.after + 1]
         notes = _sequence_notes(axis, bound, good, measured, quantity.text)
         if len(change) > 1:
-            notes.append(f"{', '.join(change[:-1])} could not be measured, so the change may be in any of them")
+            notes.append(f"{', '.join(change[:-1])} could not be compiled, so the change may be in any of these")
         return answer(change, [frozenset([found.before]), frozenset([found.after])], notes)
     minimal = minimal_set(len(axis.changes), exceeds)
     # Without one of the changes, the rest was measured and is within the bound, unless it could not be measured.
@@ -99,7 +104,7 @@ def run_bisection(
     names = [axis.changes[index] for index in sorted(minimal)]
     notes = []
     if len(names) > 1:
-        notes.append(f"the bound is only exceeded by {len(names)} changes together")
+        notes.append(f"the bound is only exceeded by these {len(names)} changes together")
     within = [
         point
         for point, state in axis.states().items()
@@ -107,8 +112,8 @@ def run_bisection(
     ]
     if within:
         notes.append(
-            f"not monotonic: {within[0]} contains the found change, but is within the bound, so other changes save as "
-            "much"
+            f"not monotonic: {within[0]} contains the found change but is within the bound, so other changes in it "
+            "save as much as the found change adds"
         )
     return answer(names, [rest, minimal], notes)
 
@@ -116,8 +121,8 @@ def run_bisection(
 def _sequence_notes(
     axis: Axis, bound: Bound, good: float, measured: dict[str, Measurement], text: Callable[[float], str]
 ) -> list[str]:
-    """Returns sentences about a sequence of versions that crosses the bound more than once, as far as it was
-    measured."""
+    """Returns one sentence if the measured versions or commits cross the bound more than once, or may do so because
+    their values both rise and fall; else []."""
     values = [(point, measured[point].value(bound.quantity)) for point in axis.points() if point in measured]
     known = [(point, value) for point, value in values if value is not None]
     crossings = [
@@ -131,5 +136,5 @@ def _sequence_notes(
     steps = {new > old for (_, new), (_, old) in zip(known[1:], known[:-1], strict=True) if abs(new - old) > least}
     if len(steps) > 1:
         listed = ", ".join(f"{text(value)} ({point})" for point, value in known)
-        return [f"not monotonic: {listed}; the bound may be crossed more than once: --all measures every version"]
+        return [f"not monotonic: {listed}; the bound may be crossed more than once: use --all to measure every version"]
     return []

@@ -1,7 +1,8 @@
-"""The axes of change that a bisection searches: versions of jax, commits, flags of XLA, config keys, lines of a diff.
+"""The changes that a bisection can search: versions of jax, commits, XLA flags, config keys, and lines of a file.
 
-An axis is a sequence of versions, each of which can be measured alone, or a set of changes that are applied to the good
-end in any combination. A state of an axis is a frozenset of indices: of one version, or of the applied changes.
+There are two kinds of `Axis`. A sequence (versions of jax, commits) is ordered from old to new, and one of them is used
+at a time. A set (flags, keys, lines) consists of changes that can be applied to the program in any combination. A
+"state" is a frozenset of indices: the index of the chosen version, or the indices of the applied changes.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bytescope.memory.devices.xla_flags import flags_text, parse_flags
 from bytescope.memory.errors import ReportError, one_line
 
 State = frozenset[int]
-# The name of a candidate with more changes than this has their number and a digest instead of all of them.
+# A candidate with more changes than this is named by the number of its changes and a digest, not by listing them.
 _NAMED_CHANGES = 3
 
 
@@ -33,10 +34,11 @@ class Program:
     """The program that is bisected.
 
     Fields:
-        factory: `module:function` or `file.py:function`, or where to import a ProgramFactory.
-        overrides: config key -> value, the same in all candidates.
-        with_flags: function from overrides and flags of XLA to overrides with these flags.
-        needs_trainer: whether the program is a config of bytescope.
+        factory: the function that makes the program: `module:function` or `file.py:function`, or the import path of a
+            ProgramFactory object.
+        overrides: config key -> value, the same for all candidates.
+        with_flags: function that adds XLA flags to overrides: (overrides, flag -> value) -> overrides.
+        needs_trainer: True for bytescope's own configs, which need the packages of the extra `train`.
     """
 
     factory: str
@@ -49,12 +51,13 @@ class Program:
 
 
 class Axis:
-    """An axis of change.
+    """The changes of one kind that a bisection searches, such as versions of jax. (Not an axis of an array or a mesh.)
 
     Attributes:
-        name: the flag of the command that selects the axis, such as "jax".
-        changes: names of the versions, good end first, or of the changes.
-        is_sequence: whether the axis is a sequence of versions.
+        name: the command-line flag of this kind without its dashes, such as "jax" or "xla-flags".
+        changes: names of the versions from old to new, or names of the changes that can be combined.
+        is_sequence: True for versions and commits, of which one is used at a time; False for changes that can be
+            combined.
     """
 
     def __init__(
@@ -65,16 +68,18 @@ class Axis:
 
     @property
     def good(self) -> State:
-        """The good end: the first version, or no change."""
+        """The state of the first candidate, which must be within the bound: the oldest version, or no change
+        applied."""
         return frozenset([0]) if self.is_sequence else frozenset()
 
     @property
     def bad(self) -> State:
-        """The bad end: the last version, or all changes."""
+        """The state of the last candidate, which must exceed the bound: the newest version, or all changes applied."""
         return frozenset([len(self.changes) - 1]) if self.is_sequence else frozenset(range(len(self.changes)))
 
     def point(self, state: State) -> str:
-        """Returns the name of a state, which is unique on the axis."""
+        """Returns the name of the candidate in a state, such as "jax 0.11.0", "width=64 + layers=2" or "no change".
+        Different states have different names."""
         names = [self.changes[index] for index in sorted(state)]
         if self.is_sequence:
             return names[0]
@@ -88,15 +93,16 @@ class Axis:
         return " + ".join(names)
 
     def points(self) -> tuple[str, ...]:
-        """Returns the names of all versions of a sequence, good end first."""
+        """Returns the names of all versions or commits, from old to new. Only for a sequence."""
         return self.changes
 
     def states(self) -> Mapping[str, State]:
-        """Returns name -> state of every state for which a candidate was made."""
+        """Returns a dict: name of a candidate -> its state (the indices of its version or of its changes), for each
+        candidate that `candidate` has made so far."""
         return self._states
 
     def candidate(self, state: State) -> Candidate:
-        """Returns the candidate of a state."""
+        """Returns the candidate in a state: the program with this version, or with these changes applied."""
         point = self.point(state)
         self._states[point] = state
         return self._make(state, point)
@@ -113,21 +119,26 @@ def jax_axis(
     is_old_gpu: bool,
     more: Sequence[str],
 ) -> Axis:
-    """Returns the axis of versions of jax. Each version is installed in an environment of its own.
+    """Returns the versions of jax as the changes to search. Each version is installed in its own virtual environment
+    when it is first needed.
 
     Args:
-        program: the program. interpreter: path of the Python interpreter. versions: versions of jax, good end first.
-        platform, is_old_gpu: as for `environments.jax_requirement`.
-        more: requirements of the program for pip, such as "flax==0.12.1".
+        program: the program to bisect.
+        interpreter: path of the Python interpreter of the environments.
+        versions: versions of jax, from old to new.
+        platform: "cpu", "cuda", "rocm" or "tpu".
+        is_old_gpu: whether CUDA 13 no longer supports the GPU, so that jax's plugin for CUDA 12 is installed.
+        more: pip requirements of the program, such as "flax==0.12.1".
 
-    Raises ReportError if a version is so old that only a user's function can be compiled, and the program is not one.
+    Raises ReportError if a version is older than bytescope supports and the program is not a function that needs only
+    jax.
     """
     is_standalone = any(environments.parse_version(each) < environments.SUPPORTED_FROM for each in versions)
     oldest = ".".join(map(str, environments.SUPPORTED_FROM))
     if is_standalone and (program.needs_trainer or "bytescope." in program.factory):
         raise ReportError(
-            f"jax {versions[0]} can only compile a program of jax alone: give --program=MODULE:FUNCTION, or versions "
-            f"from {oldest} on"
+            f"with jax {versions[0]}, only a function that needs no other package than jax can be bisected: give "
+            f"--program=MODULE:FUNCTION, or versions of jax from {oldest} on"
         )
 
     def prepare(version: str) -> Place:
@@ -149,13 +160,17 @@ def jax_axis(
 
 @contextlib.contextmanager
 def git_axis(program: Program, text: str, folder: Path) -> Iterator[Axis]:
-    """Context manager: the axis of the commits GOOD..BAD, on the first-parent line. Each commit is checked out in a
-    temporary worktree, which is removed at the end. The user's files, branch and index are not touched.
+    """Context manager that gives the commits of a repository as the changes to search: GOOD, and the commits from GOOD
+    to BAD along the first parents. Each commit is checked out in a temporary worktree, which is removed at exit. The
+    user's files, branch and index are not touched.
 
     Args:
-        program: the program. text: GOOD..BAD. folder: a folder in the repository.
+        program: the program to bisect.
+        text: the range "GOOD..BAD" of two commits, tags or branches; "GOOD.." ends at HEAD.
+        folder: a folder in the repository.
 
-    Raises ReportError if the folder is in no repository, a commit does not exist, or GOOD is no ancestor of BAD.
+    Raises ReportError if the folder is in no git repository, if a commit does not exist, or if GOOD is no ancestor of
+    BAD.
     """
     good, dots, bad = text.partition("..")
     if not good or not dots:
@@ -164,7 +179,7 @@ def git_axis(program: Program, text: str, folder: Path) -> Iterator[Axis]:
     ends = [_git(root, "rev-parse", "--verify", f"{name}^{{commit}}") for name in (good, bad or "HEAD")]
     commits = [ends[0], *_git(root, "rev-list", "--reverse", "--first-parent", f"{ends[0]}..{ends[1]}").split()]
     if len(commits) < 2 or _git(root, "merge-base", *ends) != ends[0]:
-        raise ReportError(f"--git={text}: {good} is no ancestor of {bad or 'HEAD'}: give the older commit first")
+        raise ReportError(f"--git={text}: {good} is not an ancestor of {bad or 'HEAD'}: give the older commit first")
     names = [_git(root, "log", "-1", "--format=%h %s", commit) for commit in commits]
     where, _, function = program.factory.rpartition(":")
     if where.endswith(".py") and os.path.isabs(where):
@@ -207,10 +222,10 @@ def _git(folder: Path, *arguments: str) -> str:
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise ReportError(f"git cannot be started ({error.strerror}): install it") from error
+        raise ReportError(f"git cannot be started ({error.strerror}): install git") from error
     if done.returncode:
         reason = one_line((done.stderr.strip().splitlines() or ["no message"])[-1], 200)
-        raise ReportError(f"git {arguments[0]} failed ({reason}): check the repository and the range of --git")
+        raise ReportError(f"git {arguments[0]} failed ({reason}): check the repository and the commits in --git")
     return done.stdout.strip()
 
 
@@ -218,9 +233,13 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def flags_axis(program: Program, text: str) -> Axis:
-    """Returns the axis of flags of XLA. text: a file with one FLAG=VALUE per line, or a list FLAG=VALUE,FLAG=VALUE.
+    """Returns XLA flags as the changes to search.
 
-    Raises ReportError if the file cannot be read, or a text is not a flag with a value.
+    Args:
+        program: the program to bisect.
+        text: the path of a file with one FLAG=VALUE per line, or a list FLAG=VALUE,FLAG=VALUE.
+
+    Raises ReportError if the file cannot be read, if a word is not a flag with a value, or if there is no flag.
     """
     if "=" in text:
         words = text.replace(",", " ").split()
@@ -228,7 +247,9 @@ def flags_axis(program: Program, text: str) -> Axis:
         words = [word for line in _read_lines(Path(text), "--xla-flags") for word in line.partition("#")[0].split()]
     flags = parse_flags(words, "--xla-flags: ")
     if not flags:
-        raise ReportError(f"--xla-flags={text} has no flags: give FLAG=VALUE,FLAG=VALUE, or a file with one per line")
+        raise ReportError(
+            f"--xla-flags={text} has no flags: give FLAG=VALUE,FLAG=VALUE, or a file with one FLAG=VALUE per line"
+        )
     names = list(flags)
 
     def make(state: State, point: str) -> Candidate:
@@ -239,9 +260,12 @@ def flags_axis(program: Program, text: str) -> Axis:
 
 
 def keys_axis(program: Program, keys: Mapping[str, Any], show: Callable[[Any], str] = str) -> Axis:
-    """Returns the axis of config keys.
+    """Returns config keys as the changes to search.
 
-    keys: config key -> value at the bad end. show: function from a value to its text.
+    Args:
+        program: the program to bisect.
+        keys: config key -> its changed value, which the last candidate has for all keys.
+        show: function that returns a value as text.
     """
     names = list(keys)
 
@@ -253,9 +277,10 @@ def keys_axis(program: Program, keys: Mapping[str, Any], show: Callable[[Any], s
 
 
 def parse_keys(texts: Sequence[str]) -> dict[str, str]:
-    """Returns config key -> value for texts of the form KEY=VALUE,KEY=VALUE. Commas in parentheses belong to a value.
+    """Parses texts of the form KEY=VALUE,KEY=VALUE into a dict: key -> value as text. A comma in parentheses belongs to
+    the value.
 
-    Raises ReportError if a part is not a key with its value.
+    Raises ReportError if a part is not of the form KEY=VALUE.
     """
     from bytescope.memory.compare.grids import split_values
 
@@ -270,8 +295,11 @@ def parse_keys(texts: Sequence[str]) -> dict[str, str]:
 
 
 def split_files(text: str) -> tuple[str, str]:
-    """Splits A..B, the value of --diff, into two names. A name may contain "..", as in ../a.py. Raises ReportError if
-    the text does not have two names."""
+    """Splits A..B, the value of --diff, into the names of two files. Names that contain "..", such as ../a.py, are
+    recognized by the files that exist.
+
+    Raises ReportError if the text does not name two files.
+    """
     positions = [index for index in range(1, len(text) - 2) if text[index : index + 2] == ".."]
     pairs = [(text[:index], text[index + 2 :]) for index in positions]
     if not pairs:
@@ -281,12 +309,13 @@ def split_files(text: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def diff_axis(first: Path, second: Path, make_program: Callable[[str], Program]) -> Iterator[Axis]:
-    """Context manager: the axis of the lines in which two files differ. Candidates are files in a temporary folder,
-    made of the first file with some of the differences.
+    """Context manager that gives the lines in which two files differ as the changes to search. Each candidate is a file
+    in a temporary folder: the first file with some of the second file's lines.
 
     Args:
-        first, second: the files at the good end and at the bad end.
-        make_program: function from the path of a file to its program.
+        first: the file of the first candidate, which is within the bound.
+        second: the file of the last candidate, which exceeds the bound.
+        make_program: function from the path of a file to the program in the file.
 
     Raises ReportError if a file cannot be read, or if the files are equal.
     """
@@ -311,8 +340,13 @@ def diff_axis(first: Path, second: Path, make_program: Callable[[str], Program])
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """A difference between two files: the lines `start` to `end` (exclusive, from 0) of the first file become `lines`.
-    `line` is the number of the first new line in the second file, from 1."""
+    """One difference between two files.
+
+    Fields:
+        start, end: lines start to end - 1 of the first file are replaced, counted from 0; equal for an insertion.
+        lines: the lines of the second file that replace them; () if lines are deleted.
+        line: number of the first of these lines in the second file, counted from 1.
+    """
 
     start: int
     end: int
@@ -320,15 +354,16 @@ class Edit:
     line: int
 
     def name(self, file: str) -> str:
-        """Returns the name of the edit: file, line number and text of the first line."""
+        """Returns the difference as text: the name of the file, the line number, and the first new line, cut to 60
+        characters."""
         words = self.lines[0].strip() if self.lines else "(lines removed)"
         more = f" (+{len(self.lines) - 1} lines)" if len(self.lines) > 1 else ""
         return f"{file}:{self.line}: {words[:60]}{more}"
 
 
 def _split_edits(before: Sequence[str], after: Sequence[str]) -> list[Edit]:
-    """Returns the differences between two files. A block of changed lines is split into lines if both sides have as
-    many."""
+    """Returns the differences between two files, given as lists of lines. If a block of lines is replaced by equally
+    many lines, each line is a difference of its own."""
     edits = []
     for tag, a, b, c, d in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
         if tag == "equal":

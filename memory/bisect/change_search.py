@@ -1,7 +1,8 @@
-"""Searches for the change at which a bound is first exceeded: by halving a sequence, or by delta debugging a set.
+"""Searches for the change at which a bound is first exceeded: binary search in a sequence of versions, delta debugging
+in a set of changes.
 
-Both searches call a function that measures one candidate. It returns True if the candidate exceeds the bound, False if
-it does not, and None if the candidate could not be measured.
+Both searches get a function that compiles one candidate. It returns True if the candidate exceeds the bound, False if
+it is within the bound, and None if it cannot be compiled.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ class Interval:
     """The result of a search in a sequence of versions.
 
     Fields:
-        before: index of the last version before the change, which is within the bound.
-        after: index of the first version after it, which exceeds the bound. The versions between the two could not be
-            measured.
+        before: index of the last version before the change; this version is within the bound.
+        after: index of the first version after the change; this version exceeds the bound. If it is larger than before
+            + 1, the versions between the two could not be compiled.
     """
 
     before: int
@@ -26,14 +27,15 @@ class Interval:
 
 
 def search_sequence(count: int, exceeds: Callable[[int], bool | None]) -> Interval:
-    """Returns the first crossing of the bound between the first version, which must be within the bound, and the last
-    one, which must exceed it.
+    """Finds two neighbouring versions of which the older one is within the bound and the newer one exceeds it, by
+    binary search. The first version must be within the bound, and the last version must exceed it.
 
-    At most about log2(count) versions are measured if all of them can be measured. If a version cannot be measured,
-    its neighbours are tried, nearest first.
+    About log2(count) versions are compiled if all of them can be compiled. If a version cannot be compiled, its nearest
+    neighbours are tried.
 
     Args:
-        count: number of versions, at least 2. exceeds: measures the version with an index.
+        count: number of versions, at least 2.
+        exceeds: function from the index of a version to whether it exceeds the bound; None if it cannot be compiled.
     """
     before, after = 0, count - 1
     unmeasured: set[int] = set()
@@ -53,14 +55,17 @@ def search_sequence(count: int, exceeds: Callable[[int], bool | None]) -> Interv
 
 
 def minimal_set(count: int, exceeds: Callable[[frozenset[int]], bool | None]) -> frozenset[int]:
-    """Returns a smallest group of changes that exceeds the bound: without any one of them, the rest is within the bound
-    or cannot be measured. All changes together must exceed the bound, and no change must be within it.
+    """Returns a minimal set of changes, as indices, that exceeds the bound: if any one of these changes is removed, the
+    program is within the bound or cannot be compiled. The program with all changes must exceed the bound, and the
+    program without any change must be within it.
 
-    This is the algorithm ddmin of Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input" (IEEE
-    TSE 28, 2002), section 3.
+    The algorithm is ddmin of Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input" (IEEE TSE 28,
+    2002), section 3.
 
     Args:
-        count: number of changes, at least 1. exceeds: measures the program with the changes of a set of indices.
+        count: number of changes, at least 1.
+        exceeds: function from a set of indices to whether the program with these changes exceeds the bound; None if it
+            cannot be compiled.
     """
     current, parts = list(range(count)), 2
     while len(current) > 1:

@@ -1,7 +1,8 @@
-"""Makes a virtual environment for each version of jax: an interpreter that supports it, `venv`, and `pip install`.
+"""Makes a virtual environment for each version of jax, with a Python interpreter that supports it, `venv` and `pip
+install`.
 
-Finished environments are kept in the user's cache folder, `bytescope/bisect/environments` in $XDG_CACHE_HOME or in
-~/.cache, and used again.
+Finished environments are kept and used again. They are in the user's cache folder, `bytescope/bisect/environments` in
+$XDG_CACHE_HOME or in ~/.cache.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _RELEASE = re.compile(r"\d+(\.\d+)+")
 
 
 def cache_folder() -> Path:
-    """Returns the folder for environments and measurements: `bytescope/bisect` in the user's cache folder."""
+    """Returns the folder that keeps environments and measurements: `bytescope/bisect` in the user's cache folder."""
     return row_cache.folder().parent / "bisect"
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Returns a version of jax as numbers, such as (0, 10, 2). Raises ReportError if the text is no released
-    version."""
+    """Returns the numbers of a jax version: (0, 10, 2) for "0.10.2". Raises ReportError if the text is not a
+    release, such as "0.10.2rc1"."""
     if not _RELEASE.fullmatch(text):
         raise ReportError(f"{text!r} is not a released version of jax: write it as 0.10.2")
     return tuple(map(int, text.split(".")))
@@ -50,7 +51,8 @@ class Interpreter:
     """A Python interpreter.
 
     Fields:
-        path: the executable. versions: the released versions of jax that pip can install for it, oldest first.
+        path: the executable.
+        versions: the released versions of jax that pip can install for this interpreter, from old to new.
     """
 
     path: str
@@ -59,28 +61,31 @@ class Interpreter:
 
 @functools.cache
 def read_interpreter(path: str) -> Interpreter:
-    """Returns an interpreter with the versions of jax that it supports. Asks pip's package index.
+    """Returns the interpreter at `path` with the versions of jax that pip can install for it, according to pip's
+    package index.
 
-    Raises ReportError if the interpreter cannot be started, has no pip, or pip cannot reach the package index.
+    Raises ReportError if the interpreter cannot be started, has no pip, or if pip cannot reach the package index.
     """
     command = [path, *_PIP, "index", "versions", "jax"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace")
     except OSError as error:
-        raise ReportError(f"{path} cannot be started ({error.strerror}): give an interpreter with --python") from error
+        raise ReportError(
+            f"{path} cannot be started ({error.strerror}): give a Python interpreter with --python"
+        ) from error
     listed = re.search(r"Available versions: (.*)", done.stdout)
     if listed is None:
         lines = [line for line in done.stderr.splitlines() if not line.startswith("WARNING")] or [""]
         raise ReportError(
-            f"pip of {path} cannot list the versions of jax ({one_line(lines[-1], 160)}): check the network, or give "
-            "an interpreter that has pip with --python"
+            f"pip of {path} cannot list the versions of jax ({one_line(lines[-1], 160)}): check the network, or use "
+            "--python to give an interpreter that has pip"
         )
     return Interpreter(path, tuple(sorted(listed[1].split(", "), key=parse_version)))
 
 
 def installed_interpreters() -> Iterator[str]:
-    """Yields the paths of the Python interpreters on this machine: the running one, those on PATH, and those of pyenv,
-    newest first."""
+    """Yields the paths of the Python interpreters on this machine: first the running interpreter, then the
+    interpreters on PATH, then those of pyenv, each group from new to old."""
     yield sys.executable
     names = [f"python3.{minor}" for minor in range(20, 9, -1)]
     yield from filter(None, map(shutil.which, names))
@@ -90,15 +95,18 @@ def installed_interpreters() -> Iterator[str]:
 
 
 def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[str, ...]]:
-    """Chooses one interpreter for all versions of jax that --jax names.
+    """Parses the value of --jax, and chooses a Python interpreter that supports all of its versions.
 
     Args:
-        text: the value of --jax: `0.10.2..0.12.0` for all releases from one to another, `0.10.2..` up to the newest
-            one, or a list such as `0.10.2,0.11.1,0.12.0`, which is measured in this order.
-        python: the interpreter of --python, None for the first installed one that supports all versions.
+        text: the value of --jax. `0.10.2..0.12.0` stands for all releases from 0.10.2 to 0.12.0, and `0.10.2..` for all
+            releases from 0.10.2 on. `0.10.2,0.11.1,0.12.0` lists the versions in the order of the search.
+        python: path of the interpreter that --python names; None for the first installed interpreter that supports all
+            versions.
 
-    Returns (the interpreter, the versions). Raises ReportError if fewer than two versions are named, or if no
-    interpreter supports them.
+    Returns (interpreter, versions).
+
+    Raises ReportError if fewer than two versions are named, if a version is older than 0.4.30 or no release, or if no
+    interpreter supports all versions.
     """
     first, dots, last = (part.strip() for part in text.partition(".."))
     named = [first, last] if dots else [part.strip() for part in text.split(",")]
@@ -107,11 +115,11 @@ def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[s
     for version in named:
         if parse_version(version) < STANDALONE_FROM:
             oldest = ".".join(map(str, STANDALONE_FROM))
-            raise ReportError(f"--jax={text}: jax {version} is too old: give {oldest} or newer")
+            raise ReportError(f"--jax={text}: jax {version} is too old: give jax {oldest} or newer")
     if dots and last and parse_version(first) >= parse_version(last):
-        raise ReportError(f"--jax={text} is empty: write the older version first")
+        raise ReportError(f"--jax={text} contains no versions: write the older version first")
     if not dots and len(set(named)) < 2:
-        raise ReportError(f"--jax={text} names one version: give at least two, such as 0.10.2..0.12.0")
+        raise ReportError(f"--jax={text} names only one version: give at least two, such as 0.10.2..0.12.0")
     paths = list(dict.fromkeys([python] if python else installed_interpreters()))
     interpreters, problems = [], []
     for path in paths:
@@ -133,15 +141,19 @@ def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[s
         else:
             return interpreter, tuple(dict.fromkeys(named))
     raise ReportError(
-        f"--jax={text}: {problems[0]}; install a Python interpreter that supports all versions, or name it with "
-        "--python"
+        f"--jax={text}: {problems[0]}; install a Python interpreter that supports all these versions, or give its path "
+        "with --python"
     )
 
 
 def jax_requirement(version: str, platform: str, is_old_gpu: bool = False) -> list[str]:
-    """Returns the requirements for pip that install a version of jax with the compiler of a platform.
+    """Returns the pip requirements that install a version of jax with the plugin of a platform, such as
+    ["jax[cuda13]==0.11.0"].
 
-    platform: "cpu", "cuda", "rocm" or "tpu". is_old_gpu: whether CUDA 13 does not support the GPU any more.
+    Args:
+        version: the version of jax.
+        platform: "cpu", "cuda", "rocm" or "tpu".
+        is_old_gpu: whether CUDA 13 no longer supports the GPU, so that the plugin for CUDA 12 is needed.
     """
     if platform == "cuda":
         cuda = "cuda12" if is_old_gpu or parse_version(version) < _CUDA_13_FROM else "cuda13"
@@ -154,7 +166,7 @@ def jax_requirement(version: str, platform: str, is_old_gpu: bool = False) -> li
 
 
 def own_requirements(with_trainer: bool) -> list[str]:
-    """Returns the requirements of bytescope for pip, without jax. with_trainer: whether to include the packages of the
+    """Returns the pip requirements of bytescope, except jax. `with_trainer`: whether to include the packages of the
     extra `train`."""
     out = []
     for line in metadata.requires("bytescope") or ():
@@ -166,18 +178,20 @@ def own_requirements(with_trainer: bool) -> list[str]:
 
 
 def make_environment(interpreter: str, version: str, jax: Sequence[str], more: Sequence[str]) -> Path:
-    """Makes a virtual environment for a version of jax, or returns the one that was made before with the same
-    interpreter and requirements.
+    """Makes a virtual environment with one version of jax, and returns the path of its Python interpreter. If an
+    environment with the same interpreter and requirements exists already, returns its interpreter.
 
-    A new environment begins as a copy of one for another version with the same interpreter and other requirements. The
-    copy consists of hard links, so it takes no space, and pip only replaces the packages that differ.
+    A new environment starts as a copy of an environment with another version of jax and otherwise equal requirements.
+    The copy consists of hard links, so it takes no disk space, and pip replaces only the packages that differ. An
+    interrupted installation leaves nothing in the cache.
 
     Args:
-        interpreter: path of the Python interpreter. version: the version of jax.
-        jax: requirements for pip that install this version. more: the other requirements.
+        interpreter: path of the Python interpreter.
+        version: the version of jax, which names the folder.
+        jax: pip requirements that install this version.
+        more: all other pip requirements.
 
-    Returns the path of the environment's interpreter. An interrupted installation leaves nothing in the cache. Raises
-    ReportError if pip fails.
+    Raises ReportError if venv or pip fails.
     """
     same = [os.path.realpath(interpreter), *(each.partition("==")[0] for each in jax), *more]
     digest = hashlib.sha256("\0".join(same).encode()).hexdigest()[:8]
@@ -200,8 +214,9 @@ def make_environment(interpreter: str, version: str, jax: Sequence[str], more: S
 
 
 def _copy_with_links(siblings: Path, new: Path) -> bool:
-    """Copies a finished environment with hard links. Returns whether there is one, on a file system with hard links.
-    pip replaces files and never changes them in place, so the copy does not change the original."""
+    """Copies one of the finished environments in the folder `siblings` to `new`, as hard links. Returns False if
+    there is no finished environment, or if the file system has no hard links. Changes to the copy do not reach the
+    original, because pip replaces files and never writes into them."""
     finished = sorted(path for path in siblings.iterdir() if not path.name.startswith("."))
     if not finished:
         return False
@@ -218,4 +233,6 @@ def _run(command: Sequence[str], what: str) -> None:
     if done.returncode:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("ERROR")]
         reason = one_line((lines or done.stderr.splitlines() or ["no message"])[0], 200)
-        raise ReportError(f"{what} failed ({reason}): check the network and the disk, or choose other versions")
+        raise ReportError(
+            f"{what} failed ({reason}): check the network and the disk space, or give other versions of jax"
+        )

@@ -1,7 +1,8 @@
-"""Measurements of a bisection, the bound that they are compared with, and the file that keeps them.
+"""The measurements of a bisection, the bound that they are compared with, and the file that keeps them.
 
-The file has one JSON object per line: first the question, then one measurement per line. A line is written when its
-measurement is finished, so an interrupted bisection continues with the next one.
+The file has one JSON object per line. The first line describes the bisection: program, target, kind of change, and
+sources. Each following line is one measurement. A line is written as soon as its candidate is compiled, so that an
+interrupted bisection can continue.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ _KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A figure of a report that a bound can be set on.
+    """A number in a report that can have a bound: bytes or FLOPs on one device in one call of the step, or predicted
+    seconds of one optimizer update (which may consist of several calls of the step).
 
     Fields:
-        unit: the unit in messages, "" for bytes.
-        read: function from a report to the figure, None if the report does not have it. Figures are those of one
-            device in one call of the step; predicted seconds are those of an update.
+        unit: the unit in messages, "FLOP" or "s"; "" for bytes.
+        read: function from a report to the number; None if the report does not have it.
     """
 
     unit: str
@@ -81,13 +82,14 @@ QUANTITIES: Mapping[str, Quantity] = {
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A bound on one quantity of a program.
+    """A bound on the bytes, FLOPs or seconds of a program.
 
     Fields:
-        quantity: a key of QUANTITIES.
-        value: the bound itself, or its distance from the value of the good end in per cent.
-        is_percent: whether `value` is a percentage. A positive percentage is exceeded by a value above the bound, a
-            negative one by a value below the bound.
+        quantity: what is bounded, a key of QUANTITIES.
+        value: the highest allowed value (bytes, FLOPs or seconds); or, if `is_percent`, the allowed change in per cent
+            relative to the first candidate.
+        is_percent: whether `value` is a percentage. With +5, candidates that need over 5 % more than the first
+            candidate exceed the bound; with -5, candidates that need over 5 % less do.
     """
 
     quantity: str
@@ -95,16 +97,18 @@ class Bound:
     is_percent: bool
 
     def limit(self, good: float) -> float:
-        """Returns the bound for a value of the good end."""
+        """Returns the bound in bytes, FLOPs or seconds. `good`: value of the first candidate, to which a percentage
+        is relative."""
         return good * (1 + self.value / 100) if self.is_percent else self.value
 
     def is_exceeded(self, value: float, good: float) -> bool:
-        """Returns whether a value exceeds the bound, given the value of the good end."""
+        """Returns whether the value of a candidate exceeds the bound. `good`: value of the first candidate. For a
+        negative percentage, a value below the limit exceeds the bound."""
         limit = self.limit(good)
         return value < limit if self.is_percent and self.value < 0 else value > limit
 
     def text(self, good: float) -> str:
-        """Returns the bound as text, such as "1.58 GiB (+5 %)", given the value of the good end."""
+        """Returns the bound as text, such as "1.58 GiB (+5 %)". `good`: value of the first candidate."""
         share = f" ({self.value:+g} %)" if self.is_percent else ""
         return QUANTITIES[self.quantity].text(self.limit(good)) + share
 
@@ -112,20 +116,27 @@ class Bound:
 def parse_bound(flag: str, quantity: str, text: str) -> Bound:
     """Returns the bound that a flag such as --bytes=40GiB or --step-seconds=+5% sets.
 
-    flag: the flag's name in error messages. quantity: a key of QUANTITIES. Raises ReportError for a text that is
-    neither a positive figure nor a percentage with its sign.
+    Args:
+        flag: name of the flag without dashes, such as "bytes".
+        quantity: what the flag bounds, a key of QUANTITIES.
+        text: the value of the flag.
+
+    Raises ReportError if the text is neither a positive number nor a percentage with a sign.
     """
     if match := re.fullmatch(r"([+-]\d+(\.\d+)?)%", text):
         value = float(match[1])
         if value <= -100:
-            raise ReportError(f"--{flag}={text} is no bound, because nothing shrinks by {-value:g} %: give less")
+            raise ReportError(
+                f"--{flag}={text} is not a bound, because nothing shrinks by {-value:g} %: give more than -100%"
+            )
         return Bound(quantity, value, True)
     if flag == "bytes":
         try:
             return Bound(quantity, parse_bytes(text), False)
         except ReportError as error:
             raise ReportError(
-                f"--bytes={text} is not a bound: give bytes such as 40GiB, or growth from the good end such as +5%"
+                f"--bytes={text} is not a bound: give bytes such as 40GiB, or growth over the first candidate such as "
+                "+5%"
             ) from error
     try:
         value = float(text)
@@ -133,20 +144,20 @@ def parse_bound(flag: str, quantity: str, text: str) -> Bound:
         value = -1.0
     if not 0 < value < float("inf"):
         raise ReportError(
-            f"--{flag}={text} is not a bound: give a positive number, or growth from the good end such as +5%"
+            f"--{flag}={text} is not a bound: give a positive number, or growth over the first candidate such as +5%"
         )
     return Bound(quantity, value, False)
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The measurement of one candidate.
+    """The result of compiling one candidate of a bisection.
 
     Fields:
-        point: the name of the candidate, such as "jax 0.11.0".
-        status: "ok", or why the candidate could not be measured, in one line.
-        report: the report of the compiled program, None if it could not be measured.
-        seconds: duration of the measurement, including installation, in seconds.
+        point: name of the candidate, such as "jax 0.11.0".
+        status: "ok", or one line that says why the candidate could not be compiled.
+        report: the report of the compiled program; None if it could not be compiled.
+        seconds: seconds that the measurement took, including the installation of packages.
     """
 
     point: str
@@ -155,7 +166,8 @@ class Measurement:
     seconds: float = 0.0
 
     def value(self, quantity: str) -> float | None:
-        """Returns the figure of a quantity, a key of QUANTITIES; None if it is unknown."""
+        """Returns the measured bytes, FLOPs or seconds; None if the program was not compiled or the report lacks the
+        number. `quantity`: a key of QUANTITIES."""
         return QUANTITIES[quantity].read(self.report) if self.report is not None else None
 
     def to_json(self) -> dict[str, Any]:
@@ -171,20 +183,22 @@ class Measurement:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Measurement:
-        """Returns the measurement of a line. Raises KeyError, TypeError or ReportError if the line has another form."""
+        """Returns the measurement in a line of the file. Raises KeyError, TypeError or ReportError if the line has
+        another form."""
         report = ReportRecord.from_json(value["report"]) if value["report"] is not None else None
         return cls(str(value["point"]), str(value["status"]), report, float(value["seconds"]))
 
 
 class MeasurementFile:
-    """The JSON-lines file with the measurements of one question.
+    """The file that keeps the measurements of one bisection, in JSON lines.
 
     Args:
-        path: the file. It is created with its folder when the first measurement is added.
-        question: everything that decides the figures: program, target, axis, interpreter, sources. JSON values.
-        fresh: whether measurements that are in the file are ignored.
+        path: path of the file. The file and its folder are created when the first measurement is added.
+        question: everything that determines the measured values, as JSON values: program, target, kind of change,
+            sources. A file with another question is not used.
+        fresh: if True, existing measurements of this question are deleted.
 
-    Raises ReportError if the file has the measurements of another question, or cannot be read.
+    Raises ReportError if the file belongs to a bisection with another question, or cannot be read.
     """
 
     def __init__(self, path: Path, question: Mapping[str, Any], fresh: bool = False) -> None:
@@ -222,20 +236,20 @@ class MeasurementFile:
         except (ValueError, KeyError, TypeError, IndexError) as error:
             if isinstance(error, ReportError):
                 raise
-            raise ReportError(f"{self.path} is not a file of measurements of bytescope bisect: {remedy}") from error
+            raise ReportError(f"{self.path} was not written by bytescope bisect --records: {remedy}") from error
         other = [key for key in self.question if header["question"].get(key) != self.question[key]]
         if other:
             raise ReportError(
-                f"{self.path} has measurements of another question, with a different {', '.join(other)}: {remedy}"
+                f"{self.path} has measurements of another bisection, with a different {', '.join(other)}: {remedy}"
             )
         self._size = sum(map(len, lines))
 
     def find(self, point: str) -> Measurement | None:
-        """Returns the finished measurement of a candidate, None if there is none."""
+        """Returns the stored measurement of the candidate with this name; None if there is none."""
         return self._found.get(point)
 
     def add(self, measurement: Measurement) -> None:
-        """Writes a finished measurement to the end of the file. Raises ReportError if the file cannot be written."""
+        """Appends a measurement to the file. Raises ReportError if the file cannot be written."""
         lines = json.dumps(measurement.to_json()) + "\n"
         if not self._size:
             lines = json.dumps({"schema": SCHEMA, "question": self.question}) + "\n" + lines

@@ -1,8 +1,8 @@
-"""Measures candidates: compiles each program in a worker process, in the environment or checkout that it belongs to.
+"""Compiles the candidates of a bisection, each in a worker process with its own virtual environment or checkout.
 
-A worker process is `python -m bytescope.memory worker`, as in `compare`. Its interpreter may have another version of
-jax; bytescope is then imported from the running installation. For versions of jax that bytescope does not support,
-`standalone_dump.py` compiles the program, and a worker of the running interpreter reads the dump.
+A worker process is `python -m bytescope.memory worker`, as in `compare`. If its interpreter belongs to another
+environment, bytescope is imported from the running installation. For versions of jax that bytescope does not support,
+`standalone_dump.py` compiles and dumps the program, and a worker of the running interpreter reads the dump.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ _PACKAGES = ("configs", "memory", "model", "train")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a program is compiled.
+    """Where a candidate is compiled: the Python interpreter and the folders of its worker process.
 
     Fields:
-        python: the interpreter; "" for the running one.
-        folder: the current folder; None for that of this process.
-        paths: folders from which modules are imported first.
-        state: a name of the content of the folder, such as a commit. A new worker process is started if it changes.
-        is_standalone: whether bytescope does not support the interpreter's version of jax.
-        moved: (repository, its checkout in a temporary folder), if the program is in a repository. A bytescope that is
-            installed from this repository is imported from the checkout.
+        python: path of the interpreter; "" for the running interpreter.
+        folder: working directory of the worker; None for the working directory of this process.
+        paths: folders that come first on sys.path.
+        state: identifies the content of `folder`, such as a commit. If it changes, a new worker process is started.
+        is_standalone: True if the interpreter's version of jax is too old for bytescope, so that standalone_dump.py
+            compiles.
+        moved: (repository, its checkout in a temporary folder) for a bisection over commits, else None. If bytescope is
+            installed from this repository, it is imported from the checkout.
     """
 
     python: str = ""
@@ -58,14 +59,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A program that can be measured.
+    """A program that a bisection can compile: the user's program with one version, or with some of the changes.
 
     Fields:
-        point: the name of the candidate, such as "jax 0.11.0". Candidates of an axis have different names.
-        factory: where a worker imports the function that makes the program, such as `module:function`.
+        point: name of the candidate, such as "jax 0.11.0"; unique within a bisection.
+        factory: the function that makes the program, as a worker imports it: `module:function` or `file.py:function`.
         overrides: config key -> value, passed to the factory.
-        prepare: makes the place where the program is compiled: installs packages, or checks a commit out.
-        doing: what `prepare` does, for the progress bar; "" if it takes no time.
+        prepare: function that installs packages or checks out a commit, and returns where the program is compiled.
+        doing: what `prepare` does, for the progress bar, such as "installing"; "" if it takes no time.
     """
 
     point: str
@@ -76,12 +77,12 @@ class Candidate:
 
 
 class DumpFactory(ProgramFactory):
-    """Makes programs from folders of XLA's dumps. The override `dump` is the folder."""
+    """Makes programs from XLA dumps, so that a worker can read the files that standalone_dump.py has written."""
 
     reference = f"{__name__}:DUMPS"
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
-        """Returns the compiled program of the dump in the folder `overrides["dump"]`."""
+        """Returns the compiled program in the dump folder `overrides["dump"]`, for the target's devices."""
         return prepare_dump(overrides["dump"], target)
 
 
@@ -89,13 +90,14 @@ DUMPS = DumpFactory()
 
 
 class Measuring:
-    """Measures candidates for one target. Finished measurements come from a file and are written to it.
+    """Compiles candidates for one target. Keeps a worker process between candidates, and writes each measurement to a
+    file. Use it as a context manager, which stops the worker at exit.
 
     Args:
-        target: the name of the devices to compile for.
-        records: the file of measurements.
-        gpu_config: XLA's description of the target's GPU, for `standalone_dump.py`; "" for a CPU.
-        progress: called with what is being done, such as "installing jax 0.11.0".
+        target: name of the devices to compile for, such as "h100:8".
+        records: the file that keeps the measurements.
+        gpu_config: XLA's GpuTargetConfigProto of the target's GPU as text, for standalone_dump.py; "" for a CPU.
+        progress: function that is called with what is being done, such as "installing jax 0.11.0".
     """
 
     def __init__(
@@ -118,8 +120,9 @@ class Measuring:
         self._folder.cleanup()
 
     def measure(self, candidate: Candidate) -> Measurement:
-        """Returns the measurement of a candidate, from the file or by compiling its program. A program that cannot be
-        compiled has the reason as `status`."""
+        """Returns the measurement of a candidate. If the file of measurements has it, returns the stored
+        measurement; else compiles the candidate and stores the result. If the candidate cannot be compiled, `status`
+        says why and `report` is None."""
         if found := self._records.find(candidate.point):
             return found
         began = time.perf_counter()
@@ -168,7 +171,9 @@ class Measuring:
         return variables
 
     def _links(self, moved: tuple[Path, Path] | None) -> Path:
-        """Returns a folder from which another interpreter imports bytescope. moved: as in `Place`."""
+        """Returns a folder with symbolic links to the sub-packages of bytescope, from which another interpreter
+        imports them. `moved`: (repository, its checkout) as in `Place`; links into the repository lead to the
+        checkout instead."""
         top = Path(self._folder.name) / "links"
         if not top.exists():
             (top / "bytescope").mkdir(parents=True)
@@ -194,7 +199,7 @@ class Measuring:
             command, env=variables, cwd=place.folder, capture_output=True, text=True, errors="replace"
         )
         if done.returncode < 0:
-            return {"status": f"the compiler was ended by signal {-done.returncode}", "dead": True}
+            return {"status": f"signal {-done.returncode} ended the compiler's process", "dead": True}
         if done.returncode:
             return {"status": one_line((done.stderr.strip().splitlines() or ["no message"])[-1], 300)}
         dump = Candidate(candidate.point, DumpFactory.reference, {"dump": str(out / "dump")})
@@ -203,16 +208,21 @@ class Measuring:
 
 
 def check_measured(measurement: Measurement, quantity: str, which: str) -> float:
-    """Returns the value of a quantity of an end of the axis. which: the end in messages, such as "the good end".
+    """Returns the value of a quantity of the first or last candidate.
 
-    Raises ReportError if the end could not be measured, or if its report lacks the quantity.
+    Args:
+        measurement: the measurement of the candidate.
+        quantity: a key of QUANTITIES.
+        which: the candidate in messages, such as "the first candidate".
+
+    Raises ReportError if the candidate could not be compiled, or if its report lacks the quantity.
     """
     if measurement.status != "ok":
-        raise ReportError(f"{which}, {measurement.point}, cannot be measured: {measurement.status}")
+        raise ReportError(f"{which}, {measurement.point}, cannot be compiled: {measurement.status}")
     value = measurement.value(quantity)
     if value is None:
         raise ReportError(
             f"the report of {which}, {measurement.point}, has no {quantity}: set a bound with --bytes, or choose a "
-            "target whose rates are known"
+            "target whose FLOP/s and bandwidth bytescope knows, such as h100"
         )
     return value

@@ -28,7 +28,7 @@ OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens"
 
 
 def load(name: str) -> Any:
-    """Returns the function `module:function` or `file.py:function`."""
+    """Imports and returns the function that `name` denotes: `module:function` or `file.py:function`."""
     where, _, function = name.rpartition(":")
     own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [os.getcwd(), *(path for path in sys.path if path != own)]
@@ -49,7 +49,8 @@ def load(name: str) -> Any:
 
 
 def call(function: Any, keys: dict[str, Any]) -> Any:
-    """Calls a program's function. Keys are texts; each is converted to the type of the parameter's default."""
+    """Calls the function that makes the program. `keys`: parameter -> value; a value given as text is converted to
+    the type of the parameter's default. Returns the function's result."""
     given = {}
     for key, value in keys.items():
         default = inspect.signature(function).parameters[key].default
@@ -62,7 +63,8 @@ def call(function: Any, keys: dict[str, Any]) -> Any:
 
 
 def described_gpu(config: str) -> Any:
-    """Returns a GPU that is not present as a compile-only device. config: XLA's GpuTargetConfigProto as text."""
+    """Returns a compile-only jax device for a GPU that is not in this machine. `config`: XLA's GpuTargetConfigProto
+    as text."""
     from jax._src import xla_bridge
     from jax.experimental import topologies
 
@@ -83,7 +85,8 @@ def described_gpu(config: str) -> Any:
 
 
 def main() -> None:
-    """Compiles the program and writes its jaxpr, the versions of the packages and XLA's dump."""
+    """Command line of this script: compiles the program that the first argument names, and writes its jaxpr, the
+    versions of jax and jaxlib, and XLA's dump to the folder that the second argument names."""
     parser = argparse.ArgumentParser(description="dump a program: jaxpr, HLO and buffer assignment")
     parser.add_argument("program", help="module:function or file.py:function")
     parser.add_argument("out", type=Path, help="folder for the files")

@@ -24,12 +24,17 @@ NOT_HONORED = 1
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `bytescope audit` except those that name the program: --strict, --fix and its options,
     --xla, --json and --html."""
-    parser.add_argument("--strict", action="store_true", help="exit with 1 if a request was not honored")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
+    )
     audit_fix.add_fix(parser)
     add_xla(parser)
-    add_json(parser, "the requests with their outcomes")
+    add_json(parser, "the audit")
     parser.add_argument(
-        "--html", metavar="FILE", type=user_path, help="write the report of the program, with the audit, as a page"
+        "--html",
+        metavar="FILE",
+        type=user_path,
+        help="write the program's report, including the audit, as an HTML page",
     )
 
 

@@ -95,20 +95,21 @@ def add_fix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fix",
         action="store_true",
-        help="propose changes for the findings and for requests that were not honored, compile each, and print the "
-        "bytes before and after, and the changes as a patch",
+        help="propose a change for each finding and for each request that XLA does not honor, compile the program with "
+        "each change, and print the bytes before and after and the changes as a patch",
     )
     parser.add_argument(
         "--fix-sharding",
         action="store_true",
-        help="compile the program with sharding constraints where its partitioner gathers an array in full, and rank "
-        "them by bytes and seconds",
+        help="compile the program with different sharding constraints on the arrays that XLA gathers in full on every "
+        "device, and rank the constraints by bytes and seconds",
     )
     parser.add_argument(
         "--small",
         metavar="KEY=VALUE,...",
-        help="with --fix or --fix-sharding: keyword arguments of the --program function that make the program small; "
-        "each change is then run on the CPU, and its results are compared with those of the unchanged program",
+        help="with --fix or --fix-sharding: keyword arguments of the --program function that make the program small, "
+        "such as layers=2,width=64; the changed and the unchanged program then run on the CPU at this size, and their "
+        "results are compared",
     )
     parser.add_argument(
         "--write",
@@ -126,11 +127,11 @@ def check_fix(args: argparse.Namespace) -> None:
     fixes = [flag for flag in ("fix", "fix_sharding") if getattr(args, flag)]
     for flag in ("small", "write"):
         if getattr(args, flag) and not (args.fix or (flag == "small" and args.fix_sharding)):
-            raise ReportError(f"--{flag} is only valid with --fix: give both, or leave it out")
+            raise ReportError(f"--{flag} is only valid with --fix: add --fix, or leave out --{flag}")
     if fixes and args.hlo:
         raise ReportError(
-            f"--{fixes[0].replace('_', '-')} cannot be used with --hlo, because a dump has no source files: give the "
-            "step with --program=MODULE:FUNCTION"
+            f"--{fixes[0].replace('_', '-')} cannot be used with --hlo, because an HLO dump has no source files: give "
+            "the step with --program=MODULE:FUNCTION instead of --hlo"
         )
     if args.small:
         equal_results.parse_small(args.small)
@@ -205,7 +206,7 @@ def show(tried: Sequence[TriedProposal]) -> None:
     from bytescope.memory.view.table_views import terminal_table
 
     if not tried:
-        put(Prose("no change to propose"))
+        put(Prose("no change to propose: every request is honored or unknown, and no finding has a known change"))
         return
     put(terminal_table(TableView(COLUMNS, tried)))
     for row in tried:
@@ -221,7 +222,7 @@ def show(tried: Sequence[TriedProposal]) -> None:
             print(unified_diff(proposal.changed, Path.cwd()))  # not wrapped
         else:
             where = f" at {proposal.place}" if proposal.place else ""
-            put(Prose(f"by hand, {proposal.kind}{where}: {proposal.words}"))
+            put(Prose(f"to change by hand, {proposal.kind}{where}: {proposal.words}"))
 
 
 def _write(tried: Sequence[TriedProposal]) -> None:
@@ -232,7 +233,11 @@ def _write(tried: Sequence[TriedProposal]) -> None:
     usable = [row for row in tried if row.after is not None and row.numerics != equal_results.DIFFERS]
     for row in sorted(usable, key=lambda row: row.after or 0):
         if written & row.proposal.changed.keys():
-            put(Prose(f"not written, because its file has changed: {row.proposal.words}; run the command again"))
+            put(
+                Prose(
+                    f"not written, because another change to its file was: {row.proposal.words}; run the command again"
+                )
+            )
             continue
         for path, text in row.proposal.changed.items():
             path.write_text(text, encoding="utf-8", newline="")

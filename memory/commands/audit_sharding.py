@@ -62,8 +62,8 @@ def fix_sharding(args: argparse.Namespace) -> tuple[ConstraintTrial, ...]:
 def _step(program: UserProgram) -> UserProgram:
     if not program.args:
         raise ReportError(
-            f"{program.name} returns a traced program, in which no constraint can be tried: return (step, (state, "
-            "batch))"
+            f"{program.name} returns a traced program, but --fix-sharding has to trace the step itself: return (step, "
+            "(state, batch))"
         )
     return program
 
@@ -75,14 +75,14 @@ def show(trials: Sequence[ConstraintTrial]) -> None:
     from bytescope.memory.view.table_views import terminal_table
 
     if not trials:
-        put(Prose("the partitioner gathers no array in full that a sharding constraint could keep divided"))
+        put(Prose("no sharding constraint to try: XLA gathers no array in full that a constraint could keep sharded"))
         return
     best = trials[0]
-    put(Prose("sharding constraints, with the bytes of one device", "bold"))
+    put(Prose("sharding constraints, with bytes on one device", "bold"))
     put(terminal_table(TableView(COLUMNS, trials)))
     before = f"without a constraint: {human(best.allocated_before)} allocated, {human(best.wire_before)} sent"
     put(Prose(before))
     if best.improves:
-        put(Prose(f"by hand, at {best.source}, for {best.array}: {best.code}"))
+        put(Prose(f"to insert by hand at {best.source}, for {best.array}: {best.code}"))
     else:
-        put(Prose("no constraint lowers the allocated bytes or the bytes sent"))
+        put(Prose("no sharding constraint lowers the allocated bytes or the bytes sent: leave the program as it is"))

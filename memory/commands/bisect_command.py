@@ -1,6 +1,7 @@
 """bytescope bisect: finds the change at which a program first exceeds a bound on its bytes, FLOPs or seconds.
 
-This module bisects a user's function or the program of an adapter; `train.commands.bisect_config` adds configs.
+This module bisects a user's function or the program of an adapter such as MaxText; `train.commands.bisect_config`
+bisects bytescope's own configs.
 """
 
 from __future__ import annotations
@@ -46,64 +47,85 @@ from bytescope.memory.view.progress_bar import progress
 from bytescope.memory.view.text_layout import Prose
 
 AXES = ("jax", "git", "xla_flags", "keys", "diff")
-# Flag -> the quantity that its bound is for, and the default bound.
+# Flag of a bound -> the quantity that it bounds.
 BOUNDS = {"bytes": "allocated", "flops": "flops", "step-seconds": "seconds"}
 DEFAULT_BOUND = "+1%"
 # Environment variables that change the compiled program.
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64")
-# Columns of the name of a candidate; printed buffers.
+# Maximum width of a candidate's name in characters, and maximum number of buffers that are printed.
 _MAX_LABEL, _MAX_BUFFERS = 40, 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope bisect` that need no config: program, axes, bounds and files."""
+    """Adds the flags of `bytescope bisect` except those that name a config: --program, the kinds of change (--jax,
+    --git, --xla-flags, --keys, --diff), the bounds, and the output files."""
     parser.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
-        help="bisect your own step instead of a config: a function as for bytescope report --program",
+        help="bisect your own step instead of a config: the function that returns the step and its arguments, as for "
+        "bytescope report --program",
     )
-    axes = parser.add_argument_group("what changes (give one)")
+    axes = parser.add_argument_group("kind of change that is searched (give one)")
     axes.add_argument(
         "--jax",
         metavar="A..B",
-        help="versions of jax: 0.10.2..0.12.0 for all releases between, 0.10.2.. up to the newest, or a list; each is "
-        "installed in an environment of its own, which is kept in the user's cache folder",
+        help="search versions of jax: 0.10.2..0.12.0 for all releases from one to the other, 0.10.2.. up to the newest "
+        "release, or a list with commas; each version is installed in its own virtual environment, which is kept in "
+        "the user's cache folder",
     )
     axes.add_argument(
         "--git",
         metavar="GOOD..BAD",
-        help="commits of the repository of the program, checked out in a temporary folder; your files are not touched",
+        help="search the commits from GOOD to BAD in the program's repository; each is checked out in a temporary "
+        "folder, and your files are not touched",
     )
     axes.add_argument(
-        "--xla-flags", metavar="FLAGS", help="flags of XLA: FLAG=VALUE,FLAG=VALUE, or a file with one per line"
+        "--xla-flags",
+        metavar="FLAGS",
+        help="search XLA flags: FLAG=VALUE,FLAG=VALUE, or a file with one FLAG=VALUE per line",
     )
     axes.add_argument(
         "--keys",
         metavar="KEYS",
         action="append",
-        help="values of keys or of the function's parameters: KEY=VALUE,KEY=VALUE, or another config, whose "
-        "differences from CONFIG are searched",
+        help="search changed values of config keys or of the --program function's parameters: KEY=VALUE,KEY=VALUE, or "
+        "the name of another config, to search the keys in which it differs from CONFIG",
     )
     axes.add_argument(
-        "--diff", metavar="A..B", help="lines in which two files differ: two configs, or two programs with --function"
+        "--diff",
+        metavar="A..B",
+        help="search the lines in which two files differ: two config files, or two Python files, for which --function "
+        "names the function that returns the step",
     )
-    parser.add_argument("--function", metavar="NAME", help="with --diff: the function in both files that is a program")
+    parser.add_argument(
+        "--function", metavar="NAME", help="with --diff: the function in both Python files that returns the step"
+    )
     bounds = parser.add_argument_group("bound (default: --bytes=+1%)")
     bounds.add_argument(
         "--bytes",
         metavar="BOUND",
-        help="bytes of one device, such as 40GiB, or growth from the good end, such as +5%%; -5%% finds what saved 5%%",
+        help="maximum bytes on one device, such as 40GiB, or maximum growth over the first version or the unchanged "
+        "program, such as +5%%; -5%% finds the change that saved 5%%",
     )
-    bounds.add_argument("--flops", metavar="BOUND", help="FLOPs of one device in a call of the step: 3e12 or +5%%")
-    bounds.add_argument("--step-seconds", metavar="BOUND", help="predicted seconds of an update: 0.5 or +5%%")
+    bounds.add_argument(
+        "--flops", metavar="BOUND", help="maximum FLOPs on one device in one call of the step: 3e12, or growth: +5%%"
+    )
+    bounds.add_argument(
+        "--step-seconds",
+        metavar="BOUND",
+        help="maximum predicted seconds of one optimizer update: 0.5, or growth: +5%%",
+    )
     bounds.add_argument(
         "--of",
         choices=("allocated", "peak", "predicted", "host"),
         default="allocated",
         metavar="BYTES",
-        help="bytes that --bytes bounds: allocated (the default), peak, predicted or host",
+        help="bytes that --bytes bounds: allocated (what the compiled program reserves; default), peak (alive at the "
+        "same time), predicted (allocated plus overheads of the runtime) or host (in host memory)",
     )
-    parser.add_argument("--python", metavar="PYTHON", help="with --jax: the Python interpreter of the environments")
+    parser.add_argument(
+        "--python", metavar="PYTHON", help="with --jax: the Python interpreter of the virtual environments"
+    )
     parser.add_argument(
         "--install",
         metavar="PACKAGE",
@@ -126,45 +148,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(args: argparse.Namespace) -> str:
-    """Checks the flags before anything is compiled. Returns the axis, an element of AXES.
+    """Checks the flags before anything is compiled. Returns the kind of change that is searched, an element of AXES.
 
-    Raises ReportError for flags that do not belong together.
+    Raises ReportError if there is no kind of change or more than one, and for other flags that cannot be combined.
     """
     given = [axis for axis in AXES if getattr(args, axis)]
     flags = [f"--{axis.replace('_', '-')}" for axis in given]
     if len(given) != 1:
-        words = f"{' and '.join(flags)} are two axes of change" if given else "no axis of change is given"
-        raise ReportError(f"{words}: give one of --jax, --git, --xla-flags, --keys and --diff")
+        words = f"{' and '.join(flags)} are two kinds of change" if given else "no kind of change is given"
+        raise ReportError(f"{words}: give only one of --jax, --git, --xla-flags, --keys and --diff")
     for flag in ("python", "install"):
         if getattr(args, flag) and given[0] != "jax":
-            raise ReportError(f"--{flag} is only valid with --jax: leave it out")
+            raise ReportError(f"--{flag} is only valid with --jax: leave out --{flag}")
     if args.all and given[0] not in ("jax", "git"):
-        raise ReportError("--all is only valid with --jax or --git: leave it out")
+        raise ReportError("--all is only valid with --jax or --git: leave out --all")
     if args.function and given[0] != "diff":
         raise ReportError("--function is only valid with --diff: give the program as --program=MODULE:FUNCTION")
     if given[0] == "diff" and (args.program or args.config):
         raise ReportError(
-            "--diff names the two files of the program: leave out the config and --program, and give --function=NAME "
-            "if the files are programs"
+            "--diff already names the two files to compare: leave out the config and --program; if the files are "
+            "Python programs, name their function with --function=NAME"
         )
     if args.program is not None:
         user_program.split(args.program)
         if args.config:
-            raise ReportError("a config and --program cannot be combined: give one of the two")
+            raise ReportError("a config and --program cannot be combined: give only one of the two")
     if (args.program or args.function) and args.overrides:
         key, value = args.overrides[0]
         raise ReportError(f"--config.{key} needs a config: bisect parameters of a program with --keys={key}={value}")
     bounds = [flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]]
     if len(bounds) > 1:
-        raise ReportError(f"--{bounds[0]} and --{bounds[1]} are two bounds: give one")
+        raise ReportError(f"--{bounds[0]} and --{bounds[1]} are two bounds: give only one")
     if args.of != "allocated" and bounds and bounds != ["bytes"]:
-        raise ReportError(f"--of={args.of} is only valid with --bytes: leave it out")
+        raise ReportError(f"--of={args.of} is only valid with --bytes: leave out --of")
     check_files(args, ("json", "records"))
     return given[0]
 
 
 def bound_of(args: argparse.Namespace) -> Bound:
-    """Returns the bound of the command line. Raises ReportError if it cannot be parsed."""
+    """Returns the bound that --bytes, --flops or --step-seconds sets; +1 % of the allocated bytes if none of them is
+    given. Raises ReportError if its value cannot be parsed."""
     flag = next((flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]), "bytes")
     quantity = args.of if flag == "bytes" else BOUNDS[flag]
     return parse_bound(flag, quantity, vars(args)[flag.replace("-", "_")] or DEFAULT_BOUND)
@@ -172,14 +195,16 @@ def bound_of(args: argparse.Namespace) -> Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is bisected.
+    """The program that is bisected, with functions that depend on whether it is a config or a user's function.
 
     Fields:
-        program: the program at the good end; None with --diff.
-        of_file: with --diff, function from a file to its program.
-        find_file: with --diff, function from a name to a file.
-        keys_of: function from the name of another config to the keys in which it differs; None if there are no configs.
-        sources: function that returns the source files that decide what the program computes.
+        program: the program without any change; None with --diff, where the files are the programs.
+        of_file: with --diff, function from the path of a file to the program in the file.
+        sources: function that returns the source files on which the program depends; if one of them changes, stored
+            measurements are not used.
+        find_file: with --diff, function from a name on the command line to the path of a file.
+        keys_of: function from the name of another config to {key: value} of the keys whose values differ; None if the
+            program is not a config.
     """
 
     program: Program | None
@@ -190,7 +215,7 @@ class Subject:
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
-    """Returns the subject of the command line for a user's function or the program of an adapter."""
+    """Returns the program to bisect, for a user's function or the program of an adapter such as MaxText."""
     if args.diff:
         return Subject(None, lambda path: Program(f"{path}:{args.function}"), list)
     if is_adapted(args.config):
@@ -201,7 +226,11 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope bisect` for a user's function or the program of an adapter. Returns the exit code."""
+    """Runs `bytescope bisect` for a user's function or the program of an adapter. Returns the exit code: 0 if a change
+    was found, 1 if not.
+
+    Raises ReportError for flags that cannot be combined, and if the first or last candidate cannot be compiled.
+    """
     axis = check_arguments(args)
     if not args.diff and not args.program and not is_adapted(args.config):
         raise ReportError("no program is given: give --program=MODULE:FUNCTION, or a config")
@@ -209,10 +238,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bisect(args: argparse.Namespace, axis_name: str, subject: Subject) -> int:
-    """Runs the bisection of a subject, prints it and writes the file of --json.
+    """Runs the bisection, prints each measurement and the result, and writes the file of --json. Returns the exit code:
+    0 if a change was found, 1 if not.
 
-    Returns the exit code: 0 if a change was found, 1 if not. axis_name: an element of AXES. Raises KeyboardInterrupt
-    with a message on how to continue if Ctrl-C stopped the command.
+    Args:
+        args: the parsed command line.
+        axis_name: the kind of change that is searched, an element of AXES.
+        subject: the program to bisect.
+
+    Raises ReportError if the first or last candidate cannot be compiled. On Ctrl-C, raises KeyboardInterrupt with a
+    message that says how to continue.
     """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
@@ -282,7 +317,9 @@ def _open_axis(
     elif len(args.keys) == 1 and "=" not in args.keys[0] and subject.keys_of is not None:
         keys = subject.keys_of(args.keys[0])
         if not keys:
-            raise ReportError(f"--keys={args.keys[0]} has the same keys as {args.config}: give a different config")
+            raise ReportError(
+                f"--keys={args.keys[0]} has the same value as {args.config} for every key: give a config that differs"
+            )
         yield change_axes.keys_axis(program, keys)
     else:
         yield change_axes.keys_axis(program, change_axes.parse_keys(args.keys))
@@ -317,7 +354,8 @@ def _digest_diff(args: argparse.Namespace, subject: Subject) -> str:
 
 
 def _list_sources(program: str) -> list[Path]:
-    """Returns the source files of a user's program without importing it: the file, or all files of the package."""
+    """Returns the source files of a user's program without importing it: the file, or all files of the package; []
+    if the module is not found."""
     where, _ = user_program.split(program)
     if where.endswith(".py"):
         return [Path(where)] if Path(where).is_file() else []
@@ -344,7 +382,8 @@ def _heading(axis: Axis, bound: Bound) -> str:
 
 
 class _Printer:
-    """Prints a line for each measurement: name, value, growth from the good end, and duration or source."""
+    """Prints one line for each candidate: its name, its value, the growth relative to the first candidate, whether
+    it exceeds the bound, and the seconds that it took, or "recorded" if it comes from the file of measurements."""
 
     def __init__(self, axis: Axis, bound: Bound) -> None:
         longest = max(map(len, [*axis.changes, axis.point(axis.good), axis.point(axis.bad)]))
@@ -390,7 +429,8 @@ def _show(outcome: Outcome, bound: Bound) -> None:
 
 
 def to_json(axis: Axis, bound: Bound, outcome: Outcome, records: Path) -> dict[str, Any]:
-    """Returns the result of a bisection as JSON values. `difference` has the keys of `bytescope diff --json`."""
+    """Returns the result of a bisection as a dict of JSON values, in bytes, FLOPs or seconds. `difference` compares
+    the reports without and with the change, with the keys of `bytescope diff --json`; None if no change was found."""
     difference = None
     if outcome.before and outcome.after and outcome.before.report and outcome.after.report:
         reports = outcome.before.report, outcome.after.report

@@ -44,11 +44,11 @@ from bytescope.memory.remat.step_loss import without_remat
 EQUAL, DIFFERS, NOT_CHECKED = "equal", "differs", "not checked"
 # Random integers are smaller than this number, so that they are token ids of any vocabulary.
 _INTEGERS = 8
-# A difference of at most so many times the measured effect of rounding counts as rounding.
+# A difference of at most this multiple of the measured effect of rounding counts as rounding.
 _NOISE = 4.0
 # Maximum relative difference that counts as rounding without a measurement; it applies to bfloat16.
 _MAX_TOLERANCE = 0.01
-# Roles of arguments that are zeros, as at the first step. Random moments would hide the gradients that are added.
+# Roles of arguments that are set to zeros, as at the first step: random optimizer moments would hide the gradients.
 _ZERO = ("optimizer", "accumulator")
 
 
@@ -95,13 +95,16 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
     `before` is not finite."""
     if not before.repeats or not after.repeats:
         which = "unchanged" if not before.repeats else "changed"
-        return Equality(NOT_CHECKED, 0.0, "", f"the {which} program has other results each time it runs")
+        words = "gives different results on each run, so the results cannot be compared: draw random numbers from a key"
+        return Equality(NOT_CHECKED, 0.0, "", f"the {which} program {words}")
     shapes = [{path: value.shape for path, value in run.values.items()} for run in (before, after)]
     if shapes[0] != shapes[1]:
-        return Equality(NOT_CHECKED, 0.0, "", "the two programs have results with different paths or shapes")
+        words = "the changed and the unchanged program return results with different pytree paths or shapes"
+        return Equality(NOT_CHECKED, 0.0, "", words)
     for path, value in before.values.items():
         if not np.all(np.isfinite(value)):
-            return Equality(NOT_CHECKED, 0.0, path, f"the result {path} of the unchanged program is not finite")
+            words = f"the result {path} of the unchanged program has NaN or infinite values at small sizes"
+            return Equality(NOT_CHECKED, 0.0, path, words)
     found = []
     for path, value in before.values.items():
         norm, distance = _norm(value), _norm(after.values[path] - value)
@@ -115,9 +118,11 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
         return Equality(NOT_CHECKED, 0.0, "", "the program has no results")
     _, worst, path = max(found)
     different = sum(differs for differs, _, _ in found)
-    words = f"the largest relative difference is {worst:.1e}, in the result {path or 'of the step'}"
+    words = f"the largest relative difference is {worst:.1e}, in {path or 'the result of the step'}"
     if different:
-        return Equality(DIFFERS, worst, path, f"{different} of {len(found)} results differ: {words}")
+        return Equality(
+            DIFFERS, worst, path, f"{different} of {len(found)} results differ by more than rounding: {words}"
+        )
     return Equality(EQUAL, worst, path, f"all {len(found)} results are equal up to rounding: {words}")
 
 

@@ -18,7 +18,7 @@ from bytescope.memory.hlo.sources import OWN, kind_of
 from bytescope.memory.program.user_program import UserFunction
 from bytescope.memory.records.report_record import ReportRecord
 
-# Findings whose remedy is a place in the code and words, not an edit.
+# Kinds of findings whose change is proposed as a sentence and must be made by hand.
 BY_HAND = ("full_logits", "wide_activations", "spare_memory", "weight_copies", "state_resharded", "unrolled_layers")
 _POSITION = re.compile(r"args\[(\d+)\]$")
 
@@ -44,7 +44,8 @@ class Proposal:
 
 
 def propose(report: ReportRecord, function: UserFunction, step: object, names: Collection[str]) -> list[Proposal]:
-    """Returns a proposed change for each finding with a remedy and for each audit row that was not honored.
+    """Returns a proposed change for each audit row that was not honored, and for each finding about donation, remat or
+    a kind in `BY_HAND`. Changes that bytescope can make in the source come first.
 
     Args:
         report: the report of the program.
@@ -98,7 +99,8 @@ def _edits(
         near = difflib.get_close_matches(row.subject, names, 1)
         if row.done == "ignored" and near:
             changed = sources.only_edit(partial(SourceFile.rename, old=row.subject, new=near[0]))
-            yield Proposal(row.kind, f"write {near[0]} for {row.subject} in the policy", changed, row.source)
+            words = f"replace the name {row.subject} by {near[0]} in the remat policy"
+            yield Proposal(row.kind, words, changed, row.source)
         elif row.kind == "checkpoint" and row.undone_by == "cse":
             changed = sources.only_edit(partial(SourceFile.prevent_cse, function=row.subject))
             words = f"remove prevent_cse=False from jax.checkpoint of {row.subject}" if changed else row.message

@@ -11,12 +11,12 @@ import dataclasses
 
 # Kind of a request -> what the request is about.
 KINDS = {
-    "checkpoint": "a call of jax.checkpoint, whose values are computed again in the backward pass",
+    "checkpoint": "a function under jax.checkpoint, whose values the backward pass recomputes",
     "name": "a value with a checkpoint_name that a remat policy saves, offloads or recomputes",
-    "offload": "a value that moves to host memory and back",
+    "offload": "a value that is kept in host memory",
     "donation": "a donated argument, whose memory a result reuses",
     "random": "random bits that the backward pass draws again",
-    "sharding": "an array that stays divided over the devices",
+    "sharding": "an array that stays sharded, so that each device holds only its part",
 }
 # Values of `asked`, and the value of `done` that honors each of them.
 HONORED_BY = {
@@ -28,8 +28,9 @@ HONORED_BY = {
     "divide": "divided",
 }
 UNKNOWN = "unknown"
-# Values of `done` that honor no request: "ignored" (for example, no value has the name of a policy), "copied" (no
-# result reuses the donated memory), "redrawn" (other random bits), "replicated" (every device holds the whole array).
+# Values of `done` for requests that were not honored: "ignored" (for example, a policy lists a name that no value has),
+# "copied" (no result reuses the donated memory), "redrawn" (the recomputation draws other random bits), "replicated"
+# (every device holds the whole array).
 OTHER_OUTCOMES = ("ignored", "copied", "redrawn", "replicated")
 # Values of `undone_by`, in the order in which jax and XLA run these steps. "copies": XLA copies an array that is read
 # after its memory is overwritten.

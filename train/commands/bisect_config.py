@@ -1,6 +1,6 @@
-"""bytescope bisect: the change at which a config or any program first exceeds a bound.
+"""bytescope bisect: finds the change at which a config's step, or any program, first exceeds a bound.
 
-`memory.commands.bisect_command` does the same for programs that are not configs.
+This module bisects bytescope's own configs. `memory.commands.bisect_command` bisects all other programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the bisection. Returns the exit code: 0 if a change was found, 1 if not."""
+    """Runs `bytescope bisect`. Returns the exit code: 0 if a change was found, 1 if not.
+
+    Raises ReportError for flags that cannot be combined, and if the first or last candidate cannot be compiled.
+    """
     axis = bisect_command.check_arguments(args)
     if is_adapted(args.config):
         refuse_flags(args, ())

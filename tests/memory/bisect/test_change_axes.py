@@ -154,7 +154,7 @@ def test_one_commit_of_six_is_found_and_the_repository_is_not_touched(repository
 @pytest.mark.quick
 def test_the_newer_commit_first_is_an_error(repository):
     with (
-        pytest.raises(ReportError, match="main is no ancestor of good: give the older commit first"),
+        pytest.raises(ReportError, match="main is not an ancestor of good: give the older commit first"),
         change_axes.git_axis(Program("a.py:f"), "main..good", repository),
     ):
         pass
@@ -202,5 +202,5 @@ def test_ctrl_c_keeps_measurements_and_says_how_to_continue(step, tmp_path, monk
     result = read_result("out.json")
     assert result["change"] == ["layers=8"] and [row["exceeds"] for row in result["measured"]] == [False, True, True]
     assert cli.main([*words, "--bytes=1GiB"]) == 1
-    assert "no change found: the bad end" in capsys.readouterr().out and len(asked) == 4
+    assert "no change found: the last candidate" in capsys.readouterr().out and len(asked) == 4
     assert ask is not answer

@@ -81,22 +81,22 @@ def test_a_saving_is_found_with_a_negative_bound():
 def test_a_good_end_above_the_bound_is_said_in_a_line():
     outcome, asked = versions(2048, 4096, bound="1GiB")
     assert outcome.after is None and asked == ["v0", "v1"]
-    assert outcome.notes == ("the good end, v0, already exceeds the bound of 1.00 GiB",)
+    assert outcome.notes == ("the first candidate, v0, already exceeds the bound of 1.00 GiB",)
 
 
 def test_no_change_is_said_in_a_line():
     outcome, _ = versions(100, 101, 102)
     assert outcome.after is None
-    assert outcome.notes == ("no change found: the bad end, v2, is within the bound of 105.00 MiB (+5 %)",)
+    assert outcome.notes == ("no change found: the last candidate, v2, is within the bound of 105.00 MiB (+5 %)",)
 
 
 def test_a_version_that_cannot_be_measured_leaves_a_group():
     outcome, _ = versions(100, 100, None, 120, 120)
-    assert outcome.change == ("v2", "v3") and "v2 could not be measured" in outcome.notes[0]
+    assert outcome.change == ("v2", "v3") and "v2 could not be compiled" in outcome.notes[0]
 
 
 def test_an_end_that_cannot_be_measured_is_an_error():
-    with pytest.raises(ReportError, match="the bad end, v1, cannot be measured: SyntaxError"):
+    with pytest.raises(ReportError, match="the last candidate, v1, cannot be compiled: SyntaxError"):
         versions(100, None)
 
 
@@ -114,7 +114,7 @@ def test_changes_that_only_exceed_together_are_named_together():
     names = [f"k{index}=1" for index in range(6)]
     outcome, _ = bisect(names, lambda state: 200 if {1, 4} <= state else 100, is_sequence=False)
     assert outcome.change == ("k1=1", "k4=1") and outcome.before.point == "k1=1"
-    assert outcome.notes == ("the bound is only exceeded by 2 changes together",)
+    assert outcome.notes == ("the bound is only exceeded by these 2 changes together",)
 
 
 def test_a_larger_group_within_the_bound_is_said():
@@ -154,7 +154,9 @@ def test_seconds_and_flops_have_bounds_too(flag, quantity, fields):
 
     outcome = run_bisection(axis, parse_bound(flag, quantity, "+20%"), measure)
     assert outcome.change == ("c",) and outcome.good == 1
-    with pytest.raises(ReportError, match=f"the report of the good end, v0, has no {quantity}: set a bound with"):
+    with pytest.raises(
+        ReportError, match=f"the report of the first candidate, v0, has no {quantity}: set a bound with"
+    ):
         run_bisection(
             Axis("git", ["v0", "v1"], True, lambda state, point: Candidate(point, "m:f", {})),
             parse_bound(flag, quantity, "+20%"),
@@ -177,6 +179,6 @@ def test_measurements_of_a_file_are_read_again(tmp_path):
     assert again.find("v1").status == "SyntaxError: no" and again.find("v2") is None
     again.add(Measurement("v2", "ok", report_of(MIB)))
     assert MeasurementFile(path, question).find("v2").status == "ok"
-    with pytest.raises(ReportError, match="another question, with a different target: give another file"):
+    with pytest.raises(ReportError, match="another bisection, with a different target: give another file"):
         MeasurementFile(path, {**question, "target": "h100"})
     assert MeasurementFile(path, question, fresh=True).find("v0") is None

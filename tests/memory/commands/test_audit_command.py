@@ -28,7 +28,7 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
     words = ["audit", "--program=steps.py:program", "cpu", "--json=audit.json", "--html=audit.html"]
     assert cli.main(words) == 0 and cli.main([*words, "--strict"]) == 1
     text = capsys.readouterr().out
-    assert "1 of 2 requests honored" in text and "reuse other donated arrays" in text
+    assert "1 of 2 requests honored" in text and "another\n  donated array" in text
     result = read_result(tmp_path / "audit.json")
     assert (result["honored"], result["not_honored"], result["unknown"]) == (1, 1, 0)
     assert [(row["done"], row["bytes"], row["honored"]) for row in result["requests"]] == [
