@@ -70,8 +70,8 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
 
 
 _OFF = (
-    "jax donates no argument while the option jax_debug_nans is on: turn the option off, and call jax.clear_caches() if "
-    "the step was compiled with the option"
+    "jax donates no argument while the option jax_debug_nans is on: turn the option off, and call jax.clear_caches() "
+    "if the step was compiled with the option"
 )
 _READ_LATER = (
     "XLA copies the donated array, because the step returns it or computes something from both the old and the new "
@@ -100,7 +100,10 @@ def _reason(
         at for at, result in enumerate(signature.results) if (result.shape, result.dtype) == (leaf.shape, leaf.dtype)
     ]
     if not alike:
-        return f"no result has the shape and dtype {kind} of the donated array: return such a result, or do not donate the array"
+        return (
+            f"no result has the shape and dtype {kind} of the donated array: return such a result, or do not donate the "
+            "array"
+        )
     own = program.layouts.get(leaf.parameter)
     others = [program.results[at] for at in alike if at < len(program.results)]
     if own is not None and others and all(other.local != own.local for other in others):

@@ -67,7 +67,7 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "h200": {"spare_memory": _REMAT},
         "h100:8": {
             "spare_memory": _REMAT,
-            "audit_sharding": "all activations are gathered for logits whose vocabulary is sharded, and for the gradient "
+            "audit_sharding": "activations are gathered for logits whose vocabulary is sharded, and for the gradient "
             "of the embedding",
         },
     },
