@@ -101,8 +101,8 @@ def _reason(
     ]
     if not alike:
         return (
-            f"no result has the shape and dtype {kind} of the donated array: return such a result, or do not donate the "
-            "array"
+            f"no result has the shape and dtype {kind} of the donated array: return such a result, or do not donate "
+            "the array"
         )
     own = program.layouts.get(leaf.parameter)
     others = [program.results[at] for at in alike if at < len(program.results)]
