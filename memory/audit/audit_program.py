@@ -21,13 +21,13 @@ AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, randomness, gathe
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:
     """Returns one row for each request of a program: something that the user's code asks jax or XLA to do, such as to
-    recompute, save, offload or donate a value. Requests that were not honored come first, those with the most bytes
-    before the others.
+    recompute, save, offload or donate a value. Requests that were not honored come first; within each group, the rows
+    are sorted by bytes, largest first.
 
     Args:
         report: the report of the compiled step.
-        program: the compiled step with its buffers and its jaxpr. Without a jaxpr (an HLO dump), nobody knows what the
-            user's code asked for, and the field `asked` of the rows is "unknown".
+        program: the compiled step with its buffers and its jaxpr. Without a jaxpr (an HLO dump), it is unknown what the
+            user's code asks for, and the field `asked` of the rows is "unknown".
     """
     rows = [row for find_rows in AUDITS for row in find_rows(report, program)]
     rows = list(with_xla_recomputation(report, program, rows))

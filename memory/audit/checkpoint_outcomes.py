@@ -103,13 +103,13 @@ def _row(
 
 
 def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: str | None) -> tuple[str, str]:
-    """Returns (step, message) for a region that is not recomputed: the compiler step that undid the recomputation,
-    "autodiff" or "cse", and a sentence that says what happened and how to change it.
+    """Returns (step, message) for a region (the jax.checkpoint calls in one source line) that is not recomputed. `step`
+    is the step that undid the recomputation, "autodiff" or "cse". `message` is one sentence with the remedy.
 
     Args:
-        region: the calls of jax.checkpoint in one source line.
+        region: the jax.checkpoint calls.
         size: bytes on one device of the values that are kept.
-        merged: whether XLA merged the recomputation with the forward pass; otherwise the policy saves every value.
+        merged: True if XLA merged the recomputation with the forward pass; False if the policy saves every value.
         platform: platform of the target, such as "cpu" or "cuda".
     """
     if not merged:
@@ -178,8 +178,8 @@ _MASKS = ("bool", "uint32", "uint8")
 
 
 class CompiledOutcome:
-    """Finds out what the compiled module does with each region (the calls of jax.checkpoint in one source line of the
-    jaxpr).
+    """Finds out what the compiled module does with the values of each region. A region is a `CheckpointRegion`: all
+    calls of jax.checkpoint in one source line.
 
     Attributes:
         residuals: the buffers that hold residuals (values that the backward pass reads) in device memory at the memory
@@ -194,14 +194,14 @@ class CompiledOutcome:
         self._module = module
 
     def residual_bytes(self, region: CheckpointRegion) -> int:
-        """Returns the bytes on one device of the residuals that the region's source lines compute and that are alive at
-        the memory peak."""
+        """Returns the bytes on one device of the residuals that are alive at the memory peak and that the source
+        lines of a region (the jax.checkpoint calls in one source line) compute."""
         lines = region.lines
         return sum(buffer.bytes for buffer in self.residuals if buffer.source in lines)
 
     def is_merged(self, region: CheckpointRegion) -> bool:
-        """Returns whether XLA merged the recomputation of a region with the forward pass, so that nothing is
-        recomputed.
+        """Returns whether XLA merged the recomputation of a region (the jax.checkpoint calls in one source line) with
+        the forward pass, so that nothing is recomputed.
 
         Returns True if the region's values stay alive from the forward pass to the backward pass and the compiled
         module does not compute them a second time. If the region has kernels, such as matrix products, only the kernels
@@ -226,9 +226,10 @@ class CompiledOutcome:
         return not region.prevent_cse or self._report.target.get("platform") == "cpu"
 
     def merged_bytes(self, region: CheckpointRegion) -> int:
-        """Returns the bytes on one device, at the memory peak, of the values that the backward pass should recompute in
-        the region. Counts both the values that stay alive from the forward pass to the backward pass, and the values
-        that the recomputation itself holds: XLA may run a merged recomputation at any time."""
+        """Returns the bytes on one device, at the memory peak, of the values that the backward pass should recompute
+        for a region (the jax.checkpoint calls in one source line). Counts values that stay alive from the forward
+        pass to the backward pass, and values of the recomputation itself, because XLA may run a merged recomputation
+        at any time."""
         return _bytes_to_recompute(region, self._kept)
 
     @functools.cached_property
@@ -241,7 +242,7 @@ class CompiledOutcome:
         return kept
 
     def bytes_of_function(self, region: CheckpointRegion) -> int:
-        """Returns the bytes on one device, at the memory peak, of the values that the checkpointed function of the
+        """Returns the bytes on one device, at the memory peak, of the values that the checkpointed function of a
         region computes in the forward pass and that stay alive until the backward pass. The function's results are
         counted too."""
         size = 0
@@ -327,8 +328,9 @@ class CompiledOutcome:
 
 
 def _bytes_to_recompute(region: CheckpointRegion, buffers: Iterable[Buffer]) -> int:
-    """Returns the sum of the bytes of those `buffers` whose values the backward pass should recompute: the region
-    recomputes an equation with the same source line and primitive, and its policy does not save the value."""
+    """Returns the sum of the bytes of those `buffers` whose values jax asks to recompute in the backward pass:
+    `region` recomputes an equation with the same source line and primitive, and its remat policy does not save the
+    value."""
     size = 0
     for buffer in buffers:
         if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name):

@@ -21,10 +21,10 @@ from bytescope.memory.records.report_record import JudgedProgram
 
 def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
     """Yields rows for the donated arguments of a step: for each argument, one row for its arrays whose memory a result
-    reuses, and one row for each reason why other arrays of it were not reused.
+    reuses, and one row for each reason why its other arrays were not reused.
 
-    Without a signature (an HLO dump), nobody knows which arguments were donated, and only reused arrays get rows, with
-    `asked` = "unknown".
+    Without a signature (an HLO dump), it is unknown which arguments were donated. Then only reused arrays get rows,
+    with `asked` = "unknown".
 
     Args:
         report: the report of the compiled step.

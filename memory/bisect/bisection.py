@@ -19,11 +19,11 @@ class Outcome:
     """The result of a bisection.
 
     Fields:
-        good: bytes, FLOPs or seconds of the first candidate, which is the oldest version or the program without any
-            change.
-        measured: the measurement of every compiled candidate; versions and commits are listed from old to new.
-        change: the change at which the bound is first exceeded: one version, commit, flag, key or line; several if only
-            all of them together exceed the bound, or if those between could not be compiled. () if no change was found.
+        good: bytes, FLOPs or seconds of the first program, which is the oldest version or the unchanged program.
+        measured: the measurement of every compiled program; versions and commits are listed from old to new.
+        change: the change at which the bound is first exceeded: one version, commit, flag, key or line. Several if only
+            all of them together exceed the bound, or if versions before the last one listed could not be compiled. ()
+            if no change was found.
         before, after: the measurements without and with the change; None if no change was found.
         notes: sentences that say why the result is uncertain, or why no change was found.
     """
@@ -39,7 +39,9 @@ class Outcome:
 def run_bisection(
     axis: Axis, bound: Bound, measure: Callable[[Candidate], Measurement], measure_all: bool = False
 ) -> Outcome:
-    """Finds the change at which a program first exceeds a bound.
+    """Finds the change at which a program first exceeds a bound. A candidate is the program with one version, or with
+    some of the changes. The first candidate is the oldest version or the unchanged program, the last one is the newest
+    version or the program with all changes.
 
     Args:
         axis: the changes to search, such as the versions of jax.

@@ -68,18 +68,18 @@ class Axis:
 
     @property
     def good(self) -> State:
-        """The state of the first candidate, which must be within the bound: the oldest version, or no change
-        applied."""
+        """The state from which the bisection starts: the index of the oldest version, or no applied change (the
+        empty set)."""
         return frozenset([0]) if self.is_sequence else frozenset()
 
     @property
     def bad(self) -> State:
-        """The state of the last candidate, which must exceed the bound: the newest version, or all changes applied."""
+        """The state at which the bisection ends: the index of the newest version, or the indices of all changes."""
         return frozenset([len(self.changes) - 1]) if self.is_sequence else frozenset(range(len(self.changes)))
 
     def point(self, state: State) -> str:
-        """Returns the name of the candidate in a state, such as "jax 0.11.0", "width=64 + layers=2" or "no change".
-        Different states have different names."""
+        """Returns the name of the program with the versions or changes of these indices, such as "jax 0.11.0",
+        "width=64 + layers=2" or "no change". Different states have different names."""
         names = [self.changes[index] for index in sorted(state)]
         if self.is_sequence:
             return names[0]
@@ -97,12 +97,12 @@ class Axis:
         return self.changes
 
     def states(self) -> Mapping[str, State]:
-        """Returns a dict: name of a candidate -> its state (the indices of its version or of its changes), for each
-        candidate that `candidate` has made so far."""
+        """Returns a dict: name of a program -> the indices of its version or of its applied changes, for each
+        program that the method `candidate` has made so far."""
         return self._states
 
     def candidate(self, state: State) -> Candidate:
-        """Returns the candidate in a state: the program with this version, or with these changes applied."""
+        """Returns the program to compile for a state: the program with this version, or with these changes applied."""
         point = self.point(state)
         self._states[point] = state
         return self._make(state, point)
@@ -119,8 +119,8 @@ def jax_axis(
     is_old_gpu: bool,
     more: Sequence[str],
 ) -> Axis:
-    """Returns the versions of jax as the changes to search. Each version is installed in its own virtual environment
-    when it is first needed.
+    """Returns the Axis of a bisection over versions of jax. Each version is installed in its own virtual environment
+    when it is first compiled with.
 
     Args:
         program: the program to bisect.
@@ -160,9 +160,9 @@ def jax_axis(
 
 @contextlib.contextmanager
 def git_axis(program: Program, text: str, folder: Path) -> Iterator[Axis]:
-    """Context manager that gives the commits of a repository as the changes to search: GOOD, and the commits from GOOD
-    to BAD along the first parents. Each commit is checked out in a temporary worktree, which is removed at exit. The
-    user's files, branch and index are not touched.
+    """Context manager that gives the Axis of a bisection over commits: GOOD, and the commits from GOOD to BAD along the
+    first parents. Each commit is checked out in a temporary worktree, which is removed at exit. The user's files,
+    branch and index are not touched.
 
     Args:
         program: the program to bisect.
@@ -233,7 +233,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def flags_axis(program: Program, text: str) -> Axis:
-    """Returns XLA flags as the changes to search.
+    """Returns the Axis of a bisection over XLA flags: each flag is one change, and any combination can be set.
 
     Args:
         program: the program to bisect.
@@ -260,11 +260,12 @@ def flags_axis(program: Program, text: str) -> Axis:
 
 
 def keys_axis(program: Program, keys: Mapping[str, Any], show: Callable[[Any], str] = str) -> Axis:
-    """Returns config keys as the changes to search.
+    """Returns the Axis of a bisection over config keys: each key with its new value is one change, and any combination
+    can be set.
 
     Args:
         program: the program to bisect.
-        keys: config key -> its changed value, which the last candidate has for all keys.
+        keys: config key -> its new value.
         show: function that returns a value as text.
     """
     names = list(keys)
@@ -309,12 +310,13 @@ def split_files(text: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def diff_axis(first: Path, second: Path, make_program: Callable[[str], Program]) -> Iterator[Axis]:
-    """Context manager that gives the lines in which two files differ as the changes to search. Each candidate is a file
-    in a temporary folder: the first file with some of the second file's lines.
+    """Context manager that gives the Axis of a bisection over the lines in which two files differ: each difference is
+    one change. A program with some of the changes is a file in a temporary folder: the first file with these lines of
+    the second file.
 
     Args:
-        first: the file of the first candidate, which is within the bound.
-        second: the file of the last candidate, which exceeds the bound.
+        first: the file that is within the bound.
+        second: the file that exceeds the bound.
         make_program: function from the path of a file to the program in the file.
 
     Raises ReportError if a file cannot be read, or if the files are equal.

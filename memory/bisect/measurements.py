@@ -87,9 +87,9 @@ class Bound:
     Fields:
         quantity: what is bounded, a key of QUANTITIES.
         value: the highest allowed value (bytes, FLOPs or seconds); or, if `is_percent`, the allowed change in per cent
-            relative to the first candidate.
-        is_percent: whether `value` is a percentage. With +5, candidates that need over 5 % more than the first
-            candidate exceed the bound; with -5, candidates that need over 5 % less do.
+            relative to the first program of the bisection (the oldest version, or the unchanged program).
+        is_percent: whether `value` is a percentage. With +5, a program that needs over 5 % more than the first program
+            exceeds the bound; with -5, a program that needs over 5 % less does.
     """
 
     quantity: str
@@ -97,18 +97,19 @@ class Bound:
     is_percent: bool
 
     def limit(self, good: float) -> float:
-        """Returns the bound in bytes, FLOPs or seconds. `good`: value of the first candidate, to which a percentage
-        is relative."""
+        """Returns the bound in bytes, FLOPs or seconds. `good`: the value of the first program of the bisection, to
+        which a percentage is relative."""
         return good * (1 + self.value / 100) if self.is_percent else self.value
 
     def is_exceeded(self, value: float, good: float) -> bool:
-        """Returns whether the value of a candidate exceeds the bound. `good`: value of the first candidate. For a
-        negative percentage, a value below the limit exceeds the bound."""
+        """Returns whether the value of a program exceeds the bound. `good`: the value of the first program of the
+        bisection. For a negative percentage, a value below the limit exceeds the bound."""
         limit = self.limit(good)
         return value < limit if self.is_percent and self.value < 0 else value > limit
 
     def text(self, good: float) -> str:
-        """Returns the bound as text, such as "1.58 GiB (+5 %)". `good`: value of the first candidate."""
+        """Returns the bound as text, such as "1.58 GiB (+5 %)". `good`: the value of the first program of the
+        bisection."""
         share = f" ({self.value:+g} %)" if self.is_percent else ""
         return QUANTITIES[self.quantity].text(self.limit(good)) + share
 
@@ -151,11 +152,11 @@ def parse_bound(flag: str, quantity: str, text: str) -> Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """The result of compiling one candidate of a bisection.
+    """The result of compiling one program of a bisection.
 
     Fields:
-        point: name of the candidate, such as "jax 0.11.0".
-        status: "ok", or one line that says why the candidate could not be compiled.
+        point: name of the program, such as "jax 0.11.0".
+        status: "ok", or one line that says why the program could not be compiled.
         report: the report of the compiled program; None if it could not be compiled.
         seconds: seconds that the measurement took, including the installation of packages.
     """
@@ -245,7 +246,7 @@ class MeasurementFile:
         self._size = sum(map(len, lines))
 
     def find(self, point: str) -> Measurement | None:
-        """Returns the stored measurement of the candidate with this name; None if there is none."""
+        """Returns the stored measurement of the program with this name, such as "jax 0.11.0"; None if there is none."""
         return self._found.get(point)
 
     def add(self, measurement: Measurement) -> None:

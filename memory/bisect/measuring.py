@@ -90,8 +90,8 @@ DUMPS = DumpFactory()
 
 
 class Measuring:
-    """Compiles candidates for one target. Keeps a worker process between candidates, and writes each measurement to a
-    file. Use it as a context manager, which stops the worker at exit.
+    """Compiles the programs of a bisection for one target. Keeps a worker process between them, and writes each
+    measurement to a file. Use it as a context manager, which stops the worker at exit.
 
     Args:
         target: name of the devices to compile for, such as "h100:8".
@@ -120,9 +120,9 @@ class Measuring:
         self._folder.cleanup()
 
     def measure(self, candidate: Candidate) -> Measurement:
-        """Returns the measurement of a candidate. If the file of measurements has it, returns the stored
-        measurement; else compiles the candidate and stores the result. If the candidate cannot be compiled, `status`
-        says why and `report` is None."""
+        """Returns the measurement of one program of the bisection. If the file `records` has the measurement,
+        returns the stored one; else compiles the program and stores the result. If the program cannot be compiled,
+        `status` says why and `report` is None."""
         if found := self._records.find(candidate.point):
             return found
         began = time.perf_counter()
@@ -208,14 +208,14 @@ class Measuring:
 
 
 def check_measured(measurement: Measurement, quantity: str, which: str) -> float:
-    """Returns the value of a quantity of the first or last candidate.
+    """Returns the measured bytes, FLOPs or seconds of the first or last program of a bisection.
 
     Args:
-        measurement: the measurement of the candidate.
+        measurement: the measurement of the program.
         quantity: a key of QUANTITIES.
-        which: the candidate in messages, such as "the first candidate".
+        which: the program in messages, such as "the first candidate".
 
-    Raises ReportError if the candidate could not be compiled, or if its report lacks the quantity.
+    Raises ReportError if the program could not be compiled, or if its report lacks the quantity.
     """
     if measurement.status != "ok":
         raise ReportError(f"{which}, {measurement.point}, cannot be compiled: {measurement.status}")

@@ -226,10 +226,11 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope bisect` for a user's function or the program of an adapter. Returns the exit code: 0 if a change
-    was found, 1 if not.
+    """Runs `bytescope bisect` for a user's function or the program of an adapter such as MaxText. Returns the exit
+    code: 0 if a change was found, 1 if not.
 
-    Raises ReportError for flags that cannot be combined, and if the first or last candidate cannot be compiled.
+    Raises ReportError for flags that cannot be combined, and if the first or last program of the bisection cannot be
+    compiled.
     """
     axis = check_arguments(args)
     if not args.diff and not args.program and not is_adapted(args.config):
@@ -246,8 +247,8 @@ def bisect(args: argparse.Namespace, axis_name: str, subject: Subject) -> int:
         axis_name: the kind of change that is searched, an element of AXES.
         subject: the program to bisect.
 
-    Raises ReportError if the first or last candidate cannot be compiled. On Ctrl-C, raises KeyboardInterrupt with a
-    message that says how to continue.
+    Raises ReportError if the first or last program of the bisection cannot be compiled. On Ctrl-C, raises
+    KeyboardInterrupt with a message that says how to continue.
     """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
@@ -382,8 +383,9 @@ def _heading(axis: Axis, bound: Bound) -> str:
 
 
 class _Printer:
-    """Prints one line for each candidate: its name, its value, the growth relative to the first candidate, whether
-    it exceeds the bound, and the seconds that it took, or "recorded" if it comes from the file of measurements."""
+    """Prints one line for each compiled program of a bisection: its name, its bytes, FLOPs or seconds, the growth
+    relative to the first program, whether it exceeds the bound, and the seconds that compiling took, or "recorded"
+    if the measurement comes from the file of measurements."""
 
     def __init__(self, axis: Axis, bound: Bound) -> None:
         longest = max(map(len, [*axis.changes, axis.point(axis.good), axis.point(axis.bad)]))

@@ -54,7 +54,7 @@ _ZERO = ("optimizer", "accumulator")
 
 @dataclasses.dataclass(frozen=True)
 class Equality:
-    """Whether two versions of a program compute the same results.
+    """The answer to the question whether two versions of a program compute the same results.
 
     Fields:
         outcome: "equal", "differs" or "not checked".
@@ -90,9 +90,9 @@ class SmallRun:
 
 
 def compare_results(before: SmallRun, after: SmallRun) -> Equality:
-    """Compares the results of two versions of a program, as returned by `run_small`. The outcome is "not checked" if
-    a version gives different results on each run, if the results have different paths or shapes, or if a result of
-    `before` is not finite."""
+    """Returns whether two versions of a program compute the same results. Each version was run with `run_small`. The
+    outcome is "not checked" if a version gives different results on each run, if the results have different paths or
+    shapes, or if a result of `before` is NaN or infinite."""
     if not before.repeats or not after.repeats:
         which = "unchanged" if not before.repeats else "changed"
         words = "gives different results on each run, so the results cannot be compared: draw random numbers from a key"

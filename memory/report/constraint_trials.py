@@ -326,17 +326,18 @@ def _changed(traced: Any, site: _Site, spec: Spec, mesh: Any) -> Any:
 
 
 class _Rewriter:
-    """Inserts one sharding constraint into a jaxpr: on the array at `site`, and on the gradient of this array in the
-    backward pass, because `with_sharding_constraint` in source code constrains both. The gradient is recognized as
-    an operand with the array's shape and dtype, in the backward pass of the same source line, that the backward pass
-    computed."""
+    """Inserts one sharding constraint into a jaxpr: on the array that `site` describes, and on the gradient of this
+    array in the backward pass, because `with_sharding_constraint` in source code constrains both. An operand is
+    taken for the gradient if an equation of the same source line reads it in the backward pass, the backward pass
+    computed it, and it has the array's shape and dtype."""
 
     def __init__(self, site: _Site, sharding: Any):
         self.site, self.sharding = site, sharding
         self._done: dict[Any, Any] = {}
 
     def closed(self, jaxpr: Any) -> Any:
-        """Returns a copy of a ClosedJaxpr in which the constraint is inserted wherever `site` occurs."""
+        """Returns a copy of a ClosedJaxpr in which the array that `site` describes, and its gradient, have the
+        sharding constraint."""
         return self._value(jaxpr, False, ())
 
     def _value(self, value: Any, backward: bool, gradients: Sequence[bool]) -> Any:
@@ -351,7 +352,8 @@ class _Rewriter:
         return value
 
     def _jaxpr(self, jaxpr: Any, outer: bool, given: Sequence[bool]) -> Any:
-        """Returns a copy of a Jaxpr in which the constraint is inserted.
+        """Returns a copy of a Jaxpr in which the array that `site` describes, and its gradient, have the sharding
+        constraint.
 
         Args:
             jaxpr: the Jaxpr.
@@ -396,12 +398,11 @@ class _Rewriter:
         return self._value(value, backward, of_gradients)
 
     def _positions(self, equation: Any, backward: bool, of_gradients: Sequence[bool]) -> tuple[bool, list[int]]:
-        """Returns (on_operand, positions): which arrays of an equation get the constraint. `on_operand` is True if the
-        positions are those of operands, False if they are those of results. `positions` is [] if the equation is not at
-        the site.
+        """Returns (on_operand, positions): to which operands (True) or results (False) of an equation the constraint is
+        applied. `positions` is [] for an equation of another source line.
 
-        In the forward pass, this is the array of the site. In the backward pass of the site's source line, it is each
-        operand with the site's shape and dtype that the backward pass computed.
+        In the forward pass, the constraint is applied to the operand or result that `site` describes. In the backward
+        pass, it is applied to each operand that the backward pass computed and that has the shape and dtype of `site`.
 
         Args:
             equation: the equation.
@@ -496,8 +497,8 @@ class _SmallRun:
 
 
 def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
-    """Returns the shapes that the array of `site` has in `jaxpr`, which is the same program at other sizes; [] if
-    the array is not found."""
+    """Returns the shapes, in another jaxpr of the same program at other sizes, of the array that `site` describes;
+    [] if no equation of the jaxpr has this source line and primitive."""
     shapes = []
     for equation, backward in _equations(jaxpr):
         if not backward and equation.primitive.name == site.primitive and equation_line(equation) == site.line:

@@ -2,10 +2,11 @@
 
     python tests/bench/audit_time.py                                    # llama_8b on h100:8
     python tests/bench/audit_time.py --config=gpt2_small --target=h200  # layers unrolled: many more equations
-    python tests/bench/audit_time.py --assert                           # at most 5 % more
+    python tests/bench/audit_time.py --assert                           # at most 5 % of the whole report
 
-A report is made of the compiler's answer, as `bytescope report` makes it, with the predicted seconds. The seconds are
-CPU seconds of this process, which other work on the machine hardly lengthens.
+The rows read the compiler's answer, as `bytescope report` does, with the predicted seconds, again and again in one
+process. The whole report also traces and compiles the program, which is measured once. The seconds are CPU seconds of
+this process, which other work on the machine hardly lengthens.
 """
 
 import gc
@@ -20,21 +21,23 @@ from bytescope.memory.audit import audit_program
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
 
-MAX_RATIO = 1.05  # a report with the audit by one without
+MAX_SHARE = 0.05  # the audit's part of the CPU seconds of a whole report
 
 
 def main() -> int:
-    """Prints the table; returns 1 if --assert was given and the ratio is above `MAX_RATIO`."""
+    """Prints the table; returns 1 if --assert was given and the share is above `MAX_SHARE`."""
     flags = parser(__doc__, rounds=9, steps=5, config="llama_8b")
     flags.add_argument("--target", default="h100:8", help="a described target (default %(default)s)")
-    flags.add_argument("--assert", dest="check", action="store_true", help=f"fail above {MAX_RATIO:g}")
+    flags.add_argument("--assert", dest="check", action="store_true", help=f"fail above {MAX_SHARE:g}")
     asked, config, _ = parse_config(flags)
     simulate_devices([asked.target])
     from bytescope.train.program.program import build
 
     target = targets.parse(asked.target)
+    began = time.process_time()
     program = build(config, target.devices())
     compilation = program.compile_for_report(exact=True)
+    compiling = time.process_time() - began
 
     def with_audit() -> None:
         with_seconds(report_of(compilation, target=target))
@@ -64,7 +67,10 @@ def main() -> int:
         {"report": "without the audit", "CPU s": f"{samples['without'].median:.3f}", "ratio": ""},
         {"report": "with it", "CPU s": f"{samples['with'].median:.3f}", "ratio": str(ratio)},
     ]
-    checks = [Check("a report with the audit by one without", ratio.median, MAX_RATIO if asked.check else None)]
+    audit = samples["with"].median - samples["without"].median
+    share = audit / (compiling + samples["with"].median)
+    rows.append({"report": "tracing and compiling", "CPU s": f"{compiling:.3f}", "ratio": ""})
+    checks = [Check("the audit's part of a whole report", share, MAX_SHARE if asked.check else None)]
     figures = {"versions": versions(), "samples": {name: each.to_json() for name, each in samples.items()}}
     return finish(f"{asked.config} on {asked.target}", rows, checks, figures, asked.json)
 

@@ -65,7 +65,11 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "linen_sharded:fsdp": {
         "*": {"full_logits": _LOGITS},
         "h200": {"spare_memory": _REMAT},
-        "h100:8": {"spare_memory": _REMAT},
+        "h100:8": {
+            "spare_memory": _REMAT,
+            "audit_sharding": "activations are gathered for logits whose vocabulary is sharded, and for the gradient "
+            "of the embedding",
+        },
     },
     "nnx_models:transformer": {
         "*": {"full_logits": _LOGITS, "not_donated": _STATE},

@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope bisect`. Returns the exit code: 0 if a change was found, 1 if not.
 
-    Raises ReportError for flags that cannot be combined, and if the first or last candidate cannot be compiled.
+    Raises ReportError for flags that cannot be combined, and if the first or last program of the bisection cannot be
+    compiled.
     """
     axis = bisect_command.check_arguments(args)
     if is_adapted(args.config):

@@ -38,5 +38,5 @@ def test_a_saved_name_above_the_limit_of_xla(fraction, done):
     assert (row.subject, row.asked, row.done) == ("hidden", "save", done)
     assert bool(report.xla_recomputed) == (done == "recomputed")
     if done == "recomputed":
-        assert row.undone_by == "rematerialization" and "exceeds the memory limit of XLA" in row.message
+        assert row.undone_by == "rematerialization" and "exceeds XLA's memory limit" in row.message
         assert row.bytes % (ROWS * WIDTH * 4) == 0 and 0 < row.count <= LAYERS
