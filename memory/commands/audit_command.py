@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from bytescope.memory.audit.pass_history import with_passes
 from bytescope.memory.commands import audit_fix, audit_sharding, report_command
 from bytescope.memory.commands.arguments import add_json, add_xla, show_written, user_path, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.compare.prepared_program import PreparedProgram
+from bytescope.memory.devices.compiler import Compilation, pass_dumps
+from bytescope.memory.records.report_record import ReportRecord, Subject
 from bytescope.memory.report.constraint_trials import ConstraintTrial
 
 # The exit code of --strict if a request was not honored.
@@ -26,6 +31,12 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     --xla, --json and --html."""
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
+    )
+    parser.add_argument(
+        "--passes",
+        action="store_true",
+        help="also name the pass of XLA's compiler that undid a recomputation or an offload; XLA then writes the "
+        "program after each pass to a temporary folder",
     )
     audit_fix.add_fix(parser)
     add_xla(parser)
@@ -43,11 +54,28 @@ def run(args: argparse.Namespace) -> int:
     compiles it, prints the audit, tries the changes of --fix and --fix-sharding, and writes the files of --json and
     --html. Returns the exit code: 1 with --strict if a request was not honored, else 0."""
     program, subject = report_command.open_program(args)
-    report, compilation = report_command.make_report(program, subject)
+    report, compilation = make_audited_report(args, program, subject)
     show(report)
     tried = audit_fix.fix_program(args, report, compilation.jaxpr) if args.fix else ()
     trials = audit_sharding.fix_sharding(args) if args.fix_sharding else ()
     return finish(args, report, tried, trials)
+
+
+def make_audited_report(
+    args: argparse.Namespace, program: PreparedProgram, subject_of: Callable[[int], Subject] | None
+) -> tuple[ReportRecord, Compilation]:
+    """Compiles a program and returns its report with the audit, and the compilation. With --passes, XLA also writes the
+    program after each compiler pass, and the audit names the passes that undid something.
+
+    subject_of: as in `report_command.make_report`.
+    """
+    if not args.passes:
+        return report_command.make_report(program, subject_of)
+    with tempfile.TemporaryDirectory(prefix="passes-") as folder:
+        with pass_dumps(Path(folder)):
+            report, compilation = report_command.make_report(program, subject_of)
+        rows = with_passes(report.audit, Path(folder))
+    return dataclasses.replace(report, audit=rows), compilation
 
 
 def show(report: ReportRecord) -> None:

@@ -133,6 +133,11 @@ def check_fix(args: argparse.Namespace) -> None:
             f"--{fixes[0].replace('_', '-')} cannot be used with --hlo, because an HLO dump has no source files: give "
             "the step with --program=MODULE:FUNCTION instead of --hlo"
         )
+    if args.passes and args.hlo:
+        raise ReportError(
+            "--passes cannot be used with --hlo, because the passes run while the program is compiled: give the step "
+            "with --program=MODULE:FUNCTION instead of --hlo"
+        )
     if args.small:
         equal_results.parse_small(args.small)
 

@@ -68,6 +68,8 @@ class AuditRow:
             the step is unknown.
         message: one sentence that says what happened and how to change it; "" if the request was honored.
         count: number of equal requests that this row stands for, such as one in each layer of an unrolled loop.
+        compiler_pass: "pipeline/pass" of XLA's compiler that undid the request, such as "simplification/cse"; "" if
+            unknown. It is known only if the program was compiled with dumps of all passes.
         wire_bytes: bytes that one device sends to others in one step because the request was not honored; 0 if none, or
             if unknown.
     """
@@ -83,6 +85,7 @@ class AuditRow:
     message: str = ""
     count: int = 1
     wire_bytes: int = 0
+    compiler_pass: str = ""
 
     @property
     def honored(self) -> bool | None:

@@ -33,7 +33,7 @@ COLUMNS = (
     ColumnView("done", "done", "text", verdict=_verdict),
     ColumnView("bytes", "bytes", "bytes"),
     ColumnView("flops", "recomputed FLOPs", "flops", skip_zero=True, short="FLOPs"),
-    ColumnView("undone_by", "undone by", "text"),
+    ColumnView("undone_by", "undone by", "text", read=lambda row: row.compiler_pass or row.undone_by),
     ColumnView("source", "at", "place", read=lambda row: short_place(row.source)),
 )
 

@@ -62,7 +62,7 @@ def _audit_config(args: argparse.Namespace) -> int:
     program = build_program(args.config, args.overrides, target)
     prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
-    report = report_command.make_report(prepared, subject)[0]
+    report = audit_command.make_audited_report(args, prepared, subject)[0]
     audit_command.show(report)
     tried = []
     if args.fix:

@@ -404,6 +404,7 @@ MISTAKES = {
         ("tiny h100 --stict", "did you mean --strict?"),
         ("tiny --write", "--write is only valid with --fix"),
         ("tiny --fix --small=width=8", "--small is only valid with --program"),
+        ("--hlo=step.pb --passes", "--passes cannot be used with --hlo"),
         ("--hlo=step.pb --fix", "an HLO dump has no source files"),
         ("maxtext:llama2-7b --fix", "--fix cannot be used with maxtext:llama2-7b"),
         ("tiny --json=missing/a.json", "there is no folder missing"),

@@ -1,0 +1,134 @@
+"""Names the compiler pass of XLA that undid a request, from dumps of the module after each pass.
+
+XLA writes a dump for each pass that changes the module, such as
+`module_0001.jit_step.0012.simplification.after_cse.before_dce.hlo.pb`: number, pipeline and pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bytescope.memory.audit.checkpoint_requests import KERNELS
+from bytescope.memory.cost import host_transfers
+from bytescope.memory.errors import ReportError
+from bytescope.memory.hlo import buffers, dumps, scopes
+from bytescope.memory.hlo.module import Module
+from bytescope.memory.records.audit_record import AuditRow
+
+_DUMP = re.compile(r"module_(\d+)\..*\.(\d{4,})\.([^.]+)\.after_([^.]+?)(?:\.before_[^.]+)?\.hlo\.pb(?:\.gz)?$")
+
+
+class PassDump(NamedTuple):
+    """A dump of the module after a compiler pass.
+
+    Fields:
+        number: position in the order of the passes.
+        pipeline: name of the pipeline that the pass belongs to, such as "simplification".
+        name: name of the pass, such as "cse".
+        path: the file with the HloProto.
+    """
+
+    number: int
+    pipeline: str
+    name: str
+    path: Path
+
+
+def list_passes(folder: Path) -> list[PassDump]:
+    """Returns the dumps of the largest module in a folder, in the order of the passes; [] if there are none."""
+    modules: dict[str, list[PassDump]] = defaultdict(list)
+    sizes: Counter[str] = Counter()
+    for path in folder.iterdir():
+        match = _DUMP.match(path.name)
+        if match:
+            modules[match[1]].append(PassDump(int(match[2]), match[3], match[4], path))
+            sizes[match[1]] += path.stat().st_size
+    return sorted(modules[max(sizes, key=lambda module: sizes[module])]) if sizes else []
+
+
+def with_passes(rows: Iterable[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
+    """Returns the rows of an audit. Rows whose recomputation was merged with the forward pass, and rows whose move to
+    host memory was removed, get the name of the compiler pass that did it.
+
+    folder: the folder with the dumps, written while the audited program was compiled (`compiler.pass_dumps`).
+
+    Raises ReportError if a dump is damaged.
+    """
+    history = list_passes(folder)
+    return tuple(_with_pass(row, history) for row in rows)
+
+
+def _with_pass(row: AuditRow, history: Sequence[PassDump]) -> AuditRow:
+    if row.honored is not False or not row.source:
+        return row
+    if row.kind == "checkpoint" and row.undone_by == "cse":
+        found = undoing_pass(history, lambda module: _computations(module, row.source))
+    elif row.kind == "offload" and row.undone_by == "offloader":
+        found = undoing_pass(history, _moves)
+    else:
+        return row
+    return dataclasses.replace(row, compiler_pass=found) if found else row
+
+
+def undoing_pass(history: Sequence[PassDump], count: Callable[[Module], int]) -> str:
+    """Returns "pipeline/pass" of the compiler pass that removed most of the counted instructions, in all its runs
+    together; "" if no pass removed any.
+
+    history: the dumps in the order of the passes. count: function that counts instructions of a module.
+    """
+    removed: Counter[str] = Counter()
+    before = None
+    for dump in history:
+        now = count(_read(dump.path))
+        if before is not None and now < before:
+            removed[f"{dump.pipeline}/{dump.name}"] += before - now
+        before = now
+    return removed.most_common(1)[0][0] if removed else ""
+
+
+def _read(path: Path) -> Module:
+    try:
+        return buffers.read(dumps.unpacked(path.read_bytes(), path.name)).module
+    except ValueError as error:
+        raise ReportError(f"the dump {path.name} of a compiler pass is damaged: {error}") from error
+
+
+def _computations(module: Module, source: str) -> int:
+    """Counts the kernels, such as matrix products, that the forward pass and the recomputation run for the calls of
+    jax.checkpoint in a source line; all their instructions if the function has no kernels."""
+    kernels, others = 0, 0
+    for operation in _operations_at(module, source):
+        kernels += operation in KERNELS
+        others += 1
+    return kernels or others
+
+
+def _operations_at(module: Module, source: str) -> Iterator[str]:
+    for instruction in module.instructions.values():
+        if instruction.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "fusion"):
+            continue
+        metadata = module.metadata(instruction)
+        scope = scopes.parse(metadata.op_name)
+        if scope.phase not in ("forward", "recompute"):
+            continue
+        if any(f"{frame.file}:{frame.line}" == source for frame in metadata.frames):
+            yield scope.operation
+
+
+def _moves(module: Module) -> int:
+    """Counts the moves of values to host memory, in each form that XLA gives them: annotations, custom calls, copies.
+    XLA drops the source lines of moves early, so the moves of all lines are counted."""
+    instructions = module.instructions.values()
+    placed = sum(instruction.target == "annotate_device_placement" for instruction in instructions)
+    to_host = sum(instruction.target == "MoveToHost" for instruction in instructions)
+    copied = sum(
+        direction == "to host"
+        for instruction in instructions
+        for direction, _, _ in host_transfers.moved(module, instruction)
+    )
+    return placed // 2 + to_host + copied  # annotations also mark the move back
