@@ -14,8 +14,8 @@ from bytescope.memory.records.report_record import JudgedProgram
 from bytescope.memory.records.xla_records import RecomputedValue
 
 _MESSAGE = (
-    "the policy of jax.checkpoint saves the value, but XLA recomputes the value, because the program exceeds the "
-    "memory limit of XLA: use a policy that saves fewer values, or reduce the batch size"
+    "the policy of jax.checkpoint saves the value, but XLA recomputes the value, because the program exceeds XLA's "
+    "memory limit: use a policy that saves fewer values, or reduce the batch size"
 )
 
 

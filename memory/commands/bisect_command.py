@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "names the function that returns the step",
     )
     parser.add_argument(
-        "--function", metavar="NAME", help="with --diff: the function in both Python files that returns the step"
+        "--function", metavar="NAME", help="with --diff: the function that returns the step, in both Python files"
     )
     bounds = parser.add_argument_group("bound (default: --bytes=+1%)")
     bounds.add_argument(

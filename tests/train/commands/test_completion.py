@@ -73,7 +73,7 @@ MEANINGS = {
     "--dtype": "float32, bfloat16 or float16",
     "--force": "replace OUT",
     "--formulas": "published formulas predict",
-    "--function": "the function (that is the step|in both files)",
+    "--function": "the function that (is|returns) the step",
     "--hlo": "compare the failure with an XLA dump|report on an XLA dump",
     "--html": "page",
     "--json": "as JSON",
