@@ -1,7 +1,7 @@
-"""Names the compiler pass of XLA that undid a request, from dumps of the module after each pass.
+"""Names the XLA compiler pass that undid a recomputation or an offload, from dumps of the HLO module after each pass.
 
-XLA writes a dump for each pass that changes the module, such as
-`module_0001.jit_step.0012.simplification.after_cse.before_dce.hlo.pb`: number, pipeline and pass.
+XLA writes a dump for each pass that changes the module. The file name contains number, pipeline and pass, such as
+`module_0001.jit_step.0012.simplification.after_cse.before_dce.hlo.pb`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _DUMP = re.compile(r"module_(\d+)\..*\.(\d{4,})\.([^.]+)\.after_([^.]+?)(?:\.bef
 
 
 class PassDump(NamedTuple):
-    """A dump of the module after a compiler pass.
+    """The dump of the HLO module after one compiler pass.
 
     Fields:
-        number: position in the order of the passes.
-        pipeline: name of the pipeline that the pass belongs to, such as "simplification".
+        number: position of the pass in the order in which XLA runs the passes.
+        pipeline: name of the pass pipeline that the pass belongs to, such as "simplification".
         name: name of the pass, such as "cse".
-        path: the file with the HloProto.
+        path: the file with the module as HloProto.
     """
 
     number: int
@@ -40,7 +40,8 @@ class PassDump(NamedTuple):
 
 
 def list_passes(folder: Path) -> list[PassDump]:
-    """Returns the dumps of the largest module in a folder, in the order of the passes; [] if there are none."""
+    """Returns the pass dumps of one module in a folder, in the order in which XLA ran the passes; [] if the folder
+    has none. If the folder has dumps of several modules, the module with the most bytes of dumps is chosen."""
     modules: dict[str, list[PassDump]] = defaultdict(list)
     sizes: Counter[str] = Counter()
     for path in folder.iterdir():
@@ -52,10 +53,12 @@ def list_passes(folder: Path) -> list[PassDump]:
 
 
 def with_passes(rows: Iterable[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
-    """Returns the rows of an audit. Rows whose recomputation was merged with the forward pass, and rows whose move to
-    host memory was removed, get the name of the compiler pass that did it.
+    """Returns the rows of an audit. If XLA merged a recomputation with the forward pass, or removed a move to host
+    memory, the row's field `compiler_pass` names the compiler pass that did so. All other rows are unchanged.
 
-    folder: the folder with the dumps, written while the audited program was compiled (`compiler.pass_dumps`).
+    Args:
+        rows: the rows of the audit.
+        folder: the folder with the pass dumps that XLA wrote while it compiled the program (see `compiler.pass_dumps`).
 
     Raises ReportError if a dump is damaged.
     """
@@ -76,10 +79,12 @@ def _with_pass(row: AuditRow, history: Sequence[PassDump]) -> AuditRow:
 
 
 def undoing_pass(history: Sequence[PassDump], count: Callable[[Module], int]) -> str:
-    """Returns "pipeline/pass" of the compiler pass that removed most of the counted instructions, in all its runs
-    together; "" if no pass removed any.
+    """Returns "pipeline/pass" of the compiler pass that removed the most of the counted instructions; if a pass ran
+    several times, its removals are added up. Returns "" if no pass removed any.
 
-    history: the dumps in the order of the passes. count: function that counts instructions of a module.
+    Args:
+        history: the pass dumps in the order in which XLA ran the passes.
+        count: function that counts the instructions of interest in a module.
     """
     removed: Counter[str] = Counter()
     before = None
@@ -99,8 +104,9 @@ def _read(path: Path) -> Module:
 
 
 def _computations(module: Module, source: str) -> int:
-    """Counts the kernels, such as matrix products, that the forward pass and the recomputation run for the calls of
-    jax.checkpoint in a source line; all their instructions if the function has no kernels."""
+    """Returns how many kernels, such as matrix products, the forward pass and the recomputation have for the
+    jax.checkpoint calls in one source line; if there are no kernels, the number of all their instructions. `source`:
+    "file.py:line" of the calls."""
     kernels, others = 0, 0
     for operation in _operations_at(module, source):
         kernels += operation in KERNELS
@@ -121,8 +127,9 @@ def _operations_at(module: Module, source: str) -> Iterator[str]:
 
 
 def _moves(module: Module) -> int:
-    """Counts the moves of values to host memory, in each form that XLA gives them: annotations, custom calls, copies.
-    XLA drops the source lines of moves early, so the moves of all lines are counted."""
+    """Returns the number of moves of values to host memory in a module, in each form that XLA uses: annotations,
+    custom calls and copies. The moves of all source lines are counted, because XLA drops the source lines of moves
+    in an early pass."""
     instructions = module.instructions.values()
     placed = sum(instruction.target == "annotate_device_placement" for instruction in instructions)
     to_host = sum(instruction.target == "MoveToHost" for instruction in instructions)

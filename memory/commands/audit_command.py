@@ -35,8 +35,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passes",
         action="store_true",
-        help="also name the pass of XLA's compiler that undid a recomputation or an offload; XLA then writes the "
-        "program after each pass to a temporary folder",
+        help="also name the XLA compiler pass that undid a recomputation or an offload; XLA then writes the program "
+        "after each pass to a temporary folder",
     )
     audit_fix.add_fix(parser)
     add_xla(parser)
@@ -64,10 +64,13 @@ def run(args: argparse.Namespace) -> int:
 def make_audited_report(
     args: argparse.Namespace, program: PreparedProgram, subject_of: Callable[[int], Subject] | None
 ) -> tuple[ReportRecord, Compilation]:
-    """Compiles a program and returns its report with the audit, and the compilation. With --passes, XLA also writes the
-    program after each compiler pass, and the audit names the passes that undid something.
+    """Compiles a program and returns (its report with the audit, the compilation). With --passes, XLA also dumps the
+    module after each compiler pass, and the audit names the pass that undid a recomputation or an offload.
 
-    subject_of: as in `report_command.make_report`.
+    Args:
+        args: the parsed command line.
+        program: the program to compile.
+        subject_of: as in `report_command.make_report`.
     """
     if not args.passes:
         return report_command.make_report(program, subject_of)

@@ -135,8 +135,8 @@ def check_fix(args: argparse.Namespace) -> None:
         )
     if args.passes and args.hlo:
         raise ReportError(
-            "--passes cannot be used with --hlo, because the passes run while the program is compiled: give the step "
-            "with --program=MODULE:FUNCTION instead of --hlo"
+            "--passes cannot be used with --hlo, because an HLO dump is already compiled: give the step with "
+            "--program=MODULE:FUNCTION instead of --hlo"
         )
     if args.small:
         equal_results.parse_small(args.small)

@@ -68,8 +68,8 @@ class AuditRow:
             the step is unknown.
         message: one sentence that says what happened and how to change it; "" if the request was honored.
         count: number of equal requests that this row stands for, such as one in each layer of an unrolled loop.
-        compiler_pass: "pipeline/pass" of XLA's compiler that undid the request, such as "simplification/cse"; "" if
-            unknown. It is known only if the program was compiled with dumps of all passes.
+        compiler_pass: pipeline and pass of XLA's compiler that undid the request, such as "simplification/cse"; "" if
+            unknown. The pass is known only if the program was compiled with dumps of all passes (`audit --passes`).
         wire_bytes: bytes that one device sends to others in one step because the request was not honored; 0 if none, or
             if unknown.
     """
