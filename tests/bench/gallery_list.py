@@ -101,12 +101,16 @@ READ: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "h100:8": {"whole_state": "data parallelism keeps all parameters and moments on each of eight devices"},
     },
     "model_libraries:qwen3_train": {
-        "cpu": {"full_logits": _LOGITS},
+        "cpu": {
+            "full_logits": _LOGITS,
+            "audit_checkpoint": "XLA's CPU compiler of jax 0.10.2 merges the recomputation of unrolled layers",
+        },
         "h200": {"full_logits": _LOGITS, "spare_memory": _REMAT},
         "h100:8": {
             "full_logits": _LOGITS,
             "spare_memory": _REMAT,
             "large_collective": "tunix, traced on a CPU, constrains no activation: the logits are gathered",
+            "audit_sharding": "the gathered logits, and their gradient",
         },
     },
     "model_libraries:vit": {"*": {"not_donated": _STATE}},

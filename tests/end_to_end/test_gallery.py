@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from bytescope.memory.records.audit_record import KINDS
 from bytescope.memory.records.report_record import Buffer, Finding, ReportRecord
 
 pytestmark = pytest.mark.quick
@@ -104,7 +105,7 @@ def test_what_was_read_is_of_programs_and_targets_there_are(gallery):
 
     from bytescope.memory.findings.finding_rules import RULES
 
-    kinds = {rule.__name__ for rule in RULES}
+    kinds = {rule.__name__ for rule in RULES} | {f"audit_{kind}" for kind in KINDS}
     for program, targets in gallery_list.READ.items():
         assert program in gallery.PROGRAMS
         assert set(targets) <= {"*", *gallery.TARGETS, *(gallery.SHARDED if gallery.PROGRAMS[program] else ())}
