@@ -130,9 +130,9 @@ def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: s
 
 
 def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Iterator[AuditRow]:
-    """Yields one row for each source line of a region whose random bits or masks depend on no argument of the
-    checkpointed function and are kept by XLA. No optimization barrier protects the recomputation of such values. Values
-    of less than `TOY` bytes get no row."""
+    """Yields one row for each source line at which a checkpointed function makes random bits or masks from none of its
+    arguments. jax puts its optimization barrier only on the arguments, so XLA merges the recomputation of such values
+    with the forward pass and keeps the values. Values of at most 1 MiB (`TOY`) get no row."""
     sizes: dict[str, set[int]] = defaultdict(set)  # dtype -> numbers of elements
     for each in region.constant:
         for result in each.equation.outvars:

@@ -135,7 +135,8 @@ class _RegionFinder:
             jaxpr: the Jaxpr.
             times: how often one step runs the Jaxpr.
             looped: whether a scan or while loop runs the Jaxpr.
-            inside: whether the Jaxpr is the body of a jax.checkpoint call whose recomputed equations were added before.
+            inside: whether the Jaxpr is the body of a jax.checkpoint call that is already in `regions`. The Jaxpr's
+                equations are then not added again; only the jax.checkpoint calls inside it are.
         """
         if id(jaxpr) in self._empty:
             return False

@@ -86,13 +86,14 @@ _UNUSED = (
 def _reason(
     program: PlacedProgram, signature: Signature, leaf: SignatureLeaf, reused: set[int], allocation: Allocation
 ) -> str:
-    """Returns one sentence that says why no result reuses the memory of a donated array, and how to change it.
+    """Returns one sentence: why no result reuses the memory of a donated array, and what the user can change so that a
+    result does.
 
     Args:
         program: the compiled step.
         signature: shapes, dtypes and shardings of the step's arguments and results.
         leaf: the donated array.
-        reused: numbers of the entry parameters whose memory results reuse.
+        reused: numbers of the entry parameters whose memory is reused by a result.
         allocation: the memory of the donated array.
     """
     kind = f"{leaf.dtype}{list(leaf.shape)}"

@@ -324,7 +324,7 @@ class _HostArrays:
         return 0
 
     def size_on_device(self, request: _Request) -> int:
-        """Returns the bytes that one device holds of a value, for all computations of the value in one step. Assumes
-        that the value is sharded evenly over all devices."""
+        """Returns the bytes of a value on one device, multiplied by the number of times that one step computes the
+        value (`request.times`). Assumes that the value is sharded evenly over all devices."""
         size = math.prod(request.type.shape) * request.type.dtype.itemsize
         return size * request.times // self._devices

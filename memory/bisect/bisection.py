@@ -114,8 +114,8 @@ def run_bisection(
     ]
     if within:
         notes.append(
-            f"not monotonic: {within[0]} contains the found change but is within the bound, so other changes in it "
-            "save as much as the found change adds"
+            f"not monotonic: the program with {within[0]} is within the bound, although it has the found change: its "
+            "other changes save as much as the found change adds"
         )
     return answer(names, [rest, minimal], notes)
 

@@ -97,8 +97,9 @@ class Axis:
         return self.changes
 
     def states(self) -> Mapping[str, State]:
-        """Returns a dict: name of a program -> the indices of its version or of its applied changes, for each
-        program that the method `candidate` has made so far."""
+        """Returns a dict from the name of a program to its state, for each program that the method `candidate` has made
+        so far. The state is a set of indices: those of the changes that are applied to the program, or the one of the
+        program's version or commit."""
         return self._states
 
     def candidate(self, state: State) -> Candidate:

@@ -42,7 +42,7 @@ def parse_version(text: str) -> tuple[int, ...]:
     """Returns the numbers of a jax version: (0, 10, 2) for "0.10.2". Raises ReportError if the text is not a
     release, such as "0.10.2rc1"."""
     if not _RELEASE.fullmatch(text):
-        raise ReportError(f"{text!r} is not a released version of jax: write it as 0.10.2")
+        raise ReportError(f"{text!r} is not a released version of jax: give a release such as 0.10.2")
     return tuple(map(int, text.split(".")))
 
 

@@ -86,10 +86,11 @@ class Bound:
 
     Fields:
         quantity: what is bounded, a key of QUANTITIES.
-        value: the highest allowed value (bytes, FLOPs or seconds); or, if `is_percent`, the allowed change in per cent
-            relative to the first program of the bisection (the oldest version, or the unchanged program).
-        is_percent: whether `value` is a percentage. With +5, a program that needs over 5 % more than the first program
-            exceeds the bound; with -5, a program that needs over 5 % less does.
+        value: upper limit in bytes, FLOPs or seconds; or, if `is_percent`, a change in per cent relative to the first
+            program of the bisection (the oldest version, or the unchanged program).
+        is_percent: whether `value` is a percentage. A positive percentage is an upper limit: with +5, the bound is
+            exceeded above 105 % of the first program. A negative percentage finds a change that saves memory or time:
+            with -5, the bound is exceeded below 95 % of the first program.
     """
 
     quantity: str
@@ -136,8 +137,7 @@ def parse_bound(flag: str, quantity: str, text: str) -> Bound:
             return Bound(quantity, parse_bytes(text), False)
         except ReportError as error:
             raise ReportError(
-                f"--bytes={text} is not a bound: give bytes such as 40GiB, or growth over the first candidate such as "
-                "+5%"
+                f"--bytes={text} is not a bound: give bytes such as 40GiB, or growth such as +5% over the first program"
             ) from error
     try:
         value = float(text)
@@ -145,7 +145,7 @@ def parse_bound(flag: str, quantity: str, text: str) -> Bound:
         value = -1.0
     if not 0 < value < float("inf"):
         raise ReportError(
-            f"--{flag}={text} is not a bound: give a positive number, or growth over the first candidate such as +5%"
+            f"--{flag}={text} is not a bound: give a positive number, or growth such as +5% over the first program"
         )
     return Bound(quantity, value, False)
 

@@ -43,10 +43,11 @@ class Place:
         folder: working directory of the worker; None for the working directory of this process.
         paths: folders that come first on sys.path.
         state: identifies the content of `folder`, such as a commit. If it changes, a new worker process is started.
-        is_standalone: True if the interpreter's version of jax is too old for bytescope, so that standalone_dump.py
-            compiles.
-        moved: (repository, its checkout in a temporary folder) for a bisection over commits, else None. If bytescope is
-            installed from this repository, it is imported from the checkout.
+        is_standalone: True if the interpreter's version of jax is too old for bytescope. The worker then runs
+            standalone_dump.py, which does not import bytescope.
+        moved: (repository, its checkout in a temporary folder) for a bisection over commits, else None. Folders of the
+            repository on sys.path are replaced by the same folders of the checkout, so that the code of the commit is
+            imported.
     """
 
     python: str = ""

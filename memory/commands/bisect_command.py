@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     axes.add_argument(
         "--diff",
         metavar="A..B",
-        help="search the lines in which two files differ: two config files, or two Python files, for which --function "
-        "names the function that returns the step",
+        help="find which of the lines in which two files differ make the program exceed the bound: two config files, "
+        "or two Python files; for Python files, --function names the function that returns the step",
     )
     parser.add_argument(
         "--function", metavar="NAME", help="with --diff: the function that returns the step, in both Python files"
@@ -175,7 +175,7 @@ def check_arguments(args: argparse.Namespace) -> str:
             raise ReportError("a config and --program cannot be combined: give only one of the two")
     if (args.program or args.function) and args.overrides:
         key, value = args.overrides[0]
-        raise ReportError(f"--config.{key} needs a config: bisect parameters of a program with --keys={key}={value}")
+        raise ReportError(f"--config.{key} needs a config: for a program of --program, give --keys={key}={value}")
     bounds = [flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]]
     if len(bounds) > 1:
         raise ReportError(f"--{bounds[0]} and --{bounds[1]} are two bounds: give only one")

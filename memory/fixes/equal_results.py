@@ -99,7 +99,10 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
         return Equality(NOT_CHECKED, 0.0, "", f"the {which} program {words}")
     shapes = [{path: value.shape for path, value in run.values.items()} for run in (before, after)]
     if shapes[0] != shapes[1]:
-        words = "the changed and the unchanged program return results with different pytree paths or shapes"
+        words = (
+            "the results cannot be compared, because the changed program returns a pytree with other paths or shapes "
+            "than the unchanged program"
+        )
         return Equality(NOT_CHECKED, 0.0, "", words)
     for path, value in before.values.items():
         if not np.all(np.isfinite(value)):

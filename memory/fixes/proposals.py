@@ -44,13 +44,15 @@ class Proposal:
 
 
 def propose(report: ReportRecord, function: UserFunction, step: object, names: Collection[str]) -> list[Proposal]:
-    """Returns a proposed change for each audit row that was not honored, and for each finding about donation, remat or
-    a kind in `BY_HAND`. Changes that bytescope can make in the source come first.
+    """Returns a proposed change for each request in the report's audit that was not honored, for each of the report's
+    findings about donation and remat, and for each finding that the user can only fix by hand (`BY_HAND`). Changes that
+    bytescope can make in the source come first.
 
     Args:
         report: the report of the program.
         function: the user's function that returns the program.
-        step: the step that this function returns; its parameter names give the positions of donated arguments.
+        step: the step that this function returns. Its signature turns the names of arguments into the positions for
+            donate_argnums.
         names: the checkpoint names in the program's jaxpr.
     """
     sources = SourceFiles([inspect.getsourcefile(function.module), *(row.source for row in report.audit)])

@@ -61,9 +61,9 @@ class SourceFile:
         return self._starts[line - 1]
 
     def donate(self, function: str, numbers: Sequence[int]) -> list[Edit]:
-        """Returns the edit that donates arguments of the step: it changes or adds `donate_argnums` in the options that
-        the function returns, or in the only call of jax.jit inside the function. Returns [] if the source has none of
-        these forms.
+        """Returns at most one edit, which donates arguments of the step that a user's function returns. The edit adds
+        or extends `donate_argnums` in the dict of options that the function returns as third value, or in the only call
+        of jax.jit inside the function. Returns [] if the source has neither form.
 
         Args:
             function: name of the function that returns the program.

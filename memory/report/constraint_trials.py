@@ -234,8 +234,9 @@ def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mes
 def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Spec]:
     """Yields the shardings to try for one array. Shardings that do not divide the array evenly are left out.
 
-    The order is: the array's own sharding; each sharding of `between`, and the array's own sharding, with one mesh axis
-    moved to another dimension; one dimension sharded over all mesh axes; one dimension sharded over one mesh axis.
+    The order is: 1. the array's own sharding, unchanged; 2. variants of the shardings in `between` and of the array's
+    own sharding, in which one mesh axis is moved to another dimension; 3. one dimension sharded over all mesh axes; 4.
+    one dimension sharded over one mesh axis.
 
     Args:
         own: the sharding of the array in the jaxpr, as mesh axes for each dimension.
@@ -352,13 +353,13 @@ class _Rewriter:
         return value
 
     def _jaxpr(self, jaxpr: Any, outer: bool, given: Sequence[bool]) -> Any:
-        """Returns a copy of a Jaxpr in which the array that `site` describes, and its gradient, have the sharding
-        constraint.
+        """Returns a copy of a Jaxpr in which the array at `self.site`, and its gradient, have the sharding constraint
+        `self.sharding`.
 
         Args:
             jaxpr: the Jaxpr.
             outer: whether the Jaxpr is part of the backward pass.
-            given: for each input of the Jaxpr, whether the backward pass computed it.
+            given: for each input of the Jaxpr, whether the backward pass computed it. Such inputs are gradients.
         """
         key = id(jaxpr), outer, tuple(given)
         if key in self._done:

@@ -122,7 +122,7 @@ def test_a_larger_group_within_the_bound_is_said():
         return 100 if state == {0, 1} else 120 if 0 in state else 100
 
     outcome, _ = bisect(["a", "b", "c", "d"], size_of, is_sequence=False)
-    assert outcome.change == ("a",) and outcome.notes[0].startswith("not monotonic: a + b contains")
+    assert outcome.change == ("a",) and outcome.notes[0].startswith("not monotonic: the program with a + b is within")
 
 
 @pytest.mark.parametrize(
