@@ -593,7 +593,7 @@ MISTAKES["bisect"] = [
     ("--program=a:b --keys=a", "'a' is not a key with its value"),
     ("tiny --keys=tiny", "--keys=tiny has the same value as tiny for every key"),
     ("tiny --keys=tinny", "did you mean tiny"),
-    ("--program=a:b --config.train.steps=1 --keys=a=1", "with --keys=train.steps=1"),
+    ("--program=a:b --config.train.steps=1 --keys=a=1", "give --keys=train.steps=1"),
     ("--program=a:b --jax=0.10.2", "names only one version"),
     ("--program=a:b --jax=0.4.1..0.5.0", "jax 0.4.1 is too old: give jax 0.4.30 or newer"),
     ("--program=a:b --jax=0.5.0..0.4.38", "write the older version first"),
