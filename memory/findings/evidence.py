@@ -27,7 +27,8 @@ class RuleResult:
         message: the finding, as one sentence.
         remedy: the remedy for this program; "" stands for the rule's general remedy in `finding_rules.RULES`.
         options: compiler options that apply the remedy, as "name=value"; "" if there are none.
-        subjects: names of the arguments or of the function that the remedy changes; () if it changes something else.
+        subjects: names of the arguments or of the function that the remedy changes, or of the policy that it proposes;
+            () if it changes something else.
         file: path of the source file of that function; "" if unknown.
     """
 

@@ -100,6 +100,7 @@ def _with_policy(
                 f"policy=jax.checkpoint_policies.{policy} in jax.checkpoint should fit: the "
                 f"results of these matrix products take {human(adds)} of the {human(free)} free, and "
                 f"{spared:.0%} of the model's FLOPs are no longer recomputed",
+                subjects=(policy,),
             )
     adds = sum(product.bytes for product in its_products) // shards
     name_them = "with jax.ad_checkpoint.checkpoint_name, policy=save_only_these_names(...) in jax.checkpoint"

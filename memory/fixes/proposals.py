@@ -95,6 +95,9 @@ def _edits(
             file, wrapped = Path(finding.file), finding.subjects[0]
             changed = SourceFiles([finding.file]).only_edit(partial(SourceFile.checkpoint, function=wrapped))
             yield Proposal(finding.kind, finding.remedy, changed, "" if changed else file.name)
+        elif finding.kind == "spare_memory" and finding.subjects:
+            changed = sources.only_edit(partial(SourceFile.policy, name=finding.subjects[0]))
+            yield Proposal(finding.kind, f"{finding.message}: {finding.remedy}", changed)
     for row in report.audit:
         if row.honored is not False:
             continue
@@ -115,7 +118,7 @@ def _by_hand(report: ReportRecord) -> list[Proposal]:
     return [
         Proposal(finding.kind, f"{finding.message}: {finding.remedy}")
         for finding in report.findings
-        if finding.kind in BY_HAND
+        if finding.kind in BY_HAND and not finding.subjects
     ]
 
 

@@ -150,6 +150,34 @@ class SourceFile:
                     edits.append(Edit(*self.span(value), "True"))
         return edits
 
+    def policy(self, name: str) -> list[Edit]:
+        """Returns at most one edit, which gives the only call of jax.checkpoint (or jax.remat) in the file a policy of
+        `jax.checkpoint_policies`: it adds the argument `policy`, or replaces another policy of
+        `jax.checkpoint_policies`. Returns [] if the file has no such call or several, or does not import jax under its
+        own name.
+
+        name: name of the policy, such as "dots_saveable".
+        """
+        calls = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("checkpoint", "remat")
+            and _name_of(node.func.value) == "jax"
+            and node.args
+        ]
+        if len(calls) != 1 or not self._imports("jax") or any(keyword.arg is None for keyword in calls[0].keywords):
+            return []
+        policy = f"jax.checkpoint_policies.{name}"
+        given = next((keyword.value for keyword in calls[0].keywords if keyword.arg == "policy"), None)
+        if given is None:
+            end = self.span(calls[0])[1] - 1
+            return [Edit(end, end, f", policy={policy}")]
+        if not isinstance(given, ast.Attribute) or _name_of(given.value) != "checkpoint_policies":
+            return []
+        return [Edit(*self.span(given), policy)]
+
     def _imports(self, module: str) -> bool:
         imports = (node for node in ast.walk(self.tree) if isinstance(node, ast.Import))
         return any(

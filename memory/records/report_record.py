@@ -159,7 +159,8 @@ class Finding:
         tried_bytes: allocated bytes of the program that was compiled with the remedy (`--try-remedies`); None if it was
             not compiled.
         tried_seconds: predicted seconds of an update of that program; None if unknown.
-        subjects: names of the arguments or of the function that the remedy changes; () if it changes something else.
+        subjects: names of the arguments or of the function that the remedy changes, or of the policy that it proposes;
+            () if it changes something else.
         file: path of the source file of that function; "" if unknown.
     """
 

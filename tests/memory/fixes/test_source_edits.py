@@ -54,6 +54,17 @@ def test_the_protection_of_a_recomputation(tmp_path):
     assert edited(tmp_path, text, "prevent_cse", "third") == ""
 
 
+def test_the_policy_of_the_only_checkpoint(tmp_path):
+    text = "import jax\nf = jax.checkpoint(layer)\n"
+    with_policy = text.replace("(layer)", "(layer, policy=jax.checkpoint_policies.{})")
+    assert edited(tmp_path, text, "policy", "dots_saveable") == with_policy.format("dots_saveable")
+    changed = edited(tmp_path, with_policy.format("nothing_saveable"), "policy", "dots_saveable")
+    assert changed == with_policy.format("dots_saveable")
+    assert edited(tmp_path, text.replace("(layer)", "(layer, policy=mine)"), "policy", "dots_saveable") == ""
+    assert edited(tmp_path, text * 2, "policy", "dots_saveable") == ""
+    assert edited(tmp_path, text.replace("import jax", "from my import jax"), "policy", "dots_saveable") == ""
+
+
 def test_a_decorator(tmp_path):
     text = "import jax\ndef f():\n    @other\n    def layer(x):\n        return x\n"
     changed = edited(tmp_path, text, "checkpoint", "f.<locals>.layer")
