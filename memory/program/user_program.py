@@ -22,6 +22,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ TARGET, OVERRIDES = "target", "overrides"
 FUNCTION = "program"
 _RETURN = "return (step, (state, batch)), a jax.stages.Traced or Lowered"
 _MAX_NAMES = 6
+_IMPORTING = threading.Lock()
 # jax's error messages for a mesh that is larger than the number of devices.
 _FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array of size \d+ into shape")
 
@@ -207,7 +209,8 @@ def _prepend_to_sys_path(folder: Path) -> None:
 
 
 def _import_module(module: str, name: str) -> ModuleType:
-    importlib.invalidate_caches()
+    with _IMPORTING:  # two threads that clear Python's caches at the same time get a KeyError
+        importlib.invalidate_caches()
     with one_line_errors(f"{name} cannot be imported"):
         try:
             return importlib.import_module(module)
