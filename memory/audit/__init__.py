@@ -1,7 +1,7 @@
 """Audits a program: lists what the user's code asks jax or XLA to do, and whether the compiled program does it.
 
-Such a request is, for example, to recompute or save a value, to offload it to host memory, to donate an argument, or to
-keep an array sharded.
+A request is something that the user's code asks for: to recompute or save a value, to offload a value to host memory,
+to donate an argument, or to keep an array sharded.
 
 Input: a report with its findings, and the compiled program with its jaxpr. Output: one `records.audit_record.AuditRow`
 for each request. Start at `audit_program.py`. Its table `AUDITS` lists the audits, and each audit has its own file.

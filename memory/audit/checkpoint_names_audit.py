@@ -1,4 +1,5 @@
-"""Audits jax.checkpoint: whether its values are recomputed, and whether named values are saved as its policies ask."""
+"""Audits jax.checkpoint: whether the backward pass recomputes its values, and whether named values are saved as the
+remat policies ask."""
 
 from __future__ import annotations
 
@@ -31,11 +32,12 @@ _SEPARATORS = re.compile(r"[_\W]+")
 
 
 def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields one row for each differentiated call of `jax.checkpoint`, and one row for each checkpoint name that a
-    remat policy saves or recomputes, or that a policy lists although no value has it.
+    """Yields the audit rows of `jax.checkpoint`: one row for each source line with differentiated calls of
+    jax.checkpoint, one row for each checkpoint name that a remat policy saves or recomputes, and one row for each name
+    that a policy lists although no value has the name.
 
-    A name that a policy offloads is reported by `offloads` if a value has the name, and here if no value has it.
-    Without a jaxpr (an HLO dump), the requests are unknown. Then the rows list the functions that the compiled module
+    If a policy offloads a name and a value has the name, the row comes from `offloads` instead. Without a jaxpr (an HLO
+    dump), it is unknown what the user's code asks for; the rows then list the functions that the compiled module
     recomputes and the named values that are alive at the memory peak.
 
     Args:
@@ -94,8 +96,10 @@ def _regions_by_policy(regions: Iterable[CheckpointRegion]) -> list[tuple[Any, l
 def _carried_name(
     name: str, line: str, size: int, regions: Sequence[CheckpointRegion], outcome: CompiledOutcome
 ) -> Iterator[AuditRow]:
-    """Yields the row of a checkpoint name that values of the program have. Yields nothing if no remat policy decides
-    about the name and no value with the name is alive at the memory peak.
+    """Yields the audit row of a checkpoint name that at least one value of the program has: whether a remat policy
+    saves or recomputes the value, and what the compiled program does. Yields nothing if no policy saves the value and
+    the backward pass does not recompute it. If all policies are unknown, the row only says that the value is kept; if
+    no value with the name is alive at the memory peak, yields nothing.
 
     Args:
         name: the checkpoint name.
@@ -181,8 +185,9 @@ def _is_misspelling(name: str, other: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _unused_names(file: str) -> dict[str, str]:
-    """Reads a source file and returns a dict: name in a call checkpoint_name(x, "name") whose result is never used ->
-    "file.py:line" of the call. Returns {} if the file cannot be read or parsed."""
+    """Returns the checkpoint names in a source file that have no effect, because the result of the call
+    checkpoint_name(x, "name") is never used, as a dict: name -> "file.py:line" of the call. Returns {} if the file
+    cannot be read or parsed."""
     try:
         source = Path(file).read_bytes()
         tree = ast.parse(source if b"checkpoint_name" in source else b"")
@@ -202,7 +207,8 @@ def _unused_names(file: str) -> dict[str, str]:
 
 
 def _given_names(node: ast.expr) -> list[str]:
-    """Returns the string literals among the arguments of a call of checkpoint_name; [] if `node` is not such a call."""
+    """Returns the names in a call checkpoint_name(x, "name"): the string literals among the arguments after the first
+    one. Returns [] if `node` is not such a call."""
     if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) != "checkpoint_name":
         return []
     given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]

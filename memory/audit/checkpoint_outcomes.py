@@ -3,7 +3,7 @@
 XLA may undo a recomputation by common-subexpression elimination (CSE): if no optimization barrier separates the forward
 pass from the recomputation, XLA merges equal instructions of both. The merged values stay alive from the forward pass
 to the backward pass. A merged instruction may have the op_name of either pass, so its op_name does not show the merge.
-It is recognized by its users: instructions of the forward pass depend on it.
+A merged instruction is recognized by its users: instructions of the forward pass depend on it.
 
 A "region" in this module is a `CheckpointRegion`: all calls of jax.checkpoint in one source line, with one function and
 one policy.
@@ -65,9 +65,10 @@ _REGION = re.compile(r"/rematted_computation\b|\brematted_computation\b")
 def region_rows(
     report: JudgedProgram, regions: Iterable[CheckpointRegion], outcome: CompiledOutcome
 ) -> Iterator[AuditRow]:
-    """Yields one row for each region (the calls of jax.checkpoint in one source line). If a region is recomputed but
-    XLA keeps large values of it that depend on none of the function's arguments, such as dropout masks from a constant
-    key, yields a second row for these values.
+    """Yields one row for each region (the calls of jax.checkpoint in one source line): whether the compiled module
+    recomputes its values or keeps them. If the module recomputes a region but keeps large values of the region that
+    depend on no argument of the checkpointed function, such as dropout masks from a constant key, yields one more row
+    for each source line of these values.
 
     Args:
         report: the report of the compiled step.
@@ -130,9 +131,10 @@ def _explain_kept(region: CheckpointRegion, size: int, merged: bool, platform: s
 
 
 def _kept_constants(region: CheckpointRegion, outcome: CompiledOutcome) -> Iterator[AuditRow]:
-    """Yields one row for each source line at which a checkpointed function makes random bits or masks from none of its
-    arguments. jax puts its optimization barrier only on the arguments, so XLA merges the recomputation of such values
-    with the forward pass and keeps the values. Values of at most 1 MiB (`TOY`) get no row."""
+    """Yields one row for each source line at which a checkpointed function computes random bits or masks that XLA keeps
+    until the backward pass, because they depend on no argument of the function. The reason: jax puts an optimization
+    barrier only on the arguments, so XLA merges the recomputation of all other values with the forward pass. Values of
+    at most 1 MiB (`TOY`) get no row."""
     sizes: dict[str, set[int]] = defaultdict(set)  # dtype -> numbers of elements
     for each in region.constant:
         for result in each.equation.outvars:
@@ -178,8 +180,8 @@ _MASKS = ("bool", "uint32", "uint8")
 
 
 class CompiledOutcome:
-    """Finds out what the compiled module does with the values of each region. A region is a `CheckpointRegion`: all
-    calls of jax.checkpoint in one source line.
+    """Finds out whether the compiled module recomputes the values of a region or keeps them in memory. A region is a
+    `CheckpointRegion`: all calls of jax.checkpoint in one source line.
 
     Attributes:
         residuals: the buffers that hold residuals (values that the backward pass reads) in device memory at the memory
@@ -194,8 +196,9 @@ class CompiledOutcome:
         self._module = module
 
     def residual_bytes(self, region: CheckpointRegion) -> int:
-        """Returns the bytes on one device of the residuals that are alive at the memory peak and that the source
-        lines of a region (the jax.checkpoint calls in one source line) compute."""
+        """Returns the bytes on one device of the residuals at the memory peak that belong to a region (the
+        jax.checkpoint calls in one source line). A residual belongs to the region if the region recomputes an equation
+        of the source line that computed the residual."""
         lines = region.lines
         return sum(buffer.bytes for buffer in self.residuals if buffer.source in lines)
 
@@ -226,10 +229,10 @@ class CompiledOutcome:
         return not region.prevent_cse or self._report.target.get("platform") == "cpu"
 
     def merged_bytes(self, region: CheckpointRegion) -> int:
-        """Returns the bytes on one device, at the memory peak, of the values that the backward pass should recompute
-        for a region (the jax.checkpoint calls in one source line). Counts values that stay alive from the forward
-        pass to the backward pass, and values of the recomputation itself, because XLA may run a merged recomputation
-        at any time."""
+        """Returns the bytes on one device that a region (the jax.checkpoint calls in one source line) wastes at the
+        memory peak if XLA merged its recomputation with the forward pass: the values that the backward pass should
+        recompute, but that are alive. Counts values that stay alive from the forward pass to the backward pass, and
+        values of the recomputation itself, because XLA may run a merged recomputation at any time."""
         return _bytes_to_recompute(region, self._kept)
 
     @functools.cached_property
@@ -271,8 +274,8 @@ class CompiledOutcome:
         return found
 
     def _has_same_name_inside(self, instruction: Instruction, op_name: str) -> bool:
-        """Returns whether `instruction` is a fusion, and an instruction in its fused computation has the same op_name.
-        Then only the inner instruction is counted."""
+        """Returns whether `instruction` is a fusion whose fused computation has an instruction with the same op_name.
+        The caller skips such a fusion, so that a recomputed operation is not listed twice."""
         if instruction.opcode != "fusion":
             return False
         module = self._module
@@ -328,9 +331,9 @@ class CompiledOutcome:
 
 
 def _bytes_to_recompute(region: CheckpointRegion, buffers: Iterable[Buffer]) -> int:
-    """Returns the sum of the bytes of those `buffers` whose values jax asks to recompute in the backward pass:
-    `region` recomputes an equation with the same source line and primitive, and its remat policy does not save the
-    value."""
+    """Returns the total bytes of the `buffers` whose values the backward pass should recompute. A buffer is counted if
+    `region` recomputes an equation with the buffer's source line and primitive, and the remat policy of the region does
+    not save the buffer's checkpoint name."""
     size = 0
     for buffer in buffers:
         if _key(buffer) in region.keys and not region.saves(buffer.checkpoint_name):

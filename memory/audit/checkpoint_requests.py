@@ -90,8 +90,9 @@ class CheckpointRegion:
 
     @functools.cached_property
     def kernels(self) -> list[Key]:
-        """The pair ("file.py:line", primitive name) of each recomputed equation that is a kernel, such as a matrix
-        product; one pair for each equation, so a pair may occur several times."""
+        """The pair ("file.py:line", primitive name) of each recomputed equation that XLA does not copy into the fusions
+        of its users: matrix products, convolutions, custom calls, Pallas kernels (`KERNELS`). Each equation gives one
+        pair, so a pair may occur several times."""
         return [each.key for each in self.recomputed if each.equation.primitive.name in KERNELS]
 
     @functools.cached_property
@@ -173,15 +174,16 @@ class _RegionFinder:
         return found
 
     def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
-        """Adds one jax.checkpoint call of a jaxpr that was traced with the flag `jax_remat3`. There, the call is only
-        visible as a series of recomputed equations after an optimization barrier. Returns True.
+        """Adds one call of jax.checkpoint to `regions`, for a jaxpr that was traced with the flag `jax_remat3`. Such a
+        jaxpr has no equation for the call, only an optimization barrier followed by the recomputed equations. Always
+        returns True, which `visit` returns as "a call was found".
 
         Args:
             barrier: the equation of the optimization barrier, which has the source line of the call; None if there is
                 none.
             rematted: the recomputed equations.
-            times: how often one step runs them.
-            looped: whether a scan or while loop runs them.
+            times: how often one step runs these equations.
+            looped: whether a scan or while loop runs these equations.
         """
         title = common_function(frames_of(each) for each in _sample(rematted))
         source = source_line(Metadata("", frames_of(barrier))) if barrier is not None else ""
@@ -268,8 +270,9 @@ def _sample(equations: Sequence[Any]) -> Sequence[Any]:
 
 
 def _title_of(body: Any, call: Any) -> str:
-    """Returns the name of a checkpointed function: the function's own name if the user wrote it, else the innermost
-    function of the user that it runs, else the user's function that calls `jax.checkpoint`.
+    """Returns a name for a checkpointed function. If the user wrote the function, this is its own name. If a library
+    wrote the function, it is the innermost user function in which all equations of the function were made; if there is
+    none, the user's function that calls `jax.checkpoint`.
 
     Args:
         body: the Jaxpr of the checkpointed function.
@@ -328,9 +331,9 @@ def mentioned_names(policy: Any) -> dict[str, str]:
 
 
 def request_for(policy: Any, name: str) -> str:
-    """Returns what a remat policy does with a value of this checkpoint name: "save", "offload" or "recompute". Returns
-    "" if the policy function fails for a name alone. `policy`: the policy function; None, which is jax's default,
-    recomputes everything."""
+    """Returns what a remat policy does with a value that has this checkpoint name: "save", "offload" or "recompute".
+    Returns "" if the policy function raises an error when it gets only the name and not the type of the value.
+    `policy`: the policy function; None, which is jax's default, recomputes everything."""
     if policy is None:
         return "recompute"
     planned = _planned_names(policy)
@@ -350,8 +353,9 @@ def request_for(policy: Any, name: str) -> str:
 
 
 def saves_every_value(policy: Any) -> bool:
-    """Returns whether a remat policy saves even elementwise products without a name, as everything_saveable does, so
-    that nothing is recomputed. Returns False if the policy is None or its function fails."""
+    """Returns whether a remat policy, such as everything_saveable, saves every value, so that nothing is recomputed. As
+    a test, the policy function is called for an elementwise product without a checkpoint name. Returns False if the
+    policy is None or if the call fails."""
     if policy is None:
         return False
     import jax
@@ -382,8 +386,8 @@ def _strings_of(value: Any, depth: int) -> set[str]:
 
 
 def _planned_names(policy: Any) -> frozenset[str] | None:
-    """Returns the checkpoint names that a `memory.remat.recognition.RematPolicy` saves; None for any other policy. A
-    RematPolicy must not be called to find out, because it records each call."""
+    """Returns the checkpoint names that a `memory.remat.recognition.RematPolicy` saves; None for any other policy. The
+    names are read from an attribute, because a RematPolicy records each call and so must not be called here."""
     return getattr(getattr(policy, "wanted", None), "names", None)
 
 

@@ -20,8 +20,8 @@ from bytescope.memory.records.report_record import JudgedProgram
 
 
 def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields rows for the donated arguments of a step: for each argument, one row for its arrays whose memory a result
-    reuses, and one row for each reason why its other arrays were not reused.
+    """Yields rows for the donated arguments of a step. An argument is a pytree of arrays: it gets one row for all of
+    its arrays whose memory a result reuses, and one row for each reason why memory of its other arrays is not reused.
 
     Without a signature (an HLO dump), it is unknown which arguments were donated. Then only reused arrays get rows,
     with `asked` = "unknown".
@@ -135,8 +135,8 @@ def _bytes_of(dtype: str) -> int:
 
 
 def _copied_parameters(module: Module) -> set[int]:
-    """Returns the numbers of the donated entry parameters that XLA must copy: the program returns the old value next to
-    the new value, or computes something from both. Copies that XLA makes for other reasons are not counted."""
+    """Returns the numbers of the donated entry parameters that XLA must copy, because the program returns both the old
+    and the new value, or computes something from both. Copies that XLA makes for other reasons are not counted."""
     entry, root = module.computations.get(module.entry), module.root(module.entry)
     if entry is None or root is None:
         return set()

@@ -32,7 +32,8 @@ class Gather:
         computation: id of the HLO computation that contains the instruction.
         loop: the while instruction whose body contains the all-gather; None if it is in no loop.
         argument: the entry parameter that is gathered, possibly after a cast or a slice; None if the array is computed.
-        part: identifies the slice of `argument` that is gathered, such as one of several stacked layers.
+        part: bytes that identify the slice of `argument` that is gathered, such as one of several stacked layers; b""
+            if there is no slice. Gathers of the same slice have the same bytes.
         looped: whether each iteration of `loop` gathers a different slice of `argument`.
         uses: the instructions that compute with the gathered array. Returning the array from the program is not a use.
         is_sliced: whether every use only cuts out the device's own part of the gathered array.
@@ -53,20 +54,21 @@ class Gather:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends in one step to gather the array with the ring algorithm, including the `earlier`
-        gathers."""
+        """Bytes that one device sends in one step to gather the array with the ring algorithm. Includes the bytes of
+        the gathers in `earlier`, which gather the same array over other mesh axes before this one."""
         own = self.shape.bytes * (self.item.group - 1) // max(self.item.group, 1) * self.item.times
         return own + sum(gather.wire_bytes for gather in self.earlier)
 
     @property
     def axes(self) -> frozenset[str]:
-        """Names of all mesh axes over which the array is gathered, including those of the `earlier` gathers."""
+        """Names of all mesh axes over which the array is gathered, including the mesh axes of the gathers in
+        `earlier`."""
         return frozenset(self.item.axes).union(*(gather.axes for gather in self.earlier))
 
 
 def read_gathers(report: JudgedProgram, program: PlacedProgram) -> list[Gather]:
-    """Returns the gathered arrays of a step in the order in which they are scheduled. Several all-gathers in a row that
-    gather one array over one mesh axis each are one record.
+    """Returns the gathered arrays of a step in the order of their all-gathers in the schedule. If several all-gathers
+    gather one array, each over another mesh axis, only the last one is returned, with the others in `earlier`.
 
     Args:
         report: the report with the collectives of the step.

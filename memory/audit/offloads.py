@@ -1,4 +1,4 @@
-"""Audits offloads: whether the values that a program sends to host memory are there in the compiled program.
+"""Audits offloads: whether the values that a program asks to move to host memory are there in the compiled program.
 
 A program asks for host memory in three ways: with a remat policy that offloads names or matrix products, with
 `jax.device_put` to a host memory kind, or with an argument whose sharding has a host memory kind. In the jaxpr, the
@@ -71,11 +71,12 @@ class _Request(NamedTuple):
 
 
 def offloads(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
-    """Yields one row for each argument, checkpoint name or source line whose values the program asks to keep in or to
-    move to host memory.
+    """Yields one row for each argument that the program asks to keep in host memory, and one row for each checkpoint
+    name or source line whose values the program asks to move to host memory.
 
-    A name that a policy offloads but that no value has is reported by `checkpoints`, not here. Without a jaxpr (an HLO
-    dump), the requests are unknown, and the rows list what the compiled program keeps in or moves to host memory.
+    If a policy offloads a name that no value has, the row comes from `checkpoints` instead. Without a jaxpr (an HLO
+    dump), it is unknown what the program asks for; the rows then list what the compiled program keeps in host memory or
+    moves there.
 
     Args:
         report: the report of the compiled step.
@@ -251,7 +252,7 @@ class _Walk:
 
 
 def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels: Labels) -> Iterator[_Request]:
-    """Yields a request if the `device_put` equation moves a value from device memory to host memory; nothing otherwise.
+    """Yields a `_Request` if the `device_put` equation moves a value from device memory to host memory; else nothing.
 
     Args:
         equation: the device_put equation.
@@ -282,8 +283,8 @@ def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels
 
 
 def _kept_inputs(equation: Any, policy: Any, labels: Sequence[Labels]) -> Iterator[_Request]:
-    """Yields a request for each input of a checkpointed function whose checkpoint name the policy offloads. jax ignores
-    the policy for inputs and keeps them in device memory.
+    """Yields a `_Request` with kept=True for each input of a checkpointed function whose checkpoint name the policy
+    offloads. jax ignores the policy for inputs and keeps the inputs in device memory.
 
     Args:
         equation: the jax.checkpoint equation.
@@ -313,8 +314,9 @@ class _HostArrays:
                         self._sizes.setdefault(shape.dtype, {})[math.prod(shape.dims)] = shape.bytes
 
     def moved_bytes(self, request: _Request) -> int:
-        """Returns how many bytes of a value one device keeps in host memory, for all computations of the value in one
-        step; 0 if the module has no array in host memory that matches the value."""
+        """Returns the bytes that one device moves to host memory in one step for the value of `request`: the bytes of
+        the value on one device, multiplied by the number of times that one step computes the value. Returns 0 if no
+        array in host memory of the module matches the value."""
         whole = math.prod(request.type.shape)
         for elements, size in sorted(self._sizes.get(request.type.dtype.name, {}).items(), reverse=True):
             for times in {1, request.times}:  # one array, or the stack of a loop's arrays

@@ -143,8 +143,8 @@ def _subject(gather: Gather) -> str:
 
 
 def _operation_line(program: PlacedProgram, remat: FullRemat) -> str:
-    """Returns "file.py:line" of the operation that a line of XLA's log names; "" if the log line names an argument, or
-    if the operation is not in the compiled program."""
+    """Returns "file.py:line" of the operation that XLA's log names in the line `remat`. Returns "" if the log names an
+    argument instead of an operation, or if the operation is not in the compiled program."""
     module, best = program.module, ""
     if "/" not in remat.op_name:
         return ""
@@ -159,8 +159,8 @@ def _operation_line(program: PlacedProgram, remat: FullRemat) -> str:
 
 
 def _constraint_line(constraints: Iterable[Any], dims: Sequence[int], spec: tuple[tuple[str, ...], ...] | None) -> str:
-    """Returns "file.py:line" of the first sharding constraint that shards an array of this shape in this way; "" if
-    there is none.
+    """Returns "file.py:line" of the first sharding constraint in the user's code that gives an array with the shape
+    `dims` the sharding `spec`; "" if there is none.
 
     Args:
         constraints: the sharding_constraint equations of the jaxpr.
@@ -233,8 +233,9 @@ def _loop_trips(program: PlacedProgram, gather: Gather) -> int:
 
 
 def _whole_activations(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
-    """Yields (gather, row) for each activation that every device gathers in full over mesh axes that should shard the
-    batch."""
+    """Yields (gather, row) for each large activation, or gradient of an activation, that every device gathers in full
+    although mesh axes should shard its batch dimension. Arrays that the user's code replicates explicitly are left
+    out."""
     minimum = max(SMALL * report.peak_bytes, TOY)
     large = [
         gather
@@ -276,8 +277,8 @@ def _is_asked(gather: Gather) -> bool:
 
 
 def _replicated_by_request(program: PlacedProgram) -> set[int]:
-    """Returns the element counts of the arrays that the user's code replicates explicitly, with a sharding
-    constraint."""
+    """Returns the number of elements of each array that the user's code replicates explicitly, with a sharding
+    constraint; an empty set without a jaxpr."""
     if program.jaxpr is None:
         return set()
     return {
@@ -288,8 +289,8 @@ def _replicated_by_request(program: PlacedProgram) -> set[int]:
 
 
 def _global_sizes(program: PlacedProgram, metadata: Metadata) -> set[int]:
-    """Returns the element counts (over all devices) of the arrays that a source line reads or computes in the jaxpr; an
-    empty set without a jaxpr. `metadata`: metadata of an HLO instruction, which names the source line."""
+    """Returns the number of elements (of the global array) of each array that one source line reads or computes in the
+    jaxpr; an empty set without a jaxpr. `metadata`: metadata of an HLO instruction, which names the source line."""
     sizes: set[int] = set()
     line = source_line(metadata)
     if program.jaxpr is None or not line:

@@ -53,8 +53,9 @@ def list_passes(folder: Path) -> list[PassDump]:
 
 
 def with_passes(rows: Iterable[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
-    """Returns the rows of an audit. If XLA merged a recomputation with the forward pass, or removed a move to host
-    memory, the row's field `compiler_pass` names the compiler pass that did so. All other rows are unchanged.
+    """Returns the rows of an audit with the field `compiler_pass` filled in. For a recomputation that XLA merged with
+    the forward pass, and for a move to host memory that XLA removed, this field names the compiler pass that did so.
+    All other rows are unchanged.
 
     Args:
         rows: the rows of the audit.
@@ -79,12 +80,13 @@ def _with_pass(row: AuditRow, history: Sequence[PassDump]) -> AuditRow:
 
 
 def undoing_pass(history: Sequence[PassDump], count: Callable[[Module], int]) -> str:
-    """Returns "pipeline/pass" of the compiler pass that removed the most of the counted instructions; if a pass ran
-    several times, its removals are added up. Returns "" if no pass removed any.
+    """Returns the compiler pass that removed the most of the instructions that `count` counts, as "pipeline/pass" such
+    as "simplification/cse". If a pass ran several times, the instructions that it removed are added up. Returns "" if
+    no pass removed any.
 
     Args:
         history: the pass dumps in the order in which XLA ran the passes.
-        count: function that counts the instructions of interest in a module.
+        count: function from a module to the number of instructions that are of interest, such as moves to host memory.
     """
     removed: Counter[str] = Counter()
     before = None
@@ -104,9 +106,9 @@ def _read(path: Path) -> Module:
 
 
 def _computations(module: Module, source: str) -> int:
-    """Returns how many kernels, such as matrix products, the forward pass and the recomputation have for the
-    jax.checkpoint calls in one source line; if there are no kernels, the number of all their instructions. `source`:
-    "file.py:line" of the calls."""
+    """Returns the number of kernels, such as matrix products, that the jax.checkpoint calls in one source line have in
+    the forward pass and the recomputation together; if they have no kernels, returns the number of all their
+    instructions. The number falls when a compiler pass merges the two. `source`: "file.py:line" of the calls."""
     kernels, others = 0, 0
     for operation in _operations_at(module, source):
         kernels += operation in KERNELS

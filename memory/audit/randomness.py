@@ -58,11 +58,13 @@ class _Draw(NamedTuple):
 
 
 class _Divided(NamedTuple):
-    """A draw for which one device draws arrays of different shapes in the forward pass and in the recomputation.
+    """Random bits that are divided among the devices differently in the forward pass and in the recomputation: one
+    device draws an array of another shape in each of the two.
 
     Fields:
-        bytes: bytes that one device draws in the forward pass.
-        first, again: shape that one device draws in the forward pass (`first`) and in the recomputation (`again`).
+        bytes: bytes of random bits that one device draws in the forward pass.
+        first: shape of the array that one device draws in the forward pass.
+        again: shape of the array that one device draws in the recomputation.
     """
 
     bytes: int
@@ -116,8 +118,9 @@ def _describe(divided: _Divided) -> str:
 
 
 def _divided_differently(module: Module) -> dict[str, _Divided]:
-    """Returns a dict: "file.py:line" -> a draw whose shapes on one device all differ between the forward pass and the
-    recomputation, so that its bits differ. Returns {} for a module on one device."""
+    """Returns a dict: "file.py:line" that draws random bits -> `_Divided`, for each line for which one device draws no
+    array of the same shape in the forward pass and in the recomputation. The bits of such a line differ between the
+    two. Returns {} for a module on one device."""
     if module.devices < 2:
         return {}
     shapes: dict[tuple[str, str], dict[tuple[int, ...], int]] = defaultdict(dict)
@@ -138,9 +141,9 @@ def _divided_differently(module: Module) -> dict[str, _Divided]:
 
 
 def _bytes_on_device(draw: _Draw, module: Module) -> int:
-    """Returns the bytes of a random array that one device holds: the size of the largest instruction with the same
-    source line whose element count divides the global element count. If there is none, returns the bytes of the global
-    array."""
+    """Returns the bytes of one device's part of a random array. The number of elements of the part is taken from the
+    compiled module: the largest result of an instruction with the same source line that divides the global array's
+    number of elements evenly. If there is none, returns the bytes of the global array."""
     elements = whole = math.prod(draw.array.shape)
     if module.devices > 1 and whole:
         parts = [0]

@@ -22,8 +22,8 @@ _MESSAGE = (
 def with_xla_recomputation(
     report: JudgedProgram, program: PlacedProgram, rows: Sequence[AuditRow]
 ) -> Iterator[AuditRow]:
-    """Yields the rows of an audit. If a remat policy saves a checkpoint name but XLA's rematerialization pass
-    recomputes a value with this name, the row of the name is replaced by a row that says so.
+    """Yields all rows of an audit. If a remat policy saves a checkpoint name but XLA's rematerialization pass
+    recomputes a value with this name, the row of the name is replaced by a row with `done` = "recomputed".
 
     Args:
         report: the report of the compiled step; `xla_recomputed` lists the values that XLA recomputes.

@@ -64,8 +64,8 @@ class AuditRow:
             be found out.
         bytes: bytes on one device of the values that the request is about.
         flops: FLOPs that recompute these values in one step on one device; 0 if nothing is recomputed, or if unknown.
-        undone_by: the step of jax or XLA that prevented the request, of `STEPS`; "" if the request was honored, or if
-            the step is unknown.
+        undone_by: the step of jax or XLA because of which the request was not honored, an element of `STEPS`; "" if the
+            request was honored, or if the step is unknown.
         message: one sentence that says what happened and how to change it; "" if the request was honored.
         count: number of equal requests that this row stands for, such as one in each layer of an unrolled loop.
         compiler_pass: pipeline and pass of XLA's compiler that undid the request, such as "simplification/cse"; "" if
