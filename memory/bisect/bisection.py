@@ -21,9 +21,10 @@ class Outcome:
     Fields:
         good: bytes, FLOPs or seconds of the first program, which is the oldest version or the unchanged program.
         measured: the measurement of every compiled program; versions and commits are listed from old to new.
-        change: the change at which the bound is first exceeded: one version, commit, flag, key or line. Several if only
-            all of them together exceed the bound, or if versions before the last one listed could not be compiled. ()
-            if no change was found.
+        change: the change at which the bound is first exceeded: one version, commit, flag, key or line. () if no change
+            was found. Flags, keys or lines: several if the bound is only exceeded with all of them together. Versions
+            or commits: several if all but the last of them could not be compiled, so that each of them may be the
+            first one that exceeds the bound.
         before, after: the measurements without and with the change; None if no change was found.
         notes: sentences that say why the result is uncertain, or why no change was found.
     """
@@ -47,7 +48,8 @@ def run_bisection(
         axis: the changes to search, such as the versions of jax.
         bound: the bound on bytes, FLOPs or seconds.
         measure: function that compiles a candidate and returns its measurement.
-        measure_all: if True, every version or commit is compiled; if False, the range is halved until one is left.
+        measure_all: if True, every version or commit is compiled; if False, binary search chooses which are compiled.
+            Not used for flags, keys and lines.
 
     Raises ReportError if the first or the last candidate cannot be compiled, or if its report lacks the bounded
     quantity.
@@ -123,8 +125,16 @@ def run_bisection(
 def _sequence_notes(
     axis: Axis, bound: Bound, good: float, measured: dict[str, Measurement], text: Callable[[float], str]
 ) -> list[str]:
-    """Returns one sentence if the measured versions or commits cross the bound more than once, or may do so because
-    their values both rise and fall; else []."""
+    """Returns a list with one sentence if the values of the measured versions or commits cross the bound more than
+    once, or may do so because they both rise and fall; else [].
+
+    Args:
+        axis: the versions or commits.
+        bound: the bound.
+        good: bytes, FLOPs or seconds of the first version or commit.
+        measured: name of a version or commit -> its measurement.
+        text: function that returns a value with its unit.
+    """
     values = [(point, measured[point].value(bound.quantity)) for point in axis.points() if point in measured]
     known = [(point, value) for point, value in values if value is not None]
     crossings = [

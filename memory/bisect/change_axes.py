@@ -68,18 +68,20 @@ class Axis:
 
     @property
     def good(self) -> State:
-        """The state from which the bisection starts: the index of the oldest version, or no applied change (the
-        empty set)."""
+        """The state of the first program of the bisection, which must be within the bound: {0}, the index of the oldest
+        version or commit; or the empty set, if changes can be combined."""
         return frozenset([0]) if self.is_sequence else frozenset()
 
     @property
     def bad(self) -> State:
-        """The state at which the bisection ends: the index of the newest version, or the indices of all changes."""
+        """The state of the last program of the bisection, which must exceed the bound: the index of the newest version
+        or commit; or the indices of all changes, if changes can be combined."""
         return frozenset([len(self.changes) - 1]) if self.is_sequence else frozenset(range(len(self.changes)))
 
     def point(self, state: State) -> str:
-        """Returns the name of the program with the versions or changes of these indices, such as "jax 0.11.0",
-        "width=64 + layers=2" or "no change". Different states have different names."""
+        """Returns the name of a program, such as "jax 0.11.0", "width=64 + layers=2" or "no change". Different states
+        have different names. `state`: the index of the program's version or commit in `changes`, or the indices of the
+        changes that are applied to the program."""
         names = [self.changes[index] for index in sorted(state)]
         if self.is_sequence:
             return names[0]
@@ -93,17 +95,18 @@ class Axis:
         return " + ".join(names)
 
     def points(self) -> tuple[str, ...]:
-        """Returns the names of all versions or commits, from old to new. Only for a sequence."""
+        """Returns the names of all versions or commits, from old to new. Only valid if `is_sequence` is True."""
         return self.changes
 
     def states(self) -> Mapping[str, State]:
-        """Returns a dict from the name of a program to its state, for each program that the method `candidate` has made
-        so far. The state is a set of indices: those of the changes that are applied to the program, or the one of the
-        program's version or commit."""
+        """Returns a dict: name of a program -> its state, for each program that the method `candidate` has returned so
+        far. The state is the set of the indices in `changes` that make up the program: of its version or commit, or of
+        the changes that are applied to it."""
         return self._states
 
     def candidate(self, state: State) -> Candidate:
-        """Returns the program to compile for a state: the program with this version, or with these changes applied."""
+        """Returns the program that has the version or commit, or the applied changes, at the indices `state` of
+        `changes`. Nothing is installed, checked out or compiled yet."""
         point = self.point(state)
         self._states[point] = state
         return self._make(state, point)
@@ -121,14 +124,14 @@ def jax_axis(
     more: Sequence[str],
 ) -> Axis:
     """Returns the Axis of a bisection over versions of jax. Each version is installed in its own virtual environment
-    when it is first compiled with.
+    when the bisection first compiles the program with it.
 
     Args:
         program: the program to bisect.
         interpreter: path of the Python interpreter of the environments.
         versions: versions of jax, from old to new.
         platform: "cpu", "cuda", "rocm" or "tpu".
-        is_old_gpu: whether CUDA 13 no longer supports the GPU, so that jax's plugin for CUDA 12 is installed.
+        is_old_gpu: True if CUDA 13 no longer supports the GPU, so that jax's plugin for CUDA 12 must be installed.
         more: pip requirements of the program, such as "flax==0.12.1".
 
     Raises ReportError if a version is older than bytescope supports and the program is not a function that needs only
@@ -161,9 +164,9 @@ def jax_axis(
 
 @contextlib.contextmanager
 def git_axis(program: Program, text: str, folder: Path) -> Iterator[Axis]:
-    """Context manager that gives the Axis of a bisection over commits: GOOD, and the commits from GOOD to BAD along the
-    first parents. Each commit is checked out in a temporary worktree, which is removed at exit. The user's files,
-    branch and index are not touched.
+    """Context manager that gives the Axis of a bisection over commits: GOOD and all commits after it up to BAD, along
+    the first parents. The commits are checked out in one temporary worktree, which is removed at exit. The user's
+    files, branch and index are not touched.
 
     Args:
         program: the program to bisect.
@@ -267,7 +270,7 @@ def keys_axis(program: Program, keys: Mapping[str, Any], show: Callable[[Any], s
     Args:
         program: the program to bisect.
         keys: config key -> its new value.
-        show: function that returns a value as text.
+        show: function that returns a value as text, for the names of the changes.
     """
     names = list(keys)
 
@@ -312,8 +315,8 @@ def split_files(text: str) -> tuple[str, str]:
 @contextlib.contextmanager
 def diff_axis(first: Path, second: Path, make_program: Callable[[str], Program]) -> Iterator[Axis]:
     """Context manager that gives the Axis of a bisection over the lines in which two files differ: each difference is
-    one change. A program with some of the changes is a file in a temporary folder: the first file with these lines of
-    the second file.
+    one change. To apply some of the changes, a copy of the first file with these lines of the second file is written to
+    a temporary folder, which is removed at exit.
 
     Args:
         first: the file that is within the bound.
@@ -346,9 +349,10 @@ class Edit:
     """One difference between two files.
 
     Fields:
-        start, end: lines start to end - 1 of the first file are replaced, counted from 0; equal for an insertion.
-        lines: the lines of the second file that replace them; () if lines are deleted.
-        line: number of the first of these lines in the second file, counted from 1.
+        start, end: the lines [start, end) of the first file are replaced, counted from 0. For an insertion, start is
+            equal to end.
+        lines: the lines of the second file that replace the lines of the first file; () if lines are deleted.
+        line: line number in the second file at which `lines` begin, counted from 1.
     """
 
     start: int

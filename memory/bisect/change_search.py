@@ -18,8 +18,8 @@ class Interval:
 
     Fields:
         before: index of the last version before the change; this version is within the bound.
-        after: index of the first version after the change; this version exceeds the bound. If it is larger than before
-            + 1, the versions between the two could not be compiled.
+        after: index of the first version after the change; this version exceeds the bound. The versions between
+            `before` and `after`, if there are any, could not be compiled.
     """
 
     before: int
@@ -27,15 +27,17 @@ class Interval:
 
 
 def search_sequence(count: int, exceeds: Callable[[int], bool | None]) -> Interval:
-    """Finds two neighbouring versions of which the older one is within the bound and the newer one exceeds it, by
-    binary search. The first version must be within the bound, and the last version must exceed it.
+    """Finds two neighbouring versions of which the older one is within the bound and the newer one exceeds the bound,
+    by binary search, and returns their indices. The caller must know that the first version is within the bound and
+    that the last version exceeds the bound.
 
     About log2(count) versions are compiled if all of them can be compiled. If a version cannot be compiled, its nearest
     neighbours are tried.
 
     Args:
         count: number of versions, at least 2.
-        exceeds: function from the index of a version to whether it exceeds the bound; None if it cannot be compiled.
+        exceeds: function that compiles the version with an index. Returns True if the version exceeds the bound, False
+            if it is within the bound, None if it cannot be compiled.
     """
     before, after = 0, count - 1
     unmeasured: set[int] = set()
@@ -55,17 +57,17 @@ def search_sequence(count: int, exceeds: Callable[[int], bool | None]) -> Interv
 
 
 def minimal_set(count: int, exceeds: Callable[[frozenset[int]], bool | None]) -> frozenset[int]:
-    """Returns a minimal set of changes, as indices, that exceeds the bound: if any one of these changes is removed, the
-    program is within the bound or cannot be compiled. The program with all changes must exceed the bound, and the
-    program without any change must be within it.
+    """Returns the indices of a minimal set of changes with which the program exceeds the bound: without any one of
+    these changes, the program is within the bound or cannot be compiled. The caller must know that the program with all
+    changes exceeds the bound, and that the program without any change is within the bound.
 
     The algorithm is ddmin of Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input" (IEEE TSE 28,
     2002), section 3.
 
     Args:
         count: number of changes, at least 1.
-        exceeds: function from a set of indices to whether the program with these changes exceeds the bound; None if it
-            cannot be compiled.
+        exceeds: function that compiles the program with the changes of a set of indices. Returns True if the program
+            exceeds the bound, False if it is within the bound, None if it cannot be compiled.
     """
     current, parts = list(range(count)), 2
     while len(current) > 1:

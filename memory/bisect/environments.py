@@ -61,8 +61,8 @@ class Interpreter:
 
 @functools.cache
 def read_interpreter(path: str) -> Interpreter:
-    """Returns the interpreter at `path` with the versions of jax that pip can install for it, according to pip's
-    package index.
+    """Starts the Python interpreter at `path`, asks its pip which versions of jax the package index has for it, and
+    returns both as an `Interpreter`.
 
     Raises ReportError if the interpreter cannot be started, has no pip, or if pip cannot reach the package index.
     """
@@ -98,7 +98,7 @@ def choose_versions(text: str, python: str | None) -> tuple[Interpreter, tuple[s
     """Parses the value of --jax, and chooses a Python interpreter that supports all of its versions.
 
     Args:
-        text: the value of --jax. `0.10.2..0.12.0` stands for all releases from 0.10.2 to 0.12.0, and `0.10.2..` for all
+        text: the value of --jax. `0.10.2..0.12.0` means all releases from 0.10.2 to 0.12.0, and `0.10.2..` means all
             releases from 0.10.2 on. `0.10.2,0.11.1,0.12.0` lists the versions in the order of the search.
         python: path of the interpreter that --python names; None for the first installed interpreter that supports all
             versions.
@@ -153,7 +153,7 @@ def jax_requirement(version: str, platform: str, is_old_gpu: bool = False) -> li
     Args:
         version: the version of jax.
         platform: "cpu", "cuda", "rocm" or "tpu".
-        is_old_gpu: whether CUDA 13 no longer supports the GPU, so that the plugin for CUDA 12 is needed.
+        is_old_gpu: True if CUDA 13 no longer supports the GPU, so that the plugin for CUDA 12 is needed.
     """
     if platform == "cuda":
         cuda = "cuda12" if is_old_gpu or parse_version(version) < _CUDA_13_FROM else "cuda13"
@@ -214,9 +214,9 @@ def make_environment(interpreter: str, version: str, jax: Sequence[str], more: S
 
 
 def _copy_with_links(siblings: Path, new: Path) -> bool:
-    """Copies one of the finished environments in the folder `siblings` to `new`, as hard links. Returns False if
-    there is no finished environment, or if the file system has no hard links. Changes to the copy do not reach the
-    original, because pip replaces files and never writes into them."""
+    """Copies one of the finished environments in the folder `siblings` to the folder `new`, as hard links. Returns
+    True; if there is no finished environment or if the file system has no hard links, returns False. When pip changes
+    the copy, the original stays as it is, because pip replaces files and never writes into existing ones."""
     finished = sorted(path for path in siblings.iterdir() if not path.name.startswith("."))
     if not finished:
         return False

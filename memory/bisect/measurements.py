@@ -88,9 +88,9 @@ class Bound:
         quantity: what is bounded, a key of QUANTITIES.
         value: upper limit in bytes, FLOPs or seconds; or, if `is_percent`, a change in per cent relative to the first
             program of the bisection (the oldest version, or the unchanged program).
-        is_percent: whether `value` is a percentage. A positive percentage is an upper limit: with +5, the bound is
-            exceeded above 105 % of the first program. A negative percentage finds a change that saves memory or time:
-            with -5, the bound is exceeded below 95 % of the first program.
+        is_percent: True if `value` is a percentage. With +5, a program exceeds the bound if its value is above 105 % of
+            the first program's value. With -5, which finds a change that saves memory or time, a program exceeds the
+            bound if its value is below 95 % of the first program's value.
     """
 
     quantity: str
@@ -103,8 +103,9 @@ class Bound:
         return good * (1 + self.value / 100) if self.is_percent else self.value
 
     def is_exceeded(self, value: float, good: float) -> bool:
-        """Returns whether the value of a program exceeds the bound. `good`: the value of the first program of the
-        bisection. For a negative percentage, a value below the limit exceeds the bound."""
+        """Returns whether a program exceeds the bound: whether its bytes, FLOPs or seconds `value` are larger than the
+        bound. If the bound is a negative percentage, such as -5%, the user looks for a decrease; then returns whether
+        `value` is smaller than the bound. `good`: the value of the first program of the bisection."""
         limit = self.limit(good)
         return value < limit if self.is_percent and self.value < 0 else value > limit
 
@@ -184,8 +185,8 @@ class Measurement:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Measurement:
-        """Returns the measurement in a line of the file. Raises KeyError, TypeError or ReportError if the line has
-        another form."""
+        """Returns the Measurement that `value` describes: one parsed JSON line of the measurements file, as `to_json`
+        returns it. Raises KeyError, TypeError or ReportError if a field is missing or has the wrong type."""
         report = ReportRecord.from_json(value["report"]) if value["report"] is not None else None
         return cls(str(value["point"]), str(value["status"]), report, float(value["seconds"]))
 
@@ -196,10 +197,10 @@ class MeasurementFile:
     Args:
         path: path of the file. The file and its folder are created when the first measurement is added.
         question: everything that determines the measured values, as JSON values: program, target, kind of change,
-            sources. A file with another question is not used.
-        fresh: if True, existing measurements of this question are deleted.
+            sources. It is the first line of the file, so that a file of another bisection is recognized.
+        fresh: if True, a file with the same question is deleted first; if False, its measurements are used.
 
-    Raises ReportError if the file belongs to a bisection with another question, or cannot be read.
+    Raises ReportError if the file has another question, or cannot be read.
     """
 
     def __init__(self, path: Path, question: Mapping[str, Any], fresh: bool = False) -> None:

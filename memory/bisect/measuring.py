@@ -91,14 +91,15 @@ DUMPS = DumpFactory()
 
 
 class Measuring:
-    """Compiles the programs of a bisection for one target. Keeps a worker process between them, and writes each
-    measurement to a file. Use it as a context manager, which stops the worker at exit.
+    """Compiles the programs of a bisection for one target in a worker process, and writes each measurement to a file.
+    The worker process is kept for the next program if its interpreter and folders are the same. Use this class as a
+    context manager, which stops the worker at exit.
 
     Args:
         target: name of the devices to compile for, such as "h100:8".
         records: the file that keeps the measurements.
         gpu_config: XLA's GpuTargetConfigProto of the target's GPU as text, for standalone_dump.py; "" for a CPU.
-        progress: function that is called with what is being done, such as "installing jax 0.11.0".
+        progress: function that is called with a text for the progress bar, such as "installing jax 0.11.0".
     """
 
     def __init__(
@@ -121,9 +122,9 @@ class Measuring:
         self._folder.cleanup()
 
     def measure(self, candidate: Candidate) -> Measurement:
-        """Returns the measurement of one program of the bisection. If the file `records` has the measurement,
-        returns the stored one; else compiles the program and stores the result. If the program cannot be compiled,
-        `status` says why and `report` is None."""
+        """Returns the measurement of one program of the bisection. If the file of measurements has it, returns it from
+        there; else compiles the program and adds the measurement to the file. If the program cannot be compiled, the
+        measurement's `status` says why and its `report` is None."""
         if found := self._records.find(candidate.point):
             return found
         began = time.perf_counter()
@@ -172,9 +173,9 @@ class Measuring:
         return variables
 
     def _links(self, moved: tuple[Path, Path] | None) -> Path:
-        """Returns a folder with symbolic links to the sub-packages of bytescope, from which another interpreter
-        imports them. `moved`: (repository, its checkout) as in `Place`; links into the repository lead to the
-        checkout instead."""
+        """Returns a folder with symbolic links to the sub-packages of bytescope. With this folder on sys.path, another
+        interpreter can import bytescope. `moved`: (repository, checkout of one of its commits), or None; a sub-package
+        inside the repository is linked to the same folder of the checkout."""
         top = Path(self._folder.name) / "links"
         if not top.exists():
             (top / "bytescope").mkdir(parents=True)
@@ -214,7 +215,7 @@ def check_measured(measurement: Measurement, quantity: str, which: str) -> float
     Args:
         measurement: the measurement of the program.
         quantity: a key of QUANTITIES.
-        which: the program in messages, such as "the first candidate".
+        which: words for the program in error messages, such as "the first candidate".
 
     Raises ReportError if the program could not be compiled, or if its report lacks the quantity.
     """

@@ -49,8 +49,9 @@ def load(name: str) -> Any:
 
 
 def call(function: Any, keys: dict[str, Any]) -> Any:
-    """Calls the function that makes the program. `keys`: parameter -> value; a value given as text is converted to
-    the type of the parameter's default. Returns the function's result."""
+    """Calls the user's function that makes the program, and returns its result. `keys`: name of a parameter -> its
+    value. If a value is a string and the parameter's default is a bool or a number, the value is converted to the type
+    of the default."""
     given = {}
     for key, value in keys.items():
         default = inspect.signature(function).parameters[key].default

@@ -27,8 +27,8 @@ NOT_HONORED = 1
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope audit` except those that name the program: --strict, --fix and its options,
-    --xla, --json and --html."""
+    """Adds the flags of `bytescope audit` except those that name the program: --strict, --passes, --fix, --fix-sharding
+    and their options, --xla, --json and --html."""
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
     )
@@ -70,7 +70,8 @@ def make_audited_report(
     Args:
         args: the parsed command line.
         program: the program to compile.
-        subject_of: as in `report_command.make_report`.
+        subject_of: function from the model FLOPs of one call of the step to the report's subject, the trainer's
+            description of the program; None leaves the description empty.
     """
     if not args.passes:
         return report_command.make_report(program, subject_of)
@@ -106,8 +107,9 @@ def finish(
     Args:
         args: the parsed command line.
         report: the report of the unchanged program.
-        tried: the changes that --fix proposed, with the results of compiling them.
-        trials: the sharding constraints that --fix-sharding compiled.
+        tried: the changes that --fix proposed, with the results of compiling the changed programs; () without --fix.
+        trials: the sharding constraints that --fix-sharding tried, with the results of compiling the changed programs;
+            () without --fix-sharding.
     """
     result: dict[str, Any] = {
         "program": report.title,

@@ -34,7 +34,8 @@ class TriedProposal:
             compiled.
         seconds_before, seconds_after: predicted seconds of one optimizer update without and with the change; None if
             unknown.
-        not_honored: number of audit rows of the changed program that are not honored; None if it was not compiled.
+        not_honored: number of requests (audit rows) of the changed program that XLA does not honor; None if the changed
+            program was not compiled.
         numerics: "equal" or "differs" for the results of the changed and the unchanged program at small sizes; "not
             checked" if they were not run.
         comparison: one sentence about the comparison of the results, or about why it failed; "" if the programs were
@@ -119,10 +120,10 @@ def add_fix(parser: argparse.ArgumentParser) -> None:
 
 
 def check_fix(args: argparse.Namespace) -> None:
-    """Checks the flags --fix, --fix-sharding, --small and --write.
+    """Checks the flags --fix, --fix-sharding, --small, --write and --passes before anything is compiled.
 
-    Raises ReportError if --small or --write is given without the flag that it belongs to, if --fix or --fix-sharding is
-    given for an HLO dump, or if the value of --small cannot be parsed.
+    Raises ReportError if --small or --write is given without the flag that it belongs to, if --fix, --fix-sharding or
+    --passes is given for an HLO dump, or if the value of --small cannot be parsed.
     """
     fixes = [flag for flag in ("fix", "fix_sharding") if getattr(args, flag)]
     for flag in ("small", "write"):
@@ -231,7 +232,7 @@ def show(tried: Sequence[TriedProposal]) -> None:
 
 
 def _write(tried: Sequence[TriedProposal]) -> None:
-    """Writes the compiled changes to the source files, except those that change the program's results. If several
+    """Writes the changes that compile to the source files, except changes that change the program's results. If several
     changes are for one file, writes only the change with the fewest allocated bytes, and asks the user to run the
     command again for the others."""
     written: set[Path] = set()

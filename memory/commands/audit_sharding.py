@@ -29,9 +29,9 @@ COLUMNS = (
 
 
 def fix_sharding(args: argparse.Namespace) -> tuple[ConstraintTrial, ...]:
-    """Compiles the program of --program with different sharding constraints and prints them, lowest allocated bytes
-    first. Returns the constraints that compile; () if XLA gathers no array in full that a constraint could keep
-    sharded.
+    """Compiles the program of --program with different sharding constraints, one at a time, and prints a table with the
+    bytes and seconds of each, lowest allocated bytes first. Returns the rows of the table: one for each constraint that
+    compiles; () if XLA gathers no array in full that a constraint could keep sharded.
 
     Raises ReportError if the function of --program does not return (step, arguments), or if the step cannot be
     compiled.
@@ -69,8 +69,8 @@ def _step(program: UserProgram) -> UserProgram:
 
 
 def show(trials: Sequence[ConstraintTrial]) -> None:
-    """Prints a table of the sharding constraints that were compiled. If the first one saves memory or communication,
-    prints the line of Python to insert."""
+    """Prints a table of the sharding constraints that were compiled, in the given order (best first). If the first one
+    saves memory or communication, also prints the line of Python to insert."""
     from bytescope.memory.units import human
     from bytescope.memory.view.table_views import terminal_table
 

@@ -195,16 +195,17 @@ def bound_of(args: argparse.Namespace) -> Bound:
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """The program that is bisected, with functions that depend on whether it is a config or a user's function.
+    """The program that is bisected: one of bytescope's own configs, a user's function (--program), or a program of an
+    adapter such as MaxText.
 
     Fields:
-        program: the program without any change; None with --diff, where the files are the programs.
-        of_file: with --diff, function from the path of a file to the program in the file.
-        sources: function that returns the source files on which the program depends; if one of them changes, stored
-            measurements are not used.
-        find_file: with --diff, function from a name on the command line to the path of a file.
-        keys_of: function from the name of another config to {key: value} of the keys whose values differ; None if the
-            program is not a config.
+        program: the unchanged program; None with --diff, which compares programs in two files.
+        of_file: function from the path of a file to the program in the file; used only with --diff.
+        sources: function that returns the source files on which the program depends. If one of these files changes,
+            stored measurements of the program are not used.
+        find_file: function from the name of a file in --diff to the file's path.
+        keys_of: function from the name of another config to the keys in which it differs from this program's config, as
+            a dict: key -> value in the other config. None if the program is not one of bytescope's own configs.
     """
 
     program: Program | None
@@ -383,9 +384,9 @@ def _heading(axis: Axis, bound: Bound) -> str:
 
 
 class _Printer:
-    """Prints one line for each compiled program of a bisection: its name, its bytes, FLOPs or seconds, the growth
-    relative to the first program, whether it exceeds the bound, and the seconds that compiling took, or "recorded"
-    if the measurement comes from the file of measurements."""
+    """Prints one line for each program of a bisection: its name, its bytes, FLOPs or seconds, the growth relative to
+    the first program, "exceeds" or "within" (the bound), and the seconds that compiling took; or "recorded" if the
+    measurement comes from the file of measurements. For a program that could not be compiled, prints the reason."""
 
     def __init__(self, axis: Axis, bound: Bound) -> None:
         longest = max(map(len, [*axis.changes, axis.point(axis.good), axis.point(axis.bad)]))
@@ -431,8 +432,16 @@ def _show(outcome: Outcome, bound: Bound) -> None:
 
 
 def to_json(axis: Axis, bound: Bound, outcome: Outcome, records: Path) -> dict[str, Any]:
-    """Returns the result of a bisection as a dict of JSON values, in bytes, FLOPs or seconds. `difference` compares
-    the reports without and with the change, with the keys of `bytescope diff --json`; None if no change was found."""
+    """Returns the result of a bisection as a dict of JSON values. Measured values and the bound are in bytes, FLOPs or
+    seconds. The value of "difference" compares the report without the change with the report with the change, in the
+    form of `bytescope diff --json`; None if no change was found.
+
+    Args:
+        axis: the changes that were searched.
+        bound: the bound.
+        outcome: the result of the bisection.
+        records: path of the file that keeps the measurements.
+    """
     difference = None
     if outcome.before and outcome.after and outcome.before.report and outcome.after.report:
         reports = outcome.before.report, outcome.after.report
