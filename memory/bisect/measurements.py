@@ -197,7 +197,7 @@ class MeasurementFile:
     Args:
         path: path of the file. The file and its folder are created when the first measurement is added.
         question: everything that determines the measured values, as JSON values: program, target, kind of change,
-            sources. It is the first line of the file, so that a file of another bisection is recognized.
+            sources. It is written to the first line of the file, so that a file of another bisection is recognized.
         fresh: if True, a file with the same question is deleted first; if False, its measurements are used.
 
     Raises ReportError if the file has another question, or cannot be read.

@@ -1,10 +1,10 @@
 """Runs two versions of a program on the CPU at small sizes, and compares their results: loss, gradients, new state.
 
 The arguments get seeded random values. Two versions of a correct program differ only by the rounding of floats. How
-much rounding changes a result is measured: the program runs a second time, with every float argument rounded
-differently. A result is equal if the norm of its difference is at most `_NOISE` times this change, or at most the
-square root of the machine epsilon (`_MAX_TOLERANCE` if it is larger), relative to the norm of the result. The machine
-epsilon is that of the least precise float dtype in the program.
+much rounding changes a result is measured: the program runs again with every float argument changed by one rounding
+error. Two results are equal if the norm of their difference is at most `_NOISE` times this measured change, or at most
+a tolerance times the norm of the result. The tolerance is the square root of the machine epsilon of the least precise
+float dtype in the program, but at most `_MAX_TOLERANCE`.
 
     before, after = run_small(load_factory("steps.py:program")({"layers": "2"}, target)), run_small(...)
     compare_results(before, after)       # Equality("equal", 3.1e-07, "[1]['w']", "all 12 results are equal ...")
@@ -54,10 +54,10 @@ _ZERO = ("optimizer", "accumulator")
 
 @dataclasses.dataclass(frozen=True)
 class Equality:
-    """The answer to the question whether two versions of a program compute the same results.
+    """The result of comparing the results of two versions of a program.
 
     Fields:
-        outcome: "equal", "differs" or "not checked".
+        outcome: "equal" (up to rounding), "differs", or "not checked" if the results could not be compared.
         difference: the largest relative difference of all results: norm of the difference, divided by the norm of the
             result of the first version. 0 if nothing was compared.
         path: pytree path of the result with the largest difference, such as "[0].params['w']"; "" if the step returns a
@@ -78,9 +78,10 @@ class SmallRun:
     Fields:
         values: pytree path of a result -> its value. Floats are stored as float64, complex numbers as complex128,
             integers as int64, random keys as their uint32 key data.
-        rounding: pytree path of a float result -> norm of its change when the float arguments are rounded differently.
+        rounding: pytree path of a float result -> norm of the change of this result when each float argument is changed
+            by one rounding error.
         epsilon: machine epsilon of the least precise float dtype in the program; 0 if the program has no floats.
-        repeats: whether a second run with the same arguments gave the same results.
+        repeats: True if a second run with the same arguments gave the same results.
     """
 
     values: Mapping[str, np.ndarray[Any, Any]]
@@ -90,9 +91,10 @@ class SmallRun:
 
 
 def compare_results(before: SmallRun, after: SmallRun) -> Equality:
-    """Returns whether two versions of a program compute the same results. Each version was run with `run_small`. The
-    outcome is "not checked" if a version gives different results on each run, if the results have different paths or
-    shapes, or if a result of `before` is NaN or infinite."""
+    """Compares the results of two versions of a program, each of which was run with `run_small`, and returns whether
+    they are equal up to rounding. The outcome is "not checked" if a version gives different results on each run, if
+    the results of the two versions have different pytree paths or shapes, or if a result of `before` is NaN or
+    infinite. `before`: the unchanged program. `after`: the changed program."""
     if not before.repeats or not after.repeats:
         which = "unchanged" if not before.repeats else "changed"
         words = "gives different results on each run, so the results cannot be compared: draw random numbers from a key"
@@ -148,7 +150,9 @@ def compare_with_remat_off(make: Callable[[], PreparedProgram]) -> Equality:
 
 def run_small(program: PreparedProgram) -> SmallRun:
     """Compiles a program for CPU devices of this process, and runs it three times with random arguments from fixed
-    seeds: twice with the same arguments, and once with the float arguments rounded differently.
+    seeds. The first two runs have the same arguments and show whether the program is deterministic. In the third run,
+    each float argument is changed by one rounding error (up or down at random), to measure how much rounding changes
+    the results. Returns the results of the first run with both measurements.
 
     Raises ReportError if the program cannot be compiled for the CPU or fails.
     """
@@ -209,15 +213,16 @@ def _as_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 
 def _random_array(info: Any, path: str, role: str, rounding: float) -> Any:
-    """Returns a random value for one argument of the program. The same path, shape, dtype and role give the same value.
-    Optimizer moments and gradient accumulators are zeros, and weights are scaled so that activations stay near 1.
+    """Returns a numpy array of random numbers (or jax random keys) for one argument of the program. The numbers depend
+    only on the path, shape, dtype and role. Optimizer moments and gradient accumulators are zeros, and weights are
+    scaled so that activations stay near 1.
 
     Args:
         info: object with the shape and dtype of the argument.
         path: pytree path of the argument, which seeds the random numbers.
         role: role of the argument, such as "optimizer"; "" if unknown.
-        rounding: relative size of a random change that is added to float values, such as the machine epsilon; 0 for
-            none.
+        rounding: each float value is multiplied by 1 + rounding or 1 - rounding, at random. For one rounding error,
+            give the machine epsilon; 0 leaves the values as they are.
     """
     import jax
     import jax.numpy as jnp
@@ -264,7 +269,8 @@ def parse_small(text: str) -> dict[str, str]:
 def run_version(
     reference: str, small: Mapping[str, str], changed: Mapping[Path, str] = {}, devices: int = 1
 ) -> SmallRun:
-    """Runs a user's program at small sizes in a child process, on simulated CPU devices. Returns its results.
+    """Runs a user's program at small sizes in a child process, on simulated CPU devices. Returns the results of the
+    program.
 
     Args:
         reference: the program as in --program: `module:function` or `file.py:function`.

@@ -26,10 +26,12 @@ _REPORTED = (0, 3)
 
 
 def report_with(words: Sequence[str], changed: Mapping[Path, str]) -> ReportRecord:
-    """Compiles a program with changed source files in a child process, and returns its report.
+    """Runs `bytescope report` in a child process, for a program whose source files are changed only in memory. Returns
+    the report of the changed program.
 
     Args:
-        words: arguments of `bytescope report` that name the program and the target.
+        words: command-line arguments of `bytescope report` that name the program and the target, such as
+            ["--program=steps.py:program", "h100:8"].
         changed: path of a source file -> the text that is imported instead of it; {} compiles the program unchanged.
 
     Raises ReportError with a one-line message if the changed program cannot be imported, traced or compiled.

@@ -30,7 +30,7 @@ class Proposal:
     Fields:
         kind: the problem: the kind of the finding, such as "not_donated", or the kind of the audit's row, such as
             "name".
-        words: the change in one sentence.
+        words: one sentence that describes the change.
         changed: path of a source file -> its complete new text; {} if the change must be made by hand.
         place: "file.py:line" at which a change must be made by hand; "" if unknown.
         flags: flags of `bytescope train` that make the change; "" for a user's program.
@@ -123,8 +123,8 @@ def _by_hand(report: ReportRecord) -> list[Proposal]:
 
 
 def _positions(step: object, roots: Sequence[str]) -> tuple[int, ...]:
-    """Returns the positions of arguments in the step's signature, in ascending order; () if one of them is not
-    found. `roots`: names of the arguments, such as "state" or "args[0]"."""
+    """Returns the positions of arguments in the step's signature, in ascending order; () if the step has no argument
+    with one of the names. `roots`: names of the arguments, such as "state", or "args[0]" for the first one."""
     try:
         parameters = list(inspect.signature(step).parameters) if callable(step) else []
     except ValueError:

@@ -1,7 +1,7 @@
 """Changes Python source text at the positions of its syntax tree, and returns the changes as a unified diff.
 
-Only literal values are changed: a tuple of argument numbers, a list of names, a keyword argument. If the program
-computes the value, no edit is returned. Besides, a decorator `@jax.checkpoint` can be added.
+Only literal values are changed: a tuple of argument numbers, a list of checkpoint names, a keyword argument. If the
+program computes the value, no edit is returned. In addition, a decorator `@jax.checkpoint` can be added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Edit:
     """A replacement of text in a source file.
 
     Fields:
-        start, end: byte offsets in the file between which the old text lies; equal for an insertion.
+        start, end: the bytes [start, end) of the file are replaced. For an insertion, start is equal to end.
         text: the new text.
     """
 
@@ -33,7 +33,7 @@ class Edit:
 
 
 class SourceFile:
-    """A parsed Python file, with methods that return edits of it without changing the file.
+    """A parsed Python file, with methods that return edits of the file. No method changes the file on disk.
 
     Raises OSError if the file cannot be read, and ValueError if it is not UTF-8 or not valid Python.
     """
@@ -61,12 +61,13 @@ class SourceFile:
         return self._starts[line - 1]
 
     def donate(self, function: str, numbers: Sequence[int]) -> list[Edit]:
-        """Returns at most one edit, which donates arguments of the step that a user's function returns. The edit adds
-        or extends `donate_argnums` in the dict of options that the function returns as third value, or in the only call
-        of jax.jit inside the function. Returns [] if the source has neither form.
+        """Returns the edit that donates arguments of a step, as a list of one Edit. The step is returned by a user's
+        function, as (step, arguments), (step, arguments, options) or jax.jit(step); the edit adds `donate_argnums` to
+        the options or to the only call of jax.jit in the function, or extends it. Returns [] if the source of the
+        function has none of these forms.
 
         Args:
-            function: name of the function that returns the program.
+            function: name of the user's function that returns the step.
             numbers: positions of the arguments in a call of the step, starting at 0.
         """
         bodies = self._functions(function)
@@ -109,9 +110,9 @@ class SourceFile:
         return [Edit(*self.span(node), _tuple_text(sorted({*known, *numbers})))]
 
     def rename(self, old: str, new: str) -> list[Edit]:
-        """Returns the edit that replaces the checkpoint name `old` by `new` in a policy call such as
-        save_only_these_names. Returns [] unless the string literal `old` occurs exactly once in the policy calls of
-        the file."""
+        """Returns the edit that replaces the checkpoint name `old` by `new` in a call that makes a remat policy, such
+        as save_only_these_names("old"), as a list of one Edit. Returns [] unless the string literal occurs exactly once
+        in such calls of the file."""
         found = [
             node
             for call in self._policies()
@@ -121,8 +122,8 @@ class SourceFile:
         return [Edit(*self.span(found[0]), _quoted(self, found[0], new))] if len(found) == 1 else []
 
     def checkpoint(self, function: str) -> list[Edit]:
-        """Returns the edit that adds the decorator @jax.checkpoint to a function. Returns [] if the file has no
-        function of this name or several of them, or if it has no `import jax`.
+        """Returns the edit that adds the decorator @jax.checkpoint to a function, as a list of one Edit. Returns [] if
+        the file has no function of this name or several of them, or if the file has no `import jax`.
 
         function: the function's qualified name, such as "loss.<locals>.layer".
         """
@@ -151,12 +152,12 @@ class SourceFile:
         return edits
 
     def policy(self, name: str) -> list[Edit]:
-        """Returns at most one edit, which gives the only call of jax.checkpoint (or jax.remat) in the file a policy of
-        `jax.checkpoint_policies`: it adds the argument `policy`, or replaces another policy of
-        `jax.checkpoint_policies`. Returns [] if the file has no such call or several, or does not import jax under its
-        own name.
+        """Returns the edit that gives the only call of jax.checkpoint (or jax.remat) in the file another remat policy,
+        as a list of one Edit. The edit adds the argument `policy`, or replaces a policy of `jax.checkpoint_policies` in
+        it. Returns [] if the file has no such call or several, if the call has another kind of policy, or if the file
+        has no `import jax`.
 
-        name: name of the policy, such as "dots_saveable".
+        name: name of the new policy in `jax.checkpoint_policies`, such as "dots_saveable".
         """
         calls = [
             node

@@ -57,8 +57,8 @@ def render(rows: Sequence[AuditRow]) -> RenderableType:
 
 
 def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:
-    """Returns a heading and one sentence for each request that was not honored, for the terminal report of a
-    program; None if every request was honored or is unknown."""
+    """Returns the part of a program's terminal report about requests that were not honored: a heading, and one sentence
+    for each of these requests. Returns None if there are none."""
     from rich.console import Group
     from rich.text import Text
 
@@ -80,8 +80,8 @@ def page_rows(rows: Sequence[AuditRow]) -> PageTable | None:
 
 
 def summary(rows: Sequence[AuditRow]) -> str:
-    """Returns how many requests were honored, such as "11 of 12 requests honored, 2 unknown". "unknown" counts the
-    requests of which the audit cannot say whether they were honored."""
+    """Returns the number of requests that were honored as text, such as "11 of 12 requests honored, 2 unknown". The 2
+    requests in this example are not among the 12: the audit does not know whether they were honored."""
     known = [row for row in rows if row.honored is not None]
     honored = sum(row.count for row in known if row.honored)
     unknown = sum(row.count for row in rows if row.honored is None)
@@ -90,8 +90,8 @@ def summary(rows: Sequence[AuditRow]) -> str:
 
 
 def sentences(rows: Sequence[AuditRow]) -> list[str]:
-    """Returns one sentence for each row that was not honored, with kind, subject, source line, what happened, and
-    the remedy."""
+    """Returns one sentence for each request that was not honored, with its kind, subject and source line, what happened
+    instead, and the remedy."""
     lines = []
     for row in rows:
         if row.honored is False:

@@ -71,8 +71,8 @@ class ConstraintTrial:
 
     @property
     def improves(self) -> bool:
-        """Whether the constraint lowers the allocated bytes, or keeps them and lowers the bytes sent. False if the
-        results differ."""
+        """True if the constraint lowers the allocated bytes, or leaves them equal and lowers the bytes that one device
+        sends. False otherwise, and False if the constraint changes the program's results."""
         before, after = (self.allocated_before, self.wire_before), (self.allocated_after, self.wire_after)
         return after < before and self.numerics != DIFFERS
 
@@ -200,8 +200,8 @@ def _mesh_of(traced: Any) -> Any:
 
 
 def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mesh: Any) -> Iterator[tuple[_Site, Spec]]:
-    """Yields (site, sharding) pairs to try, in rounds: the first sharding of every array, largest array first, then the
-    second sharding of every array, and so on.
+    """Yields the constraints to try, as pairs (the place where the constraint is inserted, the sharding). Yields the
+    first sharding of every array, largest array first, then the second sharding of every array, and so on.
 
     Args:
         traced: the traced step.
@@ -242,7 +242,7 @@ def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapp
         own: the sharding of the array in the jaxpr, as mesh axes for each dimension.
         between: the shardings in XLA's log between which the array is resharded.
         shape: global shape of the array.
-        sizes: mesh axis -> number of devices, for axes of more than one device.
+        sizes: mesh axis -> number of devices, only for mesh axes of more than one device.
     """
     rank = len(shape)
     specs = [own]
@@ -264,8 +264,9 @@ def _specs(own: Spec, between: Sequence[Spec], shape: Sequence[int], sizes: Mapp
 
 
 def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
-    """Yields (site, variable) for each array that a source line computes in the forward pass and whose global size
-    is `size` bytes. If the line computes no such array, yields the arrays of this size that the line reads."""
+    """Yields (place for a constraint, variable of the jaxpr) for each array that one source line computes in the
+    forward pass and whose global size is `size` bytes. If the line computes no such array, yields the arrays of this
+    size that the line reads. `line`: "file.py:line"."""
     equations = [
         equation for equation, backward in _equations(jaxpr) if not backward and equation_line(equation) == line
     ]
@@ -287,8 +288,9 @@ def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
 
 def _equations(jaxpr: Any, backward: bool = False) -> Iterator[tuple[Any, bool]]:
     """Yields (equation, is_backward) for the equations of a jaxpr and of the jaxprs inside it. Equations that only
-    contain other equations, such as a scan, are not yielded. is_backward tells whether the equation belongs to the
-    backward pass and is not a recomputation. `backward`: whether `jaxpr` itself is part of the backward pass."""
+    contain other equations, such as a scan, are not yielded. is_backward is True for an equation of the backward pass
+    that is not a recomputation of the forward pass. `backward`: True if the whole `jaxpr` is part of the backward
+    pass."""
     for equation in inner_jaxpr(jaxpr).eqns:
         inside = list(bodies(equation)) if equation.primitive.name not in _OPAQUE else []
         own = _is_backward(equation, backward)
@@ -318,8 +320,8 @@ class _ChangedProgram:
 
 
 def _changed(traced: Any, site: _Site, spec: Spec, mesh: Any) -> Any:
-    """Returns a copy of the traced program in which the array at `site` is constrained to the sharding `spec` over
-    `mesh`."""
+    """Returns a copy of the traced program in which the array that `site` describes, and its gradient, are constrained
+    to the sharding `spec` over the mesh."""
     import jax
 
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*(axes or None for axes in spec)))
@@ -328,9 +330,10 @@ def _changed(traced: Any, site: _Site, spec: Spec, mesh: Any) -> Any:
 
 class _Rewriter:
     """Inserts one sharding constraint into a jaxpr: on the array that `site` describes, and on the gradient of this
-    array in the backward pass, because `with_sharding_constraint` in source code constrains both. An operand is
-    taken for the gradient if an equation of the same source line reads it in the backward pass, the backward pass
-    computed it, and it has the array's shape and dtype."""
+    array in the backward pass, because `with_sharding_constraint` in source code constrains both.
+
+    The gradient is recognized as a value with the array's shape and dtype that the backward pass computes and that an
+    equation of the same source line reads in the backward pass."""
 
     def __init__(self, site: _Site, sharding: Any):
         self.site, self.sharding = site, sharding
@@ -358,8 +361,8 @@ class _Rewriter:
 
         Args:
             jaxpr: the Jaxpr.
-            outer: whether the Jaxpr is part of the backward pass.
-            given: for each input of the Jaxpr, whether the backward pass computed it. Such inputs are gradients.
+            outer: True if the whole Jaxpr is part of the backward pass.
+            given: for each input of the Jaxpr, True if the backward pass computed the input, so that it is a gradient.
         """
         key = id(jaxpr), outer, tuple(given)
         if key in self._done:
@@ -399,16 +402,17 @@ class _Rewriter:
         return self._value(value, backward, of_gradients)
 
     def _positions(self, equation: Any, backward: bool, of_gradients: Sequence[bool]) -> tuple[bool, list[int]]:
-        """Returns (on_operand, positions): to which operands (True) or results (False) of an equation the constraint is
-        applied. `positions` is [] for an equation of another source line.
+        """Returns (on_operand, positions): the positions of the arrays of an equation that get the constraint. They are
+        positions of operands if on_operand is True, of results if it is False. `positions` is [] for an equation of
+        another source line than the line of `site`.
 
         In the forward pass, the constraint is applied to the operand or result that `site` describes. In the backward
         pass, it is applied to each operand that the backward pass computed and that has the shape and dtype of `site`.
 
         Args:
             equation: the equation.
-            backward: whether the equation belongs to the backward pass.
-            of_gradients: for each operand, whether the backward pass computed it.
+            backward: True if the equation belongs to the backward pass and is not a recomputation.
+            of_gradients: for each operand, True if the backward pass computed it.
         """
         site = self.site
         if equation_line(equation) != site.line:
@@ -463,9 +467,10 @@ class _SmallRun:
                 self.before = self._run(self.traced)
 
     def compare(self, site: _Site, spec: Spec) -> str:
-        """Returns "equal" or "differs" for the results of the small step with and without the sharding `spec` at
-        `site`. Returns "not checked" if the step cannot run with the CPU devices of this process, if the small array
-        cannot be sharded in this way, or if the results without the constraint are not finite."""
+        """Runs the small step with the array that `site` describes constrained to the sharding `spec`, and compares the
+        results with the results without the constraint. Returns "equal" or "differs". Returns "not checked" if the step
+        cannot run with the CPU devices of this process, if the small array cannot be sharded in this way, or if the
+        results without the constraint are not finite."""
         shapes = _same_rank_shapes(self.traced.jaxpr, site)
         if self.before is None or not _are_finite(self.before) or not shapes:
             return NOT_CHECKED
@@ -479,8 +484,8 @@ class _SmallRun:
         return EQUAL if all(_are_equal(*pair, self.epsilon) for pair in zip(self.before, after)) else DIFFERS
 
     def _run(self, program: Any) -> list[Any] | None:
-        """Compiles and runs a traced program with random arguments. Returns its results as a flat list of numpy
-        arrays; None if this process has fewer CPU devices than the mesh."""
+        """Compiles and runs a traced program with random arguments on CPU devices. Returns the leaves of its result as
+        numpy arrays; None if this process has fewer CPU devices than the mesh."""
         import jax
 
         try:
@@ -498,8 +503,8 @@ class _SmallRun:
 
 
 def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
-    """Returns the shapes, in another jaxpr of the same program at other sizes, of the array that `site` describes;
-    [] if no equation of the jaxpr has this source line and primitive."""
+    """Finds the array that `site` describes in `jaxpr`, the same program traced at other sizes. Returns the shapes of
+    all arrays that match: the same source line, primitive, position and rank. Returns [] if no array matches."""
     shapes = []
     for equation, backward in _equations(jaxpr):
         if not backward and equation.primitive.name == site.primitive and equation_line(equation) == site.line:
@@ -516,7 +521,7 @@ def _random(number: int, leaf: Any, signed: bool) -> Any:
     Args:
         number: seed.
         leaf: shape and dtype of the argument.
-        signed: if False, absolute values are returned.
+        signed: if False, the floats are replaced by their absolute values.
     """
     import jax
     import numpy as np

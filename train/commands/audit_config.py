@@ -73,8 +73,9 @@ def _audit_config(args: argparse.Namespace) -> int:
 
 
 def tried_flags(report: ReportRecord) -> list[audit_fix.TriedProposal]:
-    """Returns the remedies of a report's findings as proposed changes. If a remedy was compiled before, its row has
-    the allocated bytes and predicted seconds of that program."""
+    """Returns the remedies of a report's findings, such as flags of `bytescope train`, as proposed changes. If the
+    report has the bytes and seconds of the program with a remedy, because this program was compiled before, they are
+    copied to the row of the remedy."""
     rows = []
     for finding in report.findings:
         changes = finding.flags or finding.options
