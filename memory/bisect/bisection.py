@@ -99,7 +99,10 @@ def run_bisection(
         change = axis.changes[found.before + 1 : found.after + 1]
         notes = _sequence_notes(axis, bound, good, measured, quantity.text)
         if len(change) > 1:
-            notes.append(f"{', '.join(change[:-1])} could not be compiled, so the change may be in any of these")
+            notes.append(
+                f"{', '.join(change[:-1])} could not be compiled, so the first one that exceeds the bound is one of "
+                f"these or {change[-1]}"
+            )
         return answer(change, [frozenset([found.before]), frozenset([found.after])], notes)
     minimal = minimal_set(len(axis.changes), exceeds)
     # Without one of the changes, the rest was measured and is within the bound, unless it could not be measured.
@@ -116,8 +119,8 @@ def run_bisection(
     ]
     if within:
         notes.append(
-            f"not monotonic: the program with {within[0]} is within the bound, although it has the found change: its "
-            "other changes save as much as the found change adds"
+            f"not monotonic: the program with {within[0]} is within the bound, although {' + '.join(names)} alone "
+            "exceeds the bound: the other changes save at least as much as this change adds"
         )
     return answer(names, [rest, minimal], notes)
 
@@ -148,5 +151,8 @@ def _sequence_notes(
     steps = {new > old for (_, new), (_, old) in zip(known[1:], known[:-1], strict=True) if abs(new - old) > least}
     if len(steps) > 1:
         listed = ", ".join(f"{text(value)} ({point})" for point, value in known)
-        return [f"not monotonic: {listed}; the bound may be crossed more than once: use --all to measure every version"]
+        return [
+            "not monotonic: the values rise and fall, so the bound may be crossed more than once (use --all to measure "
+            f"every version): {listed}"
+        ]
     return []

@@ -108,12 +108,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "program, such as +5%%; -5%% finds the change that saved 5%%",
     )
     bounds.add_argument(
-        "--flops", metavar="BOUND", help="maximum FLOPs on one device in one call of the step: 3e12, or growth: +5%%"
+        "--flops",
+        metavar="BOUND",
+        help="maximum FLOPs on one device in one call of the step, such as 3e12, or maximum growth over the first "
+        "version or the unchanged program, such as +5%%",
     )
     bounds.add_argument(
         "--step-seconds",
         metavar="BOUND",
-        help="maximum predicted seconds of one optimizer update: 0.5, or growth: +5%%",
+        help="maximum predicted seconds of one optimizer update (one or several calls of the step), such as 0.5, or "
+        "maximum growth over the first version or the unchanged program, such as +5%%",
     )
     bounds.add_argument(
         "--of",

@@ -108,7 +108,10 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
         return Equality(NOT_CHECKED, 0.0, "", words)
     for path, value in before.values.items():
         if not np.all(np.isfinite(value)):
-            words = f"the result {path} of the unchanged program has NaN or infinite values at small sizes"
+            words = (
+                f"the results cannot be compared, because the result {path} of the unchanged program has NaN or "
+                "infinite values at small sizes: choose other sizes"
+            )
             return Equality(NOT_CHECKED, 0.0, path, words)
     found = []
     for path, value in before.values.items():
