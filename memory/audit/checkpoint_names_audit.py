@@ -173,8 +173,8 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
 
 def _is_misspelling(name: str, other: str) -> bool:
     """Returns whether one checkpoint name is probably a misspelling of the other. The names are split into words at "_"
-    and punctuation, and the words are compared pairwise: each pair must be similar. "q_rot" is no misspelling of
-    "k_rot"."""
+    and punctuation; the first words must be similar, the second words, and so on. So "q_rot" is not a misspelling of
+    "k_rot", although most of their letters are equal."""
     words, others = _SEPARATORS.split(name.lower()), _SEPARATORS.split(other.lower())
     if "".join(words) == "".join(others):
         return True

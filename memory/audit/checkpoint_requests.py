@@ -106,8 +106,9 @@ class CheckpointRegion:
         return bool(self.recomputed) or not saves_every_value(self.policy)
 
     def saves(self, name: str) -> bool:
-        """Returns whether the remat policy saves or offloads a value. `name`: the checkpoint name of the value, several
-        names separated by ", ", or "" for a value without a name, for which False is returned."""
+        """Returns whether the remat policy saves or offloads a value. `name`: the checkpoint name of the value; if it
+        has several names, they are separated by ", ", and one name that the policy saves or offloads is enough. For "",
+        a value without a name, returns False."""
         names = name.split(", ") if name else ()
         return any(request_for(self.policy, each) in ("save", "offload") for each in names)
 
@@ -129,15 +130,15 @@ class _RegionFinder:
         self._empty: dict[int, Any] = {}
 
     def visit(self, jaxpr: Any, times: int, looped: bool, inside: bool = False) -> bool:
-        """Adds the jax.checkpoint calls of a Jaxpr, and of the jaxprs inside it, to `regions`. Returns whether it found
-        any.
+        """Adds the jax.checkpoint calls of a Jaxpr, and of the jaxprs inside it, to `regions`. Returns True if there is
+        at least one such call.
 
         Args:
             jaxpr: the Jaxpr.
             times: how often one step runs the Jaxpr.
-            looped: whether a scan or while loop runs the Jaxpr.
-            inside: whether the Jaxpr is the body of a jax.checkpoint call that is already in `regions`. The Jaxpr's
-                equations are then not added again; only the jax.checkpoint calls inside it are.
+            looped: True if a scan or while loop runs the Jaxpr.
+            inside: True if the Jaxpr is the body of a jax.checkpoint call that is already in `regions`. Then only the
+                jax.checkpoint calls inside the Jaxpr are added, and its recomputed equations are not added again.
         """
         if id(jaxpr) in self._empty:
             return False
@@ -183,7 +184,7 @@ class _RegionFinder:
                 none.
             rematted: the recomputed equations.
             times: how often one step runs these equations.
-            looped: whether a scan or while loop runs these equations.
+            looped: True if a scan or while loop runs these equations.
         """
         title = common_function(frames_of(each) for each in _sample(rematted))
         source = source_line(Metadata("", frames_of(barrier))) if barrier is not None else ""

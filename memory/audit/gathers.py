@@ -34,9 +34,9 @@ class Gather:
         argument: the entry parameter that is gathered, possibly after a cast or a slice; None if the array is computed.
         part: bytes that identify the slice of `argument` that is gathered, such as one of several stacked layers; b""
             if there is no slice. Gathers of the same slice have the same bytes.
-        looped: whether each iteration of `loop` gathers a different slice of `argument`.
+        looped: True if each iteration of `loop` gathers a different slice of `argument`.
         uses: the instructions that compute with the gathered array. Returning the array from the program is not a use.
-        is_sliced: whether every use only cuts out the device's own part of the gathered array.
+        is_sliced: True if every use only cuts the device's own part out of the gathered array.
         earlier: all-gathers over other mesh axes that produced the input of this all-gather.
     """
 
@@ -147,8 +147,9 @@ def _slice_dimensions(module: Module, instruction: Instruction) -> Iterator[wire
 
 
 def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction]:
-    """Yields the instructions that compute with one gathered array. Copies, casts, transposes, tuples and fusions are
-    looked through.
+    """Yields the instructions that compute with one gathered array. An instruction that only passes the array on, such
+    as a copy, a cast, a transpose, a tuple or a fusion, is not yielded; instead, the instructions that compute with its
+    result are.
 
     Args:
         flow: users and callers of the module's instructions.

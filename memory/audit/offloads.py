@@ -60,7 +60,7 @@ class _Request(NamedTuple):
         line: "file.py:line" where the program asks for the move; "" if unknown.
         type: the type (aval) of the value, with its global shape.
         times: how often one step computes the value.
-        kept: whether the value is an input of a checkpointed function, which jax keeps in device memory.
+        kept: True if the value is an input of a checkpointed function. jax then keeps the value in device memory.
     """
 
     subject: str
@@ -170,8 +170,8 @@ class _Walk:
         return self._walk(inside, [frozenset()] * len(inside.invars))[1]
 
     def _walk(self, jaxpr: Any, given: Sequence[Labels]) -> tuple[list[Labels], list[_Request]]:
-        """Returns (labels of each result, values to move to host memory) for a Jaxpr. The labels of a value are the
-        checkpoint names that it has. `given`: the labels of each input of the Jaxpr."""
+        """Returns two lists for a Jaxpr: the checkpoint names of each result, and the values that the Jaxpr asks to
+        move to host memory. `given`: the checkpoint names of each input of the Jaxpr."""
         known: dict[Any, Labels] = dict(zip(jaxpr.invars, given))
         makers: dict[Any, Any] = {}
         used: set[Any] = set()

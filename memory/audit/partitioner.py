@@ -89,8 +89,9 @@ def _array_text(dtype: str, dims: Sequence[int]) -> str:
 
 
 def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
-    """Yields (gather, row) for each array that every device gathers in full only to cut out its part in another
-    sharding. XLA's log names both shardings; without a log (an HLO dump), such gathers are recognized by their uses."""
+    """Yields (gather, row) for each array that every device gathers in full only to change the array's sharding: the
+    device then keeps only its part in the new sharding. XLA's log names both shardings; without a log (an HLO dump),
+    such gathers are recognized by their uses. `gathers`: all gathered arrays of the step."""
     rest = list(gathers)
     constraints = list(_constraints(program.jaxpr)) if program.full_remats and program.jaxpr is not None else []
     for remat in dict.fromkeys(program.full_remats):
@@ -188,7 +189,8 @@ def _constraints(jaxpr: Any) -> Iterator[Any]:
 
 def _gathered_often(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
     """Yields (gather, row) for each parameter that is gathered more often than its use needs: several times by one
-    source line in one pass, or in each iteration of a loop that does not change the parameter."""
+    source line in one pass, or in each iteration of a loop that does not change the parameter. `gathers`: the gathered
+    arrays that have no row yet."""
     roles = program.arguments.roles
     minimum = max(SMALL * report.peak_bytes, TOY)
     uses: dict[tuple[Any, ...], list[Gather]] = {}
@@ -235,7 +237,7 @@ def _loop_trips(program: PlacedProgram, gather: Gather) -> int:
 def _whole_activations(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
     """Yields (gather, row) for each large activation, or gradient of an activation, that every device gathers in full
     although mesh axes should shard its batch dimension. Arrays that the user's code replicates explicitly are left
-    out."""
+    out. `gathers`: the gathered arrays that have no row yet."""
     minimum = max(SMALL * report.peak_bytes, TOY)
     large = [
         gather

@@ -46,7 +46,8 @@ class _Draw(NamedTuple):
 
     Fields:
         source: "file.py:line" of the draw in the user's code.
-        recomputed: whether the equation belongs to the recomputation of a `jax.checkpoint`, not to the forward pass.
+        recomputed: True if the equation belongs to the recomputation of a `jax.checkpoint`, False if it belongs to the
+            forward pass.
         subject: the primitive, and the type of the key if known, such as "random_bits of key<rbg>".
         array: the type (aval) of the random array, with its global shape.
     """

@@ -58,8 +58,8 @@ def with_xla_recomputation(
 
 
 def _metadata_of(program: PlacedProgram, instruction: Instruction) -> list[Metadata]:
-    """Returns the metadata of an instruction. For a fusion, the metadata of the instructions inside it follow, last
-    one first."""
+    """Returns a list with the metadata of an instruction. For a fusion, the list goes on with the metadata of the
+    instructions inside the fusion, from the last to the first."""
     module = program.module
     found = [module.metadata(instruction)]
     if instruction.opcode == "fusion":

@@ -40,9 +40,9 @@ class Outcome:
 def run_bisection(
     axis: Axis, bound: Bound, measure: Callable[[Candidate], Measurement], measure_all: bool = False
 ) -> Outcome:
-    """Finds the change at which a program first exceeds a bound. A candidate is the program with one version, or with
-    some of the changes. The first candidate is the oldest version or the unchanged program, the last one is the newest
-    version or the program with all changes.
+    """Finds the change at which a program first exceeds a bound, and returns it with all measurements. A candidate is
+    the program with one version, or with some of the changes. The first candidate is the oldest version or the
+    unchanged program; the last candidate is the newest version or the program with all changes.
 
     Args:
         axis: the changes to search, such as the versions of jax.

@@ -68,14 +68,14 @@ class Axis:
 
     @property
     def good(self) -> State:
-        """The state of the first program of the bisection, which must be within the bound: {0}, the index of the oldest
-        version or commit; or the empty set, if changes can be combined."""
+        """The state of the first program of the bisection, which must be within the bound. For versions and commits,
+        this is {0}, the index of the oldest one; for flags, keys and lines, the empty set (no change is applied)."""
         return frozenset([0]) if self.is_sequence else frozenset()
 
     @property
     def bad(self) -> State:
-        """The state of the last program of the bisection, which must exceed the bound: the index of the newest version
-        or commit; or the indices of all changes, if changes can be combined."""
+        """The state of the last program of the bisection, which must exceed the bound. For versions and commits, this
+        is the index of the newest one; for flags, keys and lines, the indices of all changes."""
         return frozenset([len(self.changes) - 1]) if self.is_sequence else frozenset(range(len(self.changes)))
 
     def point(self, state: State) -> str:
@@ -100,13 +100,14 @@ class Axis:
 
     def states(self) -> Mapping[str, State]:
         """Returns a dict: name of a program -> its state, for each program that the method `candidate` has returned so
-        far. The state is the set of the indices in `changes` that make up the program: of its version or commit, or of
-        the changes that are applied to it."""
+        far. A state is the index of the program's version or commit in `changes`, or the indices of the changes that
+        are applied to the program."""
         return self._states
 
     def candidate(self, state: State) -> Candidate:
-        """Returns the program that has the version or commit, or the applied changes, at the indices `state` of
-        `changes`. Nothing is installed, checked out or compiled yet."""
+        """Returns one program of the bisection as a Candidate, which says how to compile it; nothing is installed or
+        compiled yet. `state`: the index of the program's version or commit in `changes`, or the indices of the changes
+        that are applied to the program."""
         point = self.point(state)
         self._states[point] = state
         return self._make(state, point)

@@ -3,10 +3,11 @@
     python standalone_dump.py my_package.train:program OUT
     python standalone_dump.py path/to/train.py:program OUT --keys '{"width": 256}' --gpu h100.txt
 
-The function returns (step, arguments), optionally followed by a dict of options of jax.jit, or a stage of jax. OUT then
-has `jaxpr.txt`, `versions.json` and a folder `dump` with XLA's files, among them the HloProto of the compiled program
-with its buffer assignment. `bytescope report --hlo=OUT/dump` and `bytescope diff` read it. `bytescope bisect --jax`
-runs this file for jax before 0.10.2. The file can be copied to another machine.
+The function returns either (step, arguments), optionally followed by a dict of options of jax.jit, or a traced or
+lowered step of jax.stages. OUT then has `jaxpr.txt`, `versions.json` and a folder `dump` with XLA's files, among them
+the HloProto of the compiled program with its buffer assignment. `bytescope report --hlo=OUT/dump` and `bytescope diff`
+read this folder. `bytescope bisect --jax` runs this script for jax before 0.10.2. The script can be copied to another
+machine.
 """
 
 from __future__ import annotations

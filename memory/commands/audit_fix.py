@@ -241,7 +241,8 @@ def _write(tried: Sequence[TriedProposal]) -> None:
         if written & row.proposal.changed.keys():
             put(
                 Prose(
-                    f"not written, because another change to its file was: {row.proposal.words}; run the command again"
+                    f"not written, because another change to the same file was written: {row.proposal.words}; run the "
+                    "command again"
                 )
             )
             continue

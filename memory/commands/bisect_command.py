@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     axes.add_argument(
         "--diff",
         metavar="A..B",
-        help="find which of the lines in which two files differ make the program exceed the bound: two config files, "
-        "or two Python files; for Python files, --function names the function that returns the step",
+        help="search the lines in which two files differ: two config files, or two Python files; for Python files, "
+        "--function names the function that returns the step",
     )
     parser.add_argument(
         "--function", metavar="NAME", help="with --diff: the function that returns the step, in both Python files"
@@ -191,7 +191,7 @@ def check_arguments(args: argparse.Namespace) -> str:
 
 def bound_of(args: argparse.Namespace) -> Bound:
     """Returns the bound that --bytes, --flops or --step-seconds sets; +1 % of the allocated bytes if none of them is
-    given. Raises ReportError if its value cannot be parsed."""
+    given. Raises ReportError if the value of the flag cannot be parsed."""
     flag = next((flag for flag in BOUNDS if vars(args)[flag.replace("-", "_")]), "bytes")
     quantity = args.of if flag == "bytes" else BOUNDS[flag]
     return parse_bound(flag, quantity, vars(args)[flag.replace("-", "_")] or DEFAULT_BOUND)

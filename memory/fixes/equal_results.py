@@ -140,7 +140,7 @@ def _norm(value: np.ndarray[Any, Any]) -> float:
 
 def compare_with_remat_off(make: Callable[[], PreparedProgram]) -> Equality:
     """Compares the results of a program with the results of the same program without `jax.checkpoint`, in which the
-    backward pass recomputes nothing.
+    backward pass recomputes nothing. Returns whether the results are equal up to rounding.
 
     make: function that returns the program, prepared for CPU devices. It is called twice.
 

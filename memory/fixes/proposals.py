@@ -31,7 +31,7 @@ class Proposal:
         kind: the problem: the kind of the finding, such as "not_donated", or the kind of the audit's row, such as
             "name".
         words: one sentence that describes the change.
-        changed: path of a source file -> its complete new text; {} if the change must be made by hand.
+        changed: path of a source file -> the complete new text of the file; {} if the change must be made by hand.
         place: "file.py:line" at which a change must be made by hand; "" if unknown.
         flags: flags of `bytescope train` that make the change; "" for a user's program.
     """

@@ -62,9 +62,9 @@ class SourceFile:
 
     def donate(self, function: str, numbers: Sequence[int]) -> list[Edit]:
         """Returns the edit that donates arguments of a step, as a list of one Edit. The step is returned by a user's
-        function, as (step, arguments), (step, arguments, options) or jax.jit(step); the edit adds `donate_argnums` to
-        the options or to the only call of jax.jit in the function, or extends it. Returns [] if the source of the
-        function has none of these forms.
+        function, as (step, arguments), (step, arguments, options) or jax.jit(step). The edit writes `donate_argnums`
+        into the dict of options, or into the only call of jax.jit in the function; arguments that are donated already
+        stay donated. Returns [] if the source of the function has none of these forms.
 
         Args:
             function: name of the user's function that returns the step.
@@ -153,9 +153,9 @@ class SourceFile:
 
     def policy(self, name: str) -> list[Edit]:
         """Returns the edit that gives the only call of jax.checkpoint (or jax.remat) in the file another remat policy,
-        as a list of one Edit. The edit adds the argument `policy`, or replaces a policy of `jax.checkpoint_policies` in
-        it. Returns [] if the file has no such call or several, if the call has another kind of policy, or if the file
-        has no `import jax`.
+        as a list of one Edit. The edit adds the argument `policy` to the call, or replaces the argument if it is a
+        policy of `jax.checkpoint_policies`. Returns [] if the file has no such call or several, if the call has another
+        kind of policy, or if the file has no `import jax`.
 
         name: name of the new policy in `jax.checkpoint_policies`, such as "dots_saveable".
         """

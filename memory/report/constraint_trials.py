@@ -88,7 +88,7 @@ class _Site:
         on_operand: True if an operand is constrained, False if a result is constrained.
         position: index of the operand or of the result.
         shape: global shape of the constrained array.
-        dtype: its dtype, such as "float32".
+        dtype: dtype of the constrained array, such as "float32".
     """
 
     line: str
