@@ -55,8 +55,8 @@ class CheckpointRegion:
         title: name of the checkpointed function, such as "Block".
         source: "file.py:line" of the call in the user's code; "" if unknown.
         policy: the remat policy; None if the call has no policy, or if the policy is unknown.
-        has_policy: False if the policy is unknown, as with the flag `jax_remat3` in jax before 0.12. True otherwise,
-            even if the call has no policy.
+        has_policy: whether the field `policy` is known: False with the flag `jax_remat3` in jax before 0.12, True
+            otherwise, also for a call without a policy.
         prevent_cse: whether optimization barriers keep XLA from merging the recomputation with the forward pass.
         count: number of calls in one step; a call in a loop counts once for each iteration.
         unrolled: number of these calls that are not in a compiled loop, such as the layers of a Python loop.

@@ -188,8 +188,9 @@ def _constraints(jaxpr: Any) -> Iterator[Any]:
 
 
 def _gathered_often(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[Gather]) -> _Found:
-    """Yields (gather, row) for each parameter that is gathered more often than its use needs: several times by one
-    source line in one pass, or in each iteration of a loop that does not change the parameter. `gathers`: the gathered
+    """Yields (gather, row) for each model parameter that is gathered more often than its use needs: several times by
+    one source line in the forward pass (or in the backward pass), or in each iteration of a loop that does not change
+    the parameter. `gathers`: the gathered
     arrays that have no row yet."""
     roles = program.arguments.roles
     minimum = max(SMALL * report.peak_bytes, TOY)

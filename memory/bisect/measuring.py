@@ -78,7 +78,8 @@ class Candidate:
 
 
 class DumpFactory(ProgramFactory):
-    """Makes programs from XLA dumps, so that a worker can read the files that standalone_dump.py has written."""
+    """A program factory whose "program" is an XLA dump that standalone_dump.py has written. A worker process of the
+    bisection reads the dump's memory figures with it, as it compiles other programs with other factories."""
 
     reference = f"{__name__}:DUMPS"
 

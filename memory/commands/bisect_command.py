@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keys",
         metavar="KEYS",
         action="append",
-        help="search changed values of config keys or of the --program function's parameters: KEY=VALUE,KEY=VALUE, or "
-        "the name of another config, to search the keys in which it differs from CONFIG",
+        help="find which changed value exceeds the bound: KEY=VALUE,KEY=VALUE of a config or of the --program "
+        "function's parameters, or the name of another config, for all keys in which the two configs differ",
     )
     axes.add_argument(
         "--diff",

@@ -404,10 +404,11 @@ class _Rewriter:
     def _positions(self, equation: Any, backward: bool, of_gradients: Sequence[bool]) -> tuple[bool, list[int]]:
         """Returns (on_operand, positions): the positions of the arrays of an equation that get the constraint. They are
         positions of operands if on_operand is True, of results if it is False. `positions` is [] for an equation of
-        another source line than the line of `site`.
+        another source line than that of `self.site`, the array to constrain.
 
-        In the forward pass, the constraint is applied to the operand or result that `site` describes. In the backward
-        pass, it is applied to each operand that the backward pass computed and that has the shape and dtype of `site`.
+        In the forward pass, the constraint is applied to the operand or result that `self.site` describes. In the
+        backward pass, it is applied to each operand that the backward pass computed and that has the shape and dtype of
+        `self.site`.
 
         Args:
             equation: the equation.

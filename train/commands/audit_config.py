@@ -43,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     for flag in ("small", "write", "fix_sharding"):
         if getattr(args, flag):
             raise ReportError(
-                f"--{flag.replace('_', '-')} is only valid with --program, because the changes for a config are flags: "
-                "leave it out"
+                f"--{flag.replace('_', '-')} is only valid with --program, because a config is changed by flags of "
+                "bytescope train: leave it out"
             )
     return _audit_config(args)
 
