@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -156,6 +157,13 @@ class Shell:
         before, _, self.shown = self.shown.partition(words)
         return before
 
+    def wait_for_raw_mode(self):
+        """Waits until the command takes single keys. Before, a Ctrl-Z would go to the command instead of its job."""
+        end = time.monotonic() + 60
+        while termios.tcgetattr(self._ours)[3] & termios.ICANON:
+            assert time.monotonic() < end, self.shown
+            time.sleep(0.01)
+
     def close(self):
         self.job.kill()
         self.job.wait()
@@ -180,6 +188,7 @@ def test_ctrl_z_stops_the_command_and_gives_the_prompt_back(shell, tmp_path):
     shell.wait("pid ")
     pid = int(shell.wait(" is"))
     for _ in range(2):
+        shell.wait_for_raw_mode()
         shell.type("\x1a")
         shell.wait("Stopped")
         shell.type("echo mark$((40 + 2)); stty -a\n")
