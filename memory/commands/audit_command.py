@@ -19,8 +19,8 @@ from bytescope.memory.commands.arguments import add_json, add_xla, show_written,
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices.compiler import Compilation, pass_dumps
+from bytescope.memory.fixes.constraint_trials import ConstraintTrial
 from bytescope.memory.records.report_record import ReportRecord, Subject
-from bytescope.memory.report.constraint_trials import ConstraintTrial
 
 # The exit code of --strict if a request was not honored.
 NOT_HONORED = 1

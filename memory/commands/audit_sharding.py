@@ -9,10 +9,10 @@ from bytescope.memory.compare.program_factory import load_factory
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.fixes import equal_results
+from bytescope.memory.fixes.constraint_trials import ConstraintTrial, try_constraints
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.program import user_program
 from bytescope.memory.program.user_program import UserProgram
-from bytescope.memory.report.constraint_trials import ConstraintTrial, try_constraints
 from bytescope.memory.view.console import put
 from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.text_layout import Prose

@@ -155,11 +155,13 @@ def run_small(program: PreparedProgram) -> SmallRun:
     """Compiles a program for CPU devices of this process, and runs it three times with random arguments from fixed
     seeds. The first two runs have the same arguments and show whether the program is deterministic. In the third run,
     each float argument is changed by one rounding error (up or down at random), to measure how much rounding changes
-    the results. Returns the results of the first run with both measurements.
+    the results. Returns the results of the first run with both measurements. If the first run has NaN or infinite
+    results, all runs use the absolute values of the float arguments.
 
     Raises ReportError if the program cannot be compiled for the CPU or fails.
     """
     import jax
+    import jax.numpy as jnp
 
     compilation, _ = program.compile()
     compiled = compilation.executable
@@ -174,16 +176,25 @@ def run_small(program: PreparedProgram) -> SmallRun:
         paths = [(f"argument {number}", "") for number in range(len(infos))]
     epsilon = _epsilon(compilation.jaxpr)
 
+    signed = True
+
     def run(rounding: float = 0.0) -> dict[str, np.ndarray[Any, Any]]:
         arrays = []
         for info, place, (path, role) in zip(infos, places, paths):
-            arrays.append(jax.device_put(_random_array(info, path, role, rounding), place))
+            values = _random_array(info, path, role, rounding)
+            if not signed and jnp.issubdtype(info.dtype, jnp.floating):
+                values = abs(values)
+            arrays.append(jax.device_put(values, place))
         args, kwargs = jax.tree.unflatten(tree, arrays)
         results, _ = jax.tree_util.tree_flatten_with_path(compiled(*args, **kwargs))
         return {jax.tree_util.keystr(path): _as_numpy(result) for path, result in results}
 
     with user_program.one_line_errors(f"{program.name}: the step fails at small sizes"):
-        values, second, rounded = run(), run(), run(epsilon)
+        values = run()
+        if not all(np.isfinite(value).all() for value in values.values()):
+            signed = False  # the step may take a root or a logarithm of an argument
+            values = run()
+        second, rounded = run(), run(epsilon)
     repeats = all(np.array_equal(values[path], second[path], equal_nan=True) for path in values)
     floats = [path for path, value in values.items() if value.dtype.kind in "fc"]
     return SmallRun(values, {path: _norm(rounded[path] - values[path]) for path in floats}, epsilon, repeats)

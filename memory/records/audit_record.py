@@ -42,7 +42,6 @@ STEPS = (
     "cse",
     "offloader",
     "rematerialization",
-    "fusion",
     "copies",
     "runtime",
 )

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from bytescope.memory.commands import audit_fix
-from bytescope.memory.records.audit_record import AuditRow
+from bytescope.memory.records.audit_record import HONORED_BY, OTHER_OUTCOMES, STEPS, UNKNOWN, AuditRow
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import audit_view, report_page
 from bytescope.train import cli
@@ -31,6 +31,8 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
     assert "1 of 2 requests honored" in text and "another\n  donated array" in text
     result = read_result(tmp_path / "audit.json")
     assert (result["honored"], result["not_honored"], result["unknown"]) == (1, 1, 0)
+    assert {row["undone_by"] for row in result["requests"]} == {"", "lowering"} <= {"", *STEPS}
+    assert {row["done"] for row in result["requests"]} <= {UNKNOWN, *HONORED_BY.values(), *OTHER_OUTCOMES}
     assert [(row["done"], row["bytes"], row["honored"]) for row in result["requests"]] == [
         ("copied", 2**20, False),
         ("reused", 2**20, True),

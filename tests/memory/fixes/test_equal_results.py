@@ -87,6 +87,12 @@ def test_a_change_of_the_gradient_differs(file, unchanged, tmp_path):
     assert np.isclose(unchanged.values["[2]"], after.values["[2]"], rtol=1e-6)  # the loss is equal
 
 
+def test_arguments_without_sign_are_tried_for_results_that_are_not_finite():
+    array = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    result = run(lambda a, b: jnp.sqrt(a) + b, array, array)
+    assert result.repeats and all(np.isfinite(value).all() for value in result.values.values())
+
+
 def test_a_program_that_does_not_repeat_is_not_checked():
     """jax.lax.rng_uniform has no key."""
     spec = jax.ShapeDtypeStruct((256,), jnp.float32)

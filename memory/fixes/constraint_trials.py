@@ -16,11 +16,13 @@ from typing import Any
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.audit.partitioner import equation_line
+from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings.evidence import spec_words
+from bytescope.memory.fixes.equal_results import DIFFERS, NOT_CHECKED, SmallRun, compare_results, run_small
 from bytescope.memory.hlo.sharding_text import mesh_axes_of, parse_sharding
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr, with_parameters
 from bytescope.memory.program import retarget
@@ -28,7 +30,6 @@ from bytescope.memory.program.compilation import compiled_for, trace_step, unwra
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 
-EQUAL, DIFFERS, NOT_CHECKED = "equal", "differs", "not checked"
 # Mesh axes for each dimension of an array, as in a PartitionSpec.
 Spec = tuple[tuple[str, ...], ...]
 _OPAQUE = ("shard_map", "pallas_call", "custom_partitioning")
@@ -143,7 +144,7 @@ def try_constraints(
     if mesh is None:
         return ()
     candidates = list(_candidates(traced, compilation, before, mesh))[:max_trials]
-    small_run = _SmallRun(*small) if small is not None and candidates else None
+    small_run = _SmallStep(*small) if small is not None and candidates else None
     trials = []
     for number, (site, spec) in enumerate(candidates, start=1):
         words = spec_words(spec)
@@ -441,66 +442,38 @@ class _Rewriter:
 # ---- numerics -------------------------------------------------------------------------------------------------------
 
 
-class _SmallRun:
-    """Runs the step at small sizes on simulated CPU devices, with and without a sharding constraint, and compares the
-    results.
-
-    Two results are equal if the norm of their difference, divided by the norm of the result, is at most the square root
-    of the machine epsilon. The machine epsilon is that of the least precise float dtype in the program. Results need
-    not be bitwise equal, because a sum over devices may add in another order.
-    """
+class _SmallStep:
+    """The step at small sizes, which runs on simulated CPU devices with and without a sharding constraint."""
 
     def __init__(self, step: Any, args: Sequence[Any]):
-        import jax
-
         self.traced = unwrapped_stage(trace_step(step, args))
         self.mesh = _mesh_of(self.traced)
-        types = (atom.aval for inside in distinct_jaxprs(self.traced.jaxpr) for e in inside.eqns for atom in e.outvars)
-        dtypes = {each.dtype for each in types if hasattr(each, "dtype")}
-        floats = [dtype for dtype in dtypes if jax.dtypes.issubdtype(dtype, jax.numpy.inexact)]
-        self.epsilon = max((float(jax.numpy.finfo(dtype).eps) for dtype in floats), default=0.0)
-        self.before: list[Any] | None = None
-        self.signed = True  # negative numbers may be invalid for an argument, such as the second moment of Adam
-        if self.mesh is not None:
-            self.before = self._run(self.traced)
-            if self.before is not None and not _are_finite(self.before):
-                self.signed = False
-                self.before = self._run(self.traced)
+        self.before = self._run(self.traced) if self.mesh is not None else None
 
     def compare(self, site: _Site, spec: Spec) -> str:
         """Runs the small step with the array that `site` describes constrained to the sharding `spec`, and compares the
-        results with the results without the constraint. Returns "equal" or "differs". Returns "not checked" if the step
-        cannot run with the CPU devices of this process, if the small array cannot be sharded in this way, or if the
-        results without the constraint are not finite."""
+        results with the results without the constraint. Returns "equal", "differs" or "not checked", as
+        `equal_results.compare_results`. Also returns "not checked" if the step cannot run with the CPU devices of this
+        process, or if the small array cannot be sharded in this way."""
         shapes = _same_rank_shapes(self.traced.jaxpr, site)
-        if self.before is None or not _are_finite(self.before) or not shapes:
+        if self.before is None or not shapes:
             return NOT_CHECKED
         small = dataclasses.replace(site, shape=shapes[0])
         try:
             after = self._run(_changed(self.traced, small, spec, self.mesh))
         except (ValueError, TypeError):  # the small array cannot be divided in this way
             return NOT_CHECKED
-        if after is None:
-            return NOT_CHECKED
-        return EQUAL if all(_are_equal(*pair, self.epsilon) for pair in zip(self.before, after)) else DIFFERS
+        return NOT_CHECKED if after is None else compare_results(self.before, after).outcome
 
-    def _run(self, program: Any) -> list[Any] | None:
-        """Compiles and runs a traced program with random arguments on CPU devices. Returns the leaves of its result as
-        numpy arrays; None if this process has fewer CPU devices than the mesh."""
-        import jax
-
+    def _run(self, program: Any) -> SmallRun | None:
+        """Compiles and runs a traced program on CPU devices. Returns None if this process has fewer CPU devices than
+        the mesh."""
+        target = targets.parse(f"cpu:{self.mesh.size}")
         try:
-            lowered = retarget.lowered_for(program, targets.parse(f"cpu:{self.mesh.size}"))
+            lowered = retarget.lowered_for(program, target)
         except ReportError:
             return None
-        compiled: Any = compile_lowered(lowered, exact=False).executable
-        leaves, tree = jax.tree.flatten(compiled.args_info)
-        shardings = tree.flatten_up_to(compiled.input_shardings)  # type: ignore[attr-defined]  # PyTreeDef is opaque
-        arrays = []
-        for number, (leaf, sharding) in enumerate(zip(leaves, shardings)):
-            arrays.append(jax.device_put(_random(number, leaf, self.signed), sharding))
-        args, kwargs = jax.tree.unflatten(tree, arrays)
-        return [_as_numbers(result) for result in jax.tree.leaves(compiled(*args, **kwargs))]
+        return run_small(PreparedProgram(lambda: (compile_lowered(lowered, jaxpr=program.jaxpr), target)))
 
 
 def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
@@ -513,48 +486,3 @@ def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
             if site.position < len(atoms) and len(atoms[site.position].aval.shape) == len(site.shape):
                 shapes.append(tuple(atoms[site.position].aval.shape))
     return shapes
-
-
-def _random(number: int, leaf: Any, signed: bool) -> Any:
-    """Returns a random argument for the small step: normal numbers with standard deviation 0.1 for floats, 0 and 1 for
-    integers and booleans, or a random key.
-
-    Args:
-        number: seed.
-        leaf: shape and dtype of the argument.
-        signed: if False, the floats are replaced by their absolute values.
-    """
-    import jax
-    import numpy as np
-
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key(number)
-    generator = np.random.default_rng(number)
-    if jax.dtypes.issubdtype(leaf.dtype, np.inexact):
-        values = 0.1 * generator.normal(size=leaf.shape)
-        return (values if signed else np.abs(values)).astype(leaf.dtype)
-    return generator.integers(0, 2, leaf.shape).astype(leaf.dtype)
-
-
-def _as_numbers(result: Any) -> Any:
-    import jax
-    import numpy as np
-
-    if jax.dtypes.issubdtype(result.dtype, jax.dtypes.prng_key):
-        result = jax.random.key_data(result)
-    is_float = jax.dtypes.issubdtype(result.dtype, np.floating)
-    return np.asarray(jax.device_get(result)).astype(np.float64 if is_float else result.dtype)
-
-
-def _are_finite(results: Sequence[Any] | None) -> bool:
-    import numpy as np
-
-    return results is not None and all(np.isfinite(result).all() for result in results)
-
-
-def _are_equal(one: Any, other: Any, epsilon: float) -> bool:
-    import numpy as np
-
-    if one.dtype.kind not in "fc":
-        return np.array_equal(one, other)
-    return bool(np.linalg.norm(one - other) <= math.sqrt(epsilon) * np.linalg.norm(one))
