@@ -266,25 +266,10 @@ class CompiledOutcome:
             if instruction.opcode in _NO_WORK or module.data.find(_MARK, *instruction.metadata) < 0:
                 continue
             metadata = module.metadata(instruction)
-            if self._has_same_name_inside(instruction, metadata.op_name):
-                continue
             scope = scopes.parse(metadata.op_name)
             if scope.phase == "recompute":
                 found.append(((source_line(metadata), scope.operation), instruction.name))
         return found
-
-    def _has_same_name_inside(self, instruction: Instruction, op_name: str) -> bool:
-        """Returns whether `instruction` is a fusion whose fused computation has an instruction with the same op_name.
-        The caller skips such a fusion, so that a recomputed operation is not listed twice."""
-        if instruction.opcode != "fusion":
-            return False
-        module = self._module
-        body = module.computations[instruction.called[0]].instructions
-        return any(
-            module.instructions[id].opcode not in _NO_WORK
-            and module.metadata(module.instructions[id]).op_name == op_name
-            for id in body
-        )
 
     @functools.cached_property
     def _needed_forward(self) -> frozenset[str]:

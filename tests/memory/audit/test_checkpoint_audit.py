@@ -56,6 +56,26 @@ def test_unrolled_layers_without_prevent_cse_are_merged():
     assert rows["name", "hidden"].undone_by == "cse"
 
 
+def test_a_matrix_product_in_a_fusion_is_counted_once():
+    """XLA merges the layers except the last one, whose two products stay in fusions: 2 of 12 are computed again."""
+
+    def layer(x, w):
+        return jnp.sin(jnp.tanh(x @ w[0]) @ w[1]) * x
+
+    def loss(weights, x):
+        block = jax.checkpoint(layer, prevent_cse=False)
+        for number in range(6):
+            x = block(x, weights[number])
+        return jnp.mean(x.astype(jnp.float32))
+
+    def step(weights, x):
+        return weights - jax.grad(loss)(weights, x)
+
+    arrays = jax.ShapeDtypeStruct((6, 2, 4096, 4096), jnp.bfloat16), jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    row = rows_of((step, arrays))["checkpoint", "layer"]
+    assert (row.done, row.undone_by, row.count) == ("kept", "cse", 6)
+
+
 def test_unrolled_layers_with_prevent_cse_are_recomputed():
     rows = rows_of(programs.unrolled(prevent_cse=True))
     assert not unhonored(rows)
