@@ -28,6 +28,7 @@ from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
 from bytescope.memory.hlo.wire import write_field
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.jaxprs import distinct_jaxprs
 from bytescope.memory.records.report_record import XlaStats
 
@@ -207,6 +208,7 @@ def compile_lowered(
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
+        settings.enter_context(host_phase("compile"))
         log = settings.enter_context(hold_back_log())
         if described or _PASS_DUMPS.get():
             settings.enter_context(_disabled_compilation_cache())

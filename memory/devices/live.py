@@ -7,13 +7,12 @@ computation and never raises. Figures that a backend does not provide are None.
 import dataclasses
 import functools
 import os
-import resource
-import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.host.node_memory import free_host_bytes
+from bytescope.memory.host.process_memory import resident
 from bytescope.memory.units import human
 
 
@@ -77,7 +76,7 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
         stats = device.memory_stats()
     except Exception:  # compile-only devices and old plugins raise various errors
         return None
-    rss, peak_rss = _current_and_peak_rss()
+    rss, peak_rss = resident()
     if stats:
         return LiveMemory(
             device=device.device_kind,
@@ -168,23 +167,6 @@ def _allocator_fields(stats: Mapping[str, int]) -> dict[str, Any]:
         "largest_free_block_bytes": block,
         "fragmentation": fragmentation,
     }
-
-
-def _current_and_peak_rss() -> tuple[int | None, int | None]:
-    # Not `ru_maxrss` on Linux: it survives exec and includes the peak of the parent process.
-    try:
-        with open("/proc/self/status") as status:
-            text = status.read()
-        now, peak = (int(text.partition(f"\n{key}:")[2].split(None, 1)[0]) for key in ("VmRSS", "VmHWM"))
-        return now * 1024, peak * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    except (OSError, ValueError):
-        return None, None
-    peak *= 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, the others KiB
-    return peak, peak
 
 
 def _nvml_fields(device: JaxDevice) -> dict[str, int]:

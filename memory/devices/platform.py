@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bytescope.memory.devices.host_memory import free_host_bytes
+from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.units import GIB
 
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
-from bytescope.memory.devices.host_memory import physical_bytes
 from bytescope.memory.devices.limits import limit_bytes, pool_bytes
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
@@ -39,6 +38,7 @@ from bytescope.memory.devices.platform import (
 )
 from bytescope.memory.errors import ReportError, did_you_mean, one_line
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.host.node_memory import physical_bytes
 
 if TYPE_CHECKING:
     import jax

@@ -24,6 +24,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo import dumps
 from bytescope.memory.hlo.jax_types import CompiledStage, LoweredStage, TracedStage
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.program import callbacks, retarget, tracing
 
 _PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU (it does not say which)", "tpu": "a TPU (it does not say which)"}
@@ -32,6 +33,7 @@ _DUMPS = (str, Path, bytes, bytearray, memoryview)
 _CALLED = 'memory.analyze(step, *arguments, target="h200:8")'
 
 
+@host_phase("trace")
 def compiled_for(
     program: Any,
     args: Sequence[Any] = (),

@@ -72,7 +72,7 @@ def _parameters(program: Any) -> int:
 
 def obstacle(answer: Mapping[str, Any]) -> str:
     """Why a program that is predicted should not be run here, "" for none."""
-    from bytescope.memory.devices.host_memory import free_host_bytes
+    from bytescope.memory.host.node_memory import free_host_bytes
 
     room = int(HOST_ROOM * free_host_bytes())
     if not answer["fits"]:

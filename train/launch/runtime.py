@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from bytescope.memory.devices import compile_cache
-from bytescope.memory.devices.host_memory import address_space_limit, cgroup_room
 from bytescope.memory.devices.platform import MEMORY_FRACTION, MemoryFraction, choose_platform, give_threads, simulated
+from bytescope.memory.host.node_memory import address_space_limit, cgroup_room
 from bytescope.memory.units import human
 from bytescope.train.user_errors import DoesNotFit, UserError
 

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_lowered
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.xla_flags import refusal
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, split_parameters
 from bytescope.model.transformer import always_float32, contracted, logical_axes
@@ -163,7 +164,7 @@ class Program(Choices):
           ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
           ReportError: an array is too large for XLA.
         """
-        with xla_remat_pass(self.settings.remat.xla_pass), self._pallas_context():
+        with host_phase("trace"), xla_remat_pass(self.settings.remat.xla_pass), self._pallas_context():
             traced = self.step.trace(self.state, self.batch_shapes)
             check_sizes(traced.jaxpr)
             compilation = compile_lowered(

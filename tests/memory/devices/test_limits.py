@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from bytescope.memory.devices import host_memory, limits, platform, targets
+from bytescope.memory.devices import limits, platform, targets
 from bytescope.memory.errors import ReportError
+from bytescope.memory.host import node_memory
 
 pytestmark = pytest.mark.quick
 
@@ -25,8 +26,8 @@ def _root(tmp_path, files):
 
 def test_free_memory_without_a_cgroup_is_what_the_kernel_calls_available(tmp_path):
     root = _root(tmp_path, {})
-    assert host_memory.free_host_bytes(root) == 8 * GIB and host_memory.cgroup_room(root) is None
-    assert host_memory.physical_bytes(root) == 16 * GIB
+    assert node_memory.free_host_bytes(root) == 8 * GIB and node_memory.cgroup_room(root) is None
+    assert node_memory.physical_bytes(root) == 16 * GIB
 
 
 def test_cgroup_version_2_counts_the_tightest_ancestor_and_gives_back_the_cache(tmp_path):
@@ -41,7 +42,7 @@ def test_cgroup_version_2_counts_the_tightest_ancestor_and_gives_back_the_cache(
             "sys/fs/cgroup/job/step/memory.current": "17\n",
         },
     )
-    assert host_memory.free_host_bytes(root) == host_memory.cgroup_room(root) == 2 * GIB
+    assert node_memory.free_host_bytes(root) == node_memory.cgroup_room(root) == 2 * GIB
 
 
 def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
@@ -53,14 +54,14 @@ def test_cgroup_version_1_and_a_path_that_only_the_host_has(tmp_path):
             "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}",
         },
     )
-    assert host_memory.free_host_bytes(root) == GIB
+    assert node_memory.free_host_bytes(root) == GIB
 
 
 def test_the_address_space_of_a_process_is_a_limit_of_its_memory(tmp_path, monkeypatch):
     root = _root(tmp_path, {"proc/self/status": f"VmPeak:\t 9 kB\nVmSize:\t {3 * GIB // 1024} kB\n"})
-    assert host_memory.free_host_bytes(root) == 8 * GIB
-    monkeypatch.setattr(host_memory, "address_space_limit", lambda: 4 * GIB)
-    assert host_memory.free_host_bytes(root) == GIB
+    assert node_memory.free_host_bytes(root) == 8 * GIB
+    monkeypatch.setattr(node_memory, "address_space_limit", lambda: 4 * GIB)
+    assert node_memory.free_host_bytes(root) == GIB
 
 
 def test_a_cgroup_over_its_limit_leaves_nothing_rather_than_less(tmp_path):
@@ -68,11 +69,11 @@ def test_a_cgroup_over_its_limit_leaves_nothing_rather_than_less(tmp_path):
         tmp_path,
         {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "100", "sys/fs/cgroup/memory.current": "200"},
     )
-    assert host_memory.free_host_bytes(root) == 0
+    assert node_memory.free_host_bytes(root) == 0
 
 
 def test_without_proc_the_physical_memory_stands_in(tmp_path):
-    assert host_memory.free_host_bytes(str(tmp_path)) == host_memory.physical_bytes(str(tmp_path)) > 0
+    assert node_memory.free_host_bytes(str(tmp_path)) == node_memory.physical_bytes(str(tmp_path)) > 0
 
 
 class Device:
