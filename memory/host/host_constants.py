@@ -31,13 +31,13 @@ class HostConstants:
             divided by the bytes of the arrays.
     """
 
-    jax_bytes: float = 150 * MIB
-    trainer_bytes: float = 60 * MIB
-    gpu_plugin_bytes: float = 400 * MIB
-    cpu_compile_bytes: float = 50 * MIB
+    jax_bytes: float = 165 * MIB
+    trainer_bytes: float = 46 * MIB
+    gpu_plugin_bytes: float = 80 * MIB
+    cpu_compile_bytes: float = 53 * MIB
     gpu_compile_bytes: float = 96 * MIB
-    cpu_equation_bytes: float = 20 * KIB
-    gpu_equation_bytes: float = 38 * KIB
+    cpu_equation_bytes: float = 12 * KIB
+    gpu_equation_bytes: float = 37 * KIB
     save_share: float = 0.7
     restore_share: float = 1.3
 

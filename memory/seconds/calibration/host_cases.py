@@ -1,6 +1,6 @@
 """Small programs whose host memory `bytescope calibrate --host` measures, each in a process of its own.
 
-    python -m bytescope.memory.seconds.calibration.host_cases imports
+    JAX_PLATFORMS=cpu python -m bytescope.memory.seconds.calibration.host_cases imports
 
 prints a JSON object of bytes and counts. A process of its own is needed because memory that a process once allocated
 stays in it: the second compile of a process needs less new memory than the first one.
@@ -9,7 +9,6 @@ stays in it: the second compile of a process needs less new memory than the firs
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -26,11 +25,10 @@ ARRAYS, ARRAY_BYTES = 8, 32 * MIB
 
 
 def imports() -> dict[str, int]:
-    """Measures the resident bytes of a process: `jax` after jax and its CPU device, `trainer` after the libraries of the
-    trainer too. Libraries that are not installed are left out."""
+    """Measures the resident bytes of a process: `jax` after jax and its CPU device, `trainer` after the libraries of
+    the trainer too. Libraries that are not installed are left out."""
     from bytescope.memory.devices.platform import choose_platform
 
-    os.environ["JAX_PLATFORMS"] = "cpu"
     choose_platform()
     import jax
 
@@ -104,7 +102,9 @@ def count_equations(jaxpr: Any) -> int:
 def checkpoint() -> dict[str, int]:
     """Saves arrays with Orbax and restores them. Returns the `bytes` of the arrays, and the bytes by which the resident
     memory of the process grows at most in `save` and in `restore`, which includes the restored arrays."""
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    from bytescope.memory.devices.platform import choose_platform
+
+    choose_platform()
     import jax
     import jax.numpy as jnp
     import orbax.checkpoint as ocp

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.seconds.calibration.host_cases import LAYERS
@@ -22,8 +23,11 @@ def run_case(name: str, *arguments: object) -> dict[str, int]:
     """Runs a case of `host_cases` in a process of its own. Returns its bytes and counts. Raises CaseError if it
     fails."""
     words = [sys.executable, "-m", "bytescope.memory.seconds.calibration.host_cases", name, *map(str, arguments)]
+    # The cases run on the CPU, without a compilation cache, which would replace the compiler.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    environment["JAX_PLATFORMS"] = "cpu"
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired as error:
         raise CaseError(f"it took more than {_TIMEOUT_S} s") from error
     lines = done.stdout.splitlines()
@@ -77,14 +81,18 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
 }
 
 
-def measure_host() -> Iterator[tuple[str, dict[str, float] | str]]:
-    """Yields (what is measured, constants) for each measurement; instead of the constants, the reason why the
-    measurement failed. The constants are: name of a field of `HostConstants` -> value."""
-    for name, measurement in MEASUREMENTS.items():
+def measure_host(report_progress: Callable[[Sequence[str], int], None]) -> tuple[dict[str, float], dict[str, str]]:
+    """Measures all constants. Returns the constants (name of a field of `HostConstants` -> value), and what could not
+    be measured (words -> reason).
+
+    report_progress: is called before each measurement with its words and the number of finished measurements.
+    """
+    constants: dict[str, float] = {}
+    left_out: dict[str, str] = {}
+    for done, (name, measurement) in enumerate(MEASUREMENTS.items()):
+        report_progress([name], done)
         try:
-            measured: dict[str, float] | str = measurement()
+            constants |= measurement()
         except CaseError as error:
-            measured = str(error)
-        yield name, measured
-
-
+            left_out[name] = str(error)
+    return constants, left_out
