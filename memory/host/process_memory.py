@@ -6,10 +6,12 @@ about 30 microseconds.
 """
 
 import contextlib
+import ctypes
+import functools
 import resource
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from bytescope.memory.records.host_record import HOST_PHASES
 
@@ -25,6 +27,23 @@ def phase_peaks() -> dict[str, int]:
     """Returns the maximum of the resident bytes in each phase so far: a key of `HOST_PHASES` -> bytes. A phase that
     occurred several times has the maximum of them. {} if the system does not give resident bytes."""
     return _RECORDER.peaks()
+
+
+def release_free_memory() -> None:
+    """Returns memory that this process has freed to the system, so that the next phase does not begin with it.
+
+    glibc keeps the freed memory of each thread for later allocations (`man malloc_trim`). XLA's compiler frees tens to
+    hundreds of MiB this way. No-op with other C libraries.
+    """
+    _malloc_trim()(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int]:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return lambda pad: 0
 
 
 @contextlib.contextmanager
