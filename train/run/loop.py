@@ -348,7 +348,7 @@ def run(
     with (
         contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
         claimed(workdir, identity, extend=extend, processes=processes) as notes,
-        contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
+        contextlib.closing(Checkpoints(workdir, config.train.keep, processes, program.state)) as checkpoints,
         processes.together(),
     ):  # closing waits for the other processes, which are informed of an error before that
         for note in notes:
