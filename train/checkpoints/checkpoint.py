@@ -34,7 +34,7 @@ from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import captured_stderr, return_freed_memory
 from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
 from bytescope.train.source import CHECKPOINTS
-from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
+from bytescope.train.step.optimizer.host_offload import fetch
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import UserError
 
@@ -163,14 +163,16 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-def write_limit(state: TrainState) -> int:
-    """Returns the maximum bytes of arrays that one process compresses and writes at once: 1 GB, or twice the largest
-    shard of the state. Compressed chunks are in host memory until they are written, beside the copy of the arrays.
+def write_limit(state: TrainState, processes: int = 1) -> int:
+    """Returns the maximum bytes of arrays that one process compresses and writes at once: an eighth of its part of the
+    state, at least twice the largest shard, rounded up to whole GB. Compressed chunks are in host memory until they are
+    written, beside the copy of the arrays.
 
-    `state`: shapes and shardings of the training state.
+    `state`: shapes and shardings of the training state. `processes`: number of processes of the run.
     """
-    largest = max(shard_bytes(leaf) for leaf in jax.tree.leaves(portable(state)))
-    return (2 * largest // _GB + 1) * _GB
+    leaves = jax.tree.leaves(portable(state))
+    part = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) // processes
+    return (max(2 * max(map(shard_bytes, leaves)), part // 8) // _GB + 1) * _GB
 
 
 def describe(state: Any) -> dict[str, str]:
@@ -276,7 +278,7 @@ class Checkpoints:
         # Done before Orbax lists the checkpoints.
         self._damage_notes = processes.from_first(self._repair_listing() if processes.first else None)
         store_library_log()
-        limit = {} if state is None else {"save_concurrent_gb": write_limit(state) // _GB}
+        limit = {} if state is None else {"save_concurrent_gb": write_limit(state, jax.process_count()) // _GB}
         self._manager = ocp.CheckpointManager(
             self.root.absolute(),
             options=self._options,

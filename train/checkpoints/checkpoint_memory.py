@@ -6,7 +6,7 @@ devices may be described ones. The names of functions are those of Orbax 0.12 (o
 Save: `transfer_arrays_to_host` copies the shards that this process writes off its devices, before `save` returns. On a
 CPU it takes views instead, except for a replicated array, of which each replica writes a slice. A thread then
 compresses the shards; the compressed chunks stay in memory until they are in a file (`async_serialize_from_host`),
-limited by `save_concurrent_gb`.
+limited by `save_concurrent_gb` (`checkpoint.write_limit`).
 
 Restore: `_read_and_create_array` reads each different shard of a process once, into a buffer (`_read_shard`) from which
 it is copied to all devices that hold this shard. All arrays are requested at once, limited by `restore_concurrent_gb`.
@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,8 @@ from typing import Any
 
 import jax
 
+from bytescope.memory.host.host_ledger import expect, ledger
+from bytescope.memory.host.process_memory import resident
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import Finding
 from bytescope.memory.units import human
@@ -38,6 +41,9 @@ READ_LIMIT = 96 * 10**9
 _COMPRESSED = 0.92
 # Minimum bytes that a node reads too much, and minimum ratio to the bytes that it needs, of a finding.
 _MIN_EXCESS, _MIN_RATIO = 2**30, 2
+
+# Name of the term for what the process holds before the first array.
+LIBRARIES = "Python, jax and libraries"
 
 # Path of a saved array, such as "params.w_head" -> shape of its chunks on disk.
 Chunks = Mapping[str, Sequence[int]]
@@ -121,7 +127,9 @@ def _touched(boxes: set[tuple[tuple[int, int], ...]], chunk: Sequence[int]) -> i
     """Returns the number of chunks that contain an element of one of the boxes (a box: first and end index by axis)."""
     touched = set()
     for box in boxes:
-        touched.update(itertools.product(*(range(a // max(size, 1), -(-b // max(size, 1))) for (a, b), size in zip(box, chunk))))
+        touched.update(
+            itertools.product(*(range(a // max(size, 1), -(-b // max(size, 1))) for (a, b), size in zip(box, chunk)))
+        )
     return len(touched)
 
 
@@ -141,9 +149,7 @@ def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]] | None:
         return None
 
 
-def save_terms(
-    state: TrainState, platform: str, processes: int = 1, overlaps: bool = False
-) -> tuple[HostTerm, ...]:
+def save_terms(state: TrainState, platform: str, processes: int = 1, overlaps: bool = False) -> tuple[HostTerm, ...]:
     """Returns what one process holds on the host while it saves a checkpoint, besides Python and its libraries.
 
     Args:
@@ -155,7 +161,7 @@ def save_terms(
     shares = array_shares(portable(state), processes)
     written = sum(share.written for share in shares)
     sliced = sum(share.written for share in shares if share.sliced)
-    limit = min(write_limit(state), written)
+    limit = min(write_limit(state, processes), written)
     terms = [
         HostTerm(
             "save",
@@ -254,10 +260,36 @@ def restore_findings(
             Finding(
                 "whole_file_restore",
                 (decoded - own) * per_node,
-                f"restoring the checkpoint decodes {human(decoded * per_node)} on each node for {human(own * per_node)} "
-                f"of arrays: its chunks are larger than the shards of this mesh, so each of the {processes} processes "
-                f"reads and decodes {human(decoded)}, whole chunks that it uses only a part of",
+                f"restoring the checkpoint decodes {human(decoded * per_node)} on each node for "
+                f"{human(own * per_node)} of arrays: its chunks are larger than the shards of this mesh, and each "
+                f"process decodes {human(decoded)} of whole chunks and keeps {human(own)}",
                 "restore with fewer processes per node, or continue with the mesh that saved the checkpoint",
             )
         )
     return tuple(found)
+
+
+def expect_checkpoints(
+    state: TrainState, platform: str, processes: int, newest: Path | None, overlaps: bool
+) -> tuple[Finding, ...]:
+    """Adds the terms of this run's saves and of its restore to the ledger of this process's host memory. Returns the
+    findings about the restore.
+
+    Args:
+      state: shapes and shardings of the training state.
+      platform: platform of the devices, such as "cuda" or "cpu".
+      processes: number of processes of the run.
+      newest: the folder of the newest checkpoint; None if nothing will be restored.
+      overlaps: True if updates go on while a checkpoint is written.
+    """
+    resident_bytes = resident()[0] or 0
+    before = {
+        phase: HostTerm(phase, LIBRARIES, resident_bytes, "resident memory of this process after the compilation")
+        for phase in ("restore", "save")
+    }
+    expect([before["save"], *save_terms(state, platform, processes, overlaps)])
+    if newest is None:
+        return ()
+    chunks = stored_chunks(newest / "state")
+    expect([before["restore"], *restore_terms(state, platform, processes, chunks, os.cpu_count())])
+    return restore_findings(state, processes, ledger().processes, chunks)
