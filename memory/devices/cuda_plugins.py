@@ -7,6 +7,7 @@ GPUs needs the plugin, but not the libraries that the plugin loads before itself
 This module does not import jax until a plugin is registered.
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -37,7 +38,7 @@ def register(plugin: str, gpu_present: bool) -> None:
 
     When jax starts on a machine without a GPU, it asks libraries that need a driver for their versions. If this fails,
     jax drops the plugin, unless JAX_PLATFORMS names only other platforms. A variable turns the question off. Without a
-    GPU, NVIDIA's libraries are not loaded before the plugin: the compiler itself loads those that it uses.
+    GPU, cuDNN is the only library of NVIDIA that is loaded before the plugin, because the compiler uses no other.
 
     Args:
         plugin: a key of `CUDA_PLUGINS`.
@@ -52,7 +53,8 @@ def register(plugin: str, gpu_present: bool) -> None:
     module = importlib.import_module(f"jax_plugins.{plugin}")
     if not gpu_present:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-        module._load_nvidia_libraries = lambda: None
+        if hasattr(module, "_load"):
+            module._load_nvidia_libraries = functools.partial(module._load, "cudnn", ["libcudnn.so.9"])
     if started:
         module.initialize()
         for callback in xla_bridge._plugin_callbacks:  # such as the registration of custom partitioners
