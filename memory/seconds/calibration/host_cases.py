@@ -57,8 +57,7 @@ def plugin(target: str) -> dict[str, int]:
 
 def compiler(layers: int, target: str) -> dict[str, int]:
     """Traces and compiles the gradient of a program with unrolled layers. Returns bytes by which the resident memory of
-    the process grows: `traced` after tracing and lowering, `peak` at most while XLA compiles, and `kept` after the
-    compile.
+    the process grows: `traced` after tracing and lowering, and `peak` at most while XLA compiles.
 
     layers: number of layers. target: a name of `devices.targets`, such as "cpu" or "h100".
     """
@@ -87,7 +86,7 @@ def compiler(layers: int, target: str) -> dict[str, int]:
     before = _resident()
     with host_phase("compile"):
         compile_lowered(lowered)
-    return {"traced": before - start, "peak": phase_peaks()["compile"] - before, "kept": _resident() - before}
+    return {"traced": before - start, "peak": phase_peaks()["compile"] - before}
 
 
 def _resident() -> int:
