@@ -104,7 +104,7 @@ def _imports() -> dict[str, float]:
 
 def _compiler(target: str, name: str, traced: str = "") -> dict[str, float]:
     sizes = [run_case("compiler", layers, target) for layers in LAYERS]
-    measured = {}
+    measured: dict[str, float] = {}
     for part, words in (("peak", name), ("traced", traced)):
         if words:
             at_zero, per_layer = line_through([(layers, each[part]) for layers, each in zip(LAYERS, sizes)])
