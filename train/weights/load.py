@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from bytescope.memory.host.process_memory import return_freed_memory
 from bytescope.model import ModelConfig
 from bytescope.model.quantized.quantized_formats import Matrix, parts_of
-from bytescope.train.launch.runtime import return_freed_memory
 from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
