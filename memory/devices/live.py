@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import free_host_bytes
-from bytescope.memory.host.process_memory import measure_growth, resident, return_freed_memory
+from bytescope.memory.host.process_memory import measure_growth, resident, release_free_memory
 from bytescope.memory.units import human
 
 T = TypeVar("T")
@@ -140,7 +140,7 @@ def measure_call(call: Callable[[], T]) -> tuple[T, int | None]:
     earlier calls is returned to the system first, so that temporaries count again. `call` returns when the program is
     done. A first call also loads code and starts threads: measure a later one.
     """
-    return_freed_memory()
+    release_free_memory()
     arrays = array_bytes()
     result, growth = measure_growth(call)
     return result, None if growth is None else arrays + growth

@@ -111,15 +111,19 @@ class SourceFile:
 
     def rename(self, old: str, new: str) -> list[Edit]:
         """Returns the edit that replaces the checkpoint name `old` by `new` in a call that makes a remat policy, such
-        as save_only_these_names("old"), as a list of one Edit. Returns [] unless the string literal occurs exactly once
-        in such calls of the file."""
+        as save_only_these_names("old") or save_and_offload_only_these_names(names_which_can_be_offloaded=["old"], ...),
+        as a list of one Edit. Returns [] unless the string literal occurs exactly once in such calls of the file, and
+        if the call contains `new` already: jax refuses a name that is both saved and offloaded."""
         found = [
-            node
+            (call, node)
             for call in self._policies()
             for node in ast.walk(call)
             if isinstance(node, ast.Constant) and node.value == old
         ]
-        return [Edit(*self.span(found[0]), _quoted(self, found[0], new))] if len(found) == 1 else []
+        if len(found) != 1 or any(_is_text(node, new) for node in ast.walk(found[0][0])):
+            return []
+        node = found[0][1]
+        return [Edit(*self.span(node), _quoted(self, node, new))]
 
     def checkpoint(self, function: str) -> list[Edit]:
         """Returns the edit that adds the decorator @jax.checkpoint to a function, as a list of one Edit. Returns [] if

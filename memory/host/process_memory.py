@@ -7,6 +7,7 @@ about 30 microseconds.
 
 import contextlib
 import ctypes
+import functools
 import resource
 import sys
 import threading
@@ -29,6 +30,23 @@ def phase_peaks() -> dict[str, int]:
     """Returns the maximum of the resident bytes in each phase so far: a key of `HOST_PHASES` -> bytes. A phase that
     occurred several times has the maximum of them. {} if the system does not give resident bytes."""
     return _RECORDER.peaks()
+
+
+def release_free_memory() -> None:
+    """Returns memory that this process has freed to the system, so that the next phase does not begin with it.
+
+    glibc keeps the freed memory of each thread for later allocations (`man malloc_trim`). XLA's compiler frees tens to
+    hundreds of MiB this way. No-op with other C libraries.
+    """
+    _malloc_trim()(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int]:
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return lambda pad: 0
 
 
 @contextlib.contextmanager
@@ -63,18 +81,6 @@ def measure_growth(function: Callable[[], T]) -> tuple[T, int | None]:
     if before is None or peak is None or not _RECORDER.can_reset:
         return result, None
     return result, max(peak - before, 0)
-
-
-def return_freed_memory() -> None:
-    """Gives the host memory that compilation has freed back to the operating system.
-
-    Otherwise glibc keeps about 200 MB after a compilation until the process ends. Does nothing without glibc.
-    """
-    if sys.platform == "linux":
-        try:
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-        except (OSError, AttributeError):  # another C library
-            return
 
 
 class _Recorder:

@@ -33,7 +33,6 @@ _DUMPS = (str, Path, bytes, bytearray, memoryview)
 _CALLED = 'memory.analyze(step, *arguments, target="h200:8")'
 
 
-@host_phase("trace")
 def compiled_for(
     program: Any,
     args: Sequence[Any] = (),
@@ -72,7 +71,8 @@ def compiled_for(
     stage = unwrapped_stage(program)
     if is_traced(stage):
         check_sizes(stage.jaxpr)
-        lowered = _lower_for(stage, target)
+        with host_phase("trace"):
+            lowered = _lower_for(stage, target)
         number = callbacks.count(stage.jaxpr) if any(map(is_described, devices_of(lowered)[:1])) else 0
         notes = (callbacks.note(number),) if number else ()
         judged = target or _described_target(lowered)
@@ -88,6 +88,7 @@ def compiled_for(
     return compilation, target or _target_of(stage, compilation)
 
 
+@host_phase("trace")
 def trace_step(
     program: Any,
     args: Sequence[Any] = (),

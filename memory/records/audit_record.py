@@ -45,6 +45,8 @@ STEPS = (
     "copies",
     "runtime",
 )
+# Steps whose effect is read from the jaxpr. Effects of the other steps are inferred from the compiled program.
+_IN_JAXPR = ("tracing", "autodiff")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,3 +95,10 @@ class AuditRow:
         if UNKNOWN in (self.asked, self.done):
             return None
         return HONORED_BY[self.asked] == self.done
+
+    @property
+    def inferred(self) -> bool:
+        """True if `undone_by` is inferred: the compiled program shows that the request was not honored, but not which
+        step undid it. False if the jaxpr shows the step, or if `compiler_pass` names the pass of XLA."""
+        steps = ("", *_IN_JAXPR)
+        return self.honored is False and self.undone_by not in steps and not self.compiler_pass

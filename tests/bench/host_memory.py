@@ -49,7 +49,10 @@ class Case:
     processes: int = 1
 
 
-_QUIET = "--config.train.sample_tokens=0 --config.train.eval_every=0 --config.train.tensorboard=False"
+_QUIET = (
+    "--config.train.sample_tokens=0 --config.train.eval_every=0 --config.train.eval_sequences=8 "
+    "--config.train.tensorboard=False"
+)
 _ROWS = "--config.data.seq_len=64 --config.model.max_seq_len=64"
 _500M = (
     "train tiny --config.model.d_model=1280 --config.model.n_layers=24 --config.model.n_heads=20 "
@@ -151,13 +154,13 @@ CASES = (
     Case(
         "generate_140m",
         "generate",
-        "generate {WORK}/run140m --prompt=def --tokens=20 --length=64",
+        "generate {WORK}/run140m --prompt=def --max-tokens=20 --length=64",
         ("save_140m",),
     ),
     Case(
         "generate_folder",
         "generate",
-        "generate {WORK}/folder140m --prompt=def --tokens=20 --length=64",
+        "generate {WORK}/folder140m --prompt=def --max-tokens=20 --length=64",
         ("export_140m",),
     ),
     Case("prepare_5mb", "prepare", "prepare --source={WORK}/text5mb.txt --out={OUT}/shards"),

@@ -164,11 +164,13 @@ class Program(Choices):
           ValueError: an offload policy moves nothing, or some pipeline stages would wait forever in a collective.
           ReportError: an array is too large for XLA.
         """
-        with host_phase("trace"), xla_remat_pass(self.settings.remat.xla_pass), self._pallas_context():
-            traced = self.step.trace(self.state, self.batch_shapes)
-            check_sizes(traced.jaxpr)
+        with xla_remat_pass(self.settings.remat.xla_pass), self._pallas_context():
+            with host_phase("trace"):
+                traced = self.step.trace(self.state, self.batch_shapes)
+                check_sizes(traced.jaxpr)
+                lowered = traced.lower()
             compilation = compile_lowered(
-                traced.lower(),
+                lowered,
                 exact=exact,
                 options=self.compiler_options if options is None else options,
                 device_memory_bytes=pool_bytes,

@@ -17,8 +17,9 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bytescope.memory.devices.live import LiveMemory, measure_call, on_cpu_devices, predicted_in_use, sample
-from bytescope.memory.host.process_memory import host_phase, return_freed_memory
+from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.checkpoint_memory import expect_checkpoints
 from bytescope.train.checkpoints.workdir import Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.generate.training_sample import sample_text
@@ -376,7 +377,7 @@ def run(
     with (
         contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
         claimed(workdir, identity, extend=extend, processes=processes) as notes,
-        contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
+        contextlib.closing(Checkpoints(workdir, config.train.keep, processes, program.state)) as checkpoints,
         processes.together(),
     ):  # closing waits for the other processes, which are informed of an error before that
         for note in notes:
@@ -428,12 +429,13 @@ def _train_and_sample(
     """Restores or creates the state, opens the logs, trains, and prints a sample of generated text at the end."""
     console, first, report = start.console, start.processes.first, compiled.report
     metrics_file, steps = start.workdir / METRICS, program.config.train.steps
-    return_freed_memory()  # memory freed after compiling
+    release_free_memory()  # memory freed after compiling
     before = measure(program)
+    _expect_checkpoints(program, checkpoints, console)
     with host_phase("initialize"):
         state, position = start_state(program, checkpoints, console)
     traced = start.traced.updates(position.step, steps) if first else range(0)
-    return_freed_memory()  # memory freed after restoring
+    release_free_memory()  # memory freed after restoring
     # The answers of an interrupted evaluation are written again by the next evaluation.
     answered = position.step - (not has_evaluation(metrics_file, position.step))
     with (
@@ -473,6 +475,23 @@ def _train_and_sample(
             state = train(run, state, position, clock)
         display.close()
         _show_end(start, run, position.step + 1, before, state, clock)
+
+
+def _expect_checkpoints(program: Program, checkpoints: Checkpoints, console: Console) -> None:
+    """Tells the ledger of host memory what restoring and saving will hold, and warns of a wasteful restore."""
+    config, done = program.config.train, checkpoints.steps()
+    saves = 0
+    if config.checkpoint_every > 0:  # saves before the last update
+        saves = (config.steps - 1) // config.checkpoint_every - (done[-1] // config.checkpoint_every if done else 0)
+    findings = expect_checkpoints(
+        program.state,
+        program.mesh.devices.flat[0].platform,
+        jax.process_count(),
+        checkpoints.root / str(done[-1]) if done else None,
+        overlaps=saves > (0 if done else 1),  # updates wait for the first checkpoint of a run
+    )
+    for finding in findings:
+        summary.say(console, f"warning: {finding.message}; {finding.remedy}")
 
 
 def _show_end(

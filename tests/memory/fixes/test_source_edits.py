@@ -48,6 +48,24 @@ def test_names_of_policies(tmp_path):
     assert edited(tmp_path, "x = checkpoint_name(x, 'hiden')\n", "rename", "hiden", "hidden") == ""
 
 
+OFFLOADING = """p = save_and_offload_only_these_names(
+    names_which_can_be_saved=["attention"],
+    names_which_can_be_offloaded=["residal", 'hiden'],
+    offload_src="device", offload_dst="pinned_host")
+"""
+
+
+def test_names_of_policies_that_offload(tmp_path):
+    """A name is replaced in either list, and never by a name of the same policy."""
+    changed = edited(tmp_path, OFFLOADING, "rename", "hiden", "hidden")
+    assert changed == OFFLOADING.replace("'hiden'", "'hidden'")
+    changed = edited(tmp_path, OFFLOADING, "rename", "attention", "attn")
+    assert changed == OFFLOADING.replace('"attention"', '"attn"')
+    assert edited(tmp_path, OFFLOADING, "rename", "residal", "attention") == ""
+    listed = OFFLOADING.replace("""["residal", 'hiden']""", "NAMES") + "NAMES = ['hiden']\n"
+    assert edited(tmp_path, listed, "rename", "hiden", "hidden") == ""
+
+
 def test_the_protection_of_a_recomputation(tmp_path):
     text = "f = jax.checkpoint(layer, prevent_cse=False, policy=p)\ng = checkpoint(other, prevent_cse=False)\n"
     assert edited(tmp_path, text, "prevent_cse", "layer") == text.replace("False", "True", 1)

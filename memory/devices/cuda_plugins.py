@@ -1,0 +1,67 @@
+"""Loads jax's CUDA plugins only in processes that need them.
+
+jax loads every installed plugin when it starts, even if JAX_PLATFORMS is "cpu". The CUDA plugin and NVIDIA's libraries
+then take 350 MiB of host memory in a process that never uses them (jax 0.10.2 with CUDA 13). A compiler for described
+GPUs needs the plugin, but not the libraries that the plugin loads before itself, which are 270 MiB of the 350.
+
+This module does not import jax until a plugin is registered.
+"""
+
+import importlib
+import logging
+import os
+import sys
+
+# jax's CUDA plugins that compile for a described GPU -> CUDA version of the described runtime.
+CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
+# Python raises ModuleNotFoundError when a module is imported whose value in `sys.modules` is None.
+_DEFERRED = {f"jax_plugins.{plugin}": None for plugin in CUDA_PLUGINS}
+
+
+def defer() -> None:
+    """Keeps jax from loading its CUDA plugins when it starts. `register` loads a plugin later. No-op for a plugin that
+    is imported already."""
+    for name in _DEFERRED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own convention
+
+
+def make_importable() -> None:
+    """Makes the CUDA plugins importable again after `defer`."""
+    for name in _DEFERRED:
+        if name in sys.modules and sys.modules[name] is None:
+            del sys.modules[name]
+
+
+def register(plugin: str, gpu_present: bool) -> None:
+    """Makes jax register a CUDA plugin, if it has not.
+
+    When jax starts on a machine without a GPU, it asks libraries that need a driver for their versions. If this fails,
+    jax drops the plugin, unless JAX_PLATFORMS names only other platforms. So jax starts without the plugin, and the
+    plugin is registered afterwards, without NVIDIA's libraries. The compiler itself loads those that it uses.
+
+    Args:
+        plugin: a key of `CUDA_PLUGINS`.
+        gpu_present: whether this machine has an NVIDIA GPU. jax then loads the plugin with its libraries.
+    """
+    from jax._src import xla_bridge  # no public API registers a plugin
+
+    if not gpu_present:
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        defer()
+        xla_bridge._discover_and_register_pjrt_plugins()
+    make_importable()
+    if "cuda" in xla_bridge._backend_factories or not xla_bridge._plugins_registered:
+        return
+    module = importlib.import_module(f"jax_plugins.{plugin}")
+    if not gpu_present:
+        module._load_nvidia_libraries = lambda: None
+    module.initialize()
+
+
+def _is_not_deferred(record: logging.LogRecord) -> bool:
+    """A logging filter that removes jax's warning that a deferred plugin does not exist."""
+    deferred = [name for name in _DEFERRED if name in sys.modules and sys.modules[name] is None]
+    return not ("does not exist" in str(record.msg) and any(name in record.getMessage() for name in deferred))
+
+
+logging.getLogger("jax._src.xla_bridge").addFilter(_is_not_deferred)
