@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import free_host_bytes
-from bytescope.memory.host.process_memory import measure_growth, resident, release_free_memory
+from bytescope.memory.host.process_memory import measure_growth, release_free_memory, resident
 from bytescope.memory.units import human
 
 T = TypeVar("T")

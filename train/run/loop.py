@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bytescope.memory.devices.live import LiveMemory, measure_call, on_cpu_devices, predicted_in_use, sample
+from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.checkpoint_memory import expect_checkpoints
@@ -222,6 +223,24 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         },
         values,
     )
+
+
+def record_host_memory(run: Run, step: int) -> None:
+    """Writes a row to metrics.jsonl with the host memory of this start by phase, in bytes of one process: "predicted"
+    and "measured". If there are several processes, each value is that of the process with the most.
+
+    All processes must call it at the same point. `step`: the last update of this start.
+    """
+    host = ledger()
+    predicted = {phase: host.predicted(phase) for phase in host.phases() if host.predicted(phase) is not None}
+    rows = run.processes.gather([predicted, dict(host.measured)])
+    highest: list[dict[str, int]] = [{}, {}]
+    for row in rows:
+        for values, own in zip(highest, row):
+            for phase, size in own.items():
+                values[phase] = max(size, values.get(phase, 0))
+    memory = {"processes": len(rows), "predicted": highest[0], "measured": highest[1]}
+    run.log.write({"step": step, "host_memory": memory})
 
 
 def _non_finite_error(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
@@ -506,8 +525,11 @@ def _show_end(
     """
     program, console, checkpoints = run.program, start.console, run.checkpoints
     last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved
-    with host_phase("sample"):
-        text = "" if run.agreed else sample_text(program, run.data, state.model_params)
+    text = ""
+    if run.config.train.sample_tokens and not run.agreed:
+        with host_phase("sample"):
+            text = sample_text(program, run.data, state.model_params)
+    record_host_memory(run, max(last, first_step - 1))
     end = summary.End(
         first_step,
         last,

@@ -16,7 +16,7 @@ from bytescope.model.frozen import dotted
 from bytescope.model.layers import MLPS
 from bytescope.train.checkpoints.workdir import write_atomically
 
-KINDS = ("loss", "eval_loss")  # every row of metrics has one of these keys
+KINDS = ("loss", "eval_loss", "host_memory")  # every row of metrics has one of these keys
 
 
 def _attention_parameter_counts(model: ModelConfig) -> dict[str, int]:
