@@ -15,7 +15,7 @@ from bytescope.train.step.optimizer.host_offload import device_bytes, device_siz
 RUN_PHASES = ("initialize", "train", "evaluate", "sample")
 # Phase -> bytes that a process gains by compiling and loading the small programs of the phase on a CPU, and by what it
 # keeps of earlier phases. Measured: `tests/bench/host_memory.py train`, x86-64, jax 0.10.2, November 2026.
-_SMALL_PROGRAMS = {"initialize": 110 * MIB, "train": 45 * MIB, "evaluate": 75 * MIB, "sample": 190 * MIB}
+_SMALL_PROGRAMS = {"initialize": 110 * MIB, "train": 45 * MIB, "evaluate": 75 * MIB, "sample": 120 * MIB}
 # TensorBoard's writer and grain's reader, which are imported when a run begins.
 _RECORDERS = 15 * MIB
 
