@@ -5,12 +5,17 @@ offloaded arrays, batches and metrics are.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
-from bytescope.memory.records.host_record import HostTerm
+from bytescope.memory.devices.node_size import node_memory_of, processes_per_node
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.host.host_terms import ProgramSize, compile_terms, start_terms
+from bytescope.memory.jaxprs import bodies
+from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.records.report_record import POOL, ReportRecord
 from bytescope.memory.units import MIB
 from bytescope.train.program.program import Program
-from bytescope.train.step.optimizer.host_offload import device_bytes, device_sizes
+from bytescope.train.step.optimizer.host_offload import device_bytes
 
 RUN_PHASES = ("initialize", "train", "evaluate", "sample")
 # Phase -> bytes that a process gains by compiling and loading the small programs of the phase on a CPU, and by what it
@@ -29,6 +34,34 @@ def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[Hos
       devices: number of devices of one process.
     """
     return tuple(_terms(program, report, devices))
+
+
+def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxpr: Any) -> HostMemory:
+    """Predicts the host memory of `bytescope train` on a target, for one process with all devices of a node, or the
+    share of one of several processes per node.
+
+    Args:
+      program: the training program.
+      report: the memory report of its step.
+      target: the devices, which need not be present.
+      jaxpr: the closed jaxpr of the step. Its equations are counted.
+    """
+    processes = processes_per_node()
+    devices = max(min(target.devices_per_host, target.n_devices) // processes, 1)
+    size = ProgramSize(_count_equations(jaxpr.jaxpr), len(jaxpr.in_avals), devices)
+    terms = (
+        *start_terms(target.platform, ("start", "trace", "compile", "analyze", *RUN_PHASES), gpu_present=True),
+        *compile_terms(size, target.platform, ("analyze", *RUN_PHASES)),
+        *run_terms(program, report, devices),
+    )
+    if not program.config.train.sample_tokens:
+        terms = tuple(term for term in terms if term.phase != "sample")
+    node, source = node_memory_of(target)
+    return HostMemory(terms, processes, node or None, source)
+
+
+def _count_equations(jaxpr: Any) -> int:
+    return sum(1 + sum(_count_equations(body) for body in bodies(equation)) for equation in jaxpr.eqns)
 
 
 def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[HostTerm]:
@@ -65,8 +98,11 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
         waiting = batch + report.overhead(POOL)
         yield HostTerm("train", "temporaries of the step", step * simulated, "the report, less the arguments")
         yield HostTerm("train", "batches on the devices", waiting * simulated, "train/run/feed.py")
-        largest = max(device_sizes(program.state.model_params), default=0)
-        yield HostTerm("initialize", "temporaries of init", 2 * largest * simulated, "bits of the largest parameter")
+        # XLA:CPU keeps the random bits of all parameters at once: jax draws two words for each, and half are freed.
+        random = device_bytes(program.state.model_params) * 3 // 2
+        yield HostTerm(
+            "initialize", "random bits of all parameters", random * simulated, "temporaries of init, measured"
+        )
         rows = report.breakdown
         layers = max(program.model.n_layers, 1)
         working = rows.get("workspace", 0) + rows.get("logits_loss", 0) + rows.get("residuals", 0) // layers
