@@ -4,7 +4,7 @@ On a CPU the arrays and temporaries of all simulated devices of a process are ho
 offloaded arrays, batches and metrics are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from bytescope.memory.devices.node_size import node_memory_of, processes_per_node
@@ -48,16 +48,21 @@ def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxp
     """
     processes = processes_per_node()
     devices = max(min(target.devices_per_host, target.n_devices) // processes, 1)
-    size = ProgramSize(_count_equations(jaxpr.jaxpr), len(jaxpr.in_avals), devices)
-    terms = (
-        *start_terms(target.platform, ("start", "trace", "compile", "analyze", *RUN_PHASES), gpu_present=True),
-        *compile_terms(size, target.platform, ("analyze", *RUN_PHASES)),
-        *run_terms(program, report, devices),
-    )
+    terms = (*step_terms(target.platform, jaxpr, RUN_PHASES), *run_terms(program, report, devices))
     if not program.config.train.sample_tokens:
         terms = tuple(term for term in terms if term.phase != "sample")
     node, source = node_memory_of(target)
     return HostMemory(terms, processes, node or None, source)
+
+
+def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
+    """Returns what the libraries, tracing and compiling the step take in a process on the target, in the phases "start"
+    to "analyze" and in `later` phases. `jaxpr`: the closed jaxpr of the step."""
+    size = ProgramSize(_count_equations(jaxpr.jaxpr), len(jaxpr.in_avals))
+    return (
+        *start_terms(platform, ("start", "trace", "compile", "analyze", *later), gpu_present=True),
+        *compile_terms(size, platform, ("analyze", *later)),
+    )
 
 
 def _count_equations(jaxpr: Any) -> int:

@@ -36,7 +36,7 @@ from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import refusal
 from bytescope.train.plan.config_factory import prepare_program, subject_of
 from bytescope.train.plan.report_remedies import with_remedies
-from bytescope.train.plan.run_host_terms import RUN_PHASES, run_terms
+from bytescope.train.plan.run_host_terms import RUN_PHASES, run_terms, step_terms
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
@@ -204,6 +204,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
         compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
     work = flops.count(compilation.jaxpr)
+    expect(step_terms(program.mesh.devices.flat[0].platform, compilation.jaxpr))
     target = parse("local")
     prepared = prepare_program(program, target, flatten(program.config))
     model_flops = round(prepared.model_flops(work.model_flops))
