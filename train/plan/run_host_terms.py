@@ -7,6 +7,9 @@ offloaded arrays, batches and metrics are.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
+from bytescope.memory.allocators.pinned_pool import devices_of_process, pinned_terms
 from bytescope.memory.devices.node_size import node_memory_of, processes_per_node
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.host.host_terms import ProgramSize, compile_terms, start_terms
@@ -14,6 +17,7 @@ from bytescope.memory.jaxprs import bodies
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.records.report_record import POOL, ReportRecord
 from bytescope.memory.units import MIB
+from bytescope.train.checkpoints.checkpoint import shard_bytes
 from bytescope.train.program.program import Program
 from bytescope.train.step.optimizer.host_offload import device_bytes
 
@@ -47,7 +51,7 @@ def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxp
       jaxpr: the closed jaxpr of the step. Its equations are counted.
     """
     processes = processes_per_node()
-    devices = max(min(target.devices_per_host, target.n_devices) // processes, 1)
+    devices = devices_of_process(target.to_json(), processes)
     terms = (*step_terms(target.platform, jaxpr, RUN_PHASES), *run_terms(program, report, devices))
     if not program.config.train.sample_tokens:
         terms = tuple(term for term in terms if term.phase != "sample")
@@ -73,6 +77,7 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
     simulated = devices if report.target.get("platform") == "cpu" else 0
     measured = "measured, train/plan/run_host_terms.py"
     state, batch = device_bytes(program.state), device_bytes(program.batch_shapes)
+    hosted = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(program.state)) - state
     for phase in RUN_PHASES:
         if phase == "sample" and not program.config.train.sample_tokens:
             continue
@@ -80,13 +85,16 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
             yield HostTerm(
                 phase, "training state", state * simulated, f"shapes of the state, on {simulated} CPU devices"
             )
-        if report.host_bytes:
-            yield HostTerm(phase, "pinned buffers of offload", report.host_bytes * devices, "host_bytes of the report")
-        yield HostTerm(
-            phase, "programs besides the step", _SMALL_PROGRAMS[phase], "measured, train/plan/run_host_terms.py"
-        )
+        if hosted and phase != "train":
+            yield HostTerm(phase, "offloaded state", hosted * devices, f"shapes of the state, of {devices} devices")
+        yield HostTerm(phase, "programs besides the step", _SMALL_PROGRAMS[phase], measured)
         if program.config.train.tensorboard and phase != "initialize":
             yield HostTerm(phase, "TensorBoard", _RECORDERS, measured)
+
+    offloaded = pinned_terms(report, True, processes_per_node())
+    if report.host_bytes and not offloaded:  # not a GPU
+        offloaded = (HostTerm("train", "offloaded arrays", report.host_bytes * devices, "host_bytes of the report"),)
+    yield from offloaded
 
     # One more batch than the buffer has is being read by each thread, and one is being copied to the devices.
     options = program.config.data
@@ -98,17 +106,17 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
         read * (options.prefetch + readers + 1),
         f"data.prefetch={options.prefetch}, {readers} readers, train/data/batches.py",
     )
-    if simulated:
-        step = report.allocated_bytes - state - batch
-        waiting = batch + report.overhead(POOL)
-        yield HostTerm("train", "temporaries of the step", step * simulated, "the report, less the arguments")
-        yield HostTerm("train", "batches on the devices", waiting * simulated, "train/run/feed.py")
+    if not simulated:
+        return
+    step = report.allocated_bytes - state - batch
+    waiting = batch + report.overhead(POOL)
+    yield HostTerm("train", "temporaries of the step", step * simulated, "the report, less the arguments")
+    yield HostTerm("train", "batches on the devices", waiting * simulated, "train/run/feed.py")
+    if not program.config.init.folder:
         # XLA:CPU keeps the random bits of all parameters at once: jax draws two words for each, and half are freed.
         random = device_bytes(program.state.model_params) * 3 // 2
-        yield HostTerm(
-            "initialize", "random bits of all parameters", random * simulated, "temporaries of init, measured"
-        )
-        rows = report.breakdown
-        layers = max(program.model.n_layers, 1)
-        working = rows.get("workspace", 0) + rows.get("logits_loss", 0) + rows.get("residuals", 0) // layers
-        yield HostTerm("evaluate", "temporaries of evaluation", working * simulated, "the step's, without gradients")
+        yield HostTerm("initialize", "random bits of all parameters", random * simulated, "temporaries of init")
+    rows = report.breakdown
+    layers = max(program.model.n_layers, 1)
+    working = rows.get("workspace", 0) + rows.get("logits_loss", 0) + rows.get("residuals", 0) // layers
+    yield HostTerm("evaluate", "temporaries of evaluation", working * simulated, "the step's, without gradients")
