@@ -9,7 +9,7 @@ xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator:
 - The pool grows by regions of 2 MiB, 4 MiB, 8 MiB and so on. A buffer needs contiguous memory: if it is larger than the
   next region, the size of this region is doubled until the buffer fits, and only then the following region has the same
   size. The last region is cut at the limit. Regions are never returned (bfc_allocator.cc, Extend).
-- With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true, the pool is one region of the limit, by default 16 GiB, from the start.
+- With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true, the pool is one region of the limit (default 16 GiB) from the start.
 
 One more pool of the same kind per process stages copies between host and device: a copy of an array of less than 1 GiB
 goes through it (tfrt_gpu_client.cc and pjrt_stream_executor_client.cc, BufferFromHostBuffer). Memory of the kind

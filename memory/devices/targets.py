@@ -83,8 +83,8 @@ class Target:
         memory_fraction_source: what set the fraction, for messages, such as "jax's default".
         pool_can_grow: whether jax's pool can become larger than the fraction (the allocator `cuda_async`).
         host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
-            host with eight, it is an eighth of the memory. If the user gives the memory of a node (--host-memory), it is
-            this size.
+            host with eight, it is an eighth of the memory. If the user gives the memory of a node (--host-memory),
+            it is this size.
         hbm_bytes_per_s: bandwidth of the device's memory.
         host_link_bytes_per_s: bandwidth between device and host.
         interconnect_bytes_per_s: link ("in_host" or "between_hosts") -> bandwidth between devices over this link.

@@ -27,8 +27,8 @@ def pinned_limit(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
         pool.refused,
         f"offload needs {human(pool.used)} of pinned host memory per GPU, but XLA's pool has at most "
         f"{human(pool.limit)} ({rule.source})",
-        f"set {HOST_LIMIT_VARIABLE}={smallest_limit_gib(buffers, rule.preallocates)} (GiB per GPU) in the environment of "
-        "the program before jax starts, or offload less",
+        f"set {HOST_LIMIT_VARIABLE}={smallest_limit_gib(buffers, rule.preallocates)} (GiB per GPU) in the environment "
+        "of the program before jax starts, or offload less",
     )
 
 
@@ -50,8 +50,8 @@ def pinned_growth(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
     setting = next((words for words, limit in remedies.items() if limit * devices <= available), "")
     return RuleResult(
         pool.reserved - pool.used,
-        f"XLA's pools of pinned memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of offloaded "
-        f"buffers, because each new region of a pool is twice as large as the region before; the host has "
+        f"XLA's pools of pinned memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of "
+        "offloaded buffers, because each new region of a pool is twice as large as the region before; the host has "
         f"{human(available)} for these devices",
         f"set {setting} in the environment of the program before jax starts: the pool of each GPU then stops there"
         if setting

@@ -154,13 +154,13 @@ CASES = (
     Case(
         "generate_140m",
         "generate",
-        "generate {WORK}/run140m --prompt=def --tokens=20 --length=64",
+        "generate {WORK}/run140m --prompt=def --max-tokens=20 --length=64",
         ("save_140m",),
     ),
     Case(
         "generate_folder",
         "generate",
-        "generate {WORK}/folder140m --prompt=def --tokens=20 --length=64",
+        "generate {WORK}/folder140m --prompt=def --max-tokens=20 --length=64",
         ("export_140m",),
     ),
     Case("prepare_5mb", "prepare", "prepare --source={WORK}/text5mb.txt --out={OUT}/shards"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,16 @@ def _source_of_run(run: SavedRun) -> Source:
         places = by_array(model.config, {path: path for path in parameters_of(model.config)})
         flat, tree = jax.tree_util.tree_flatten_with_path(model.shapes)
         total = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat)
-        bytes_read, arrays = 0, []
-        for path, like in flat:
+        arrays: list[jax.Array | None] = [None] * len(flat)
+        names, bytes_read = [dotted(path) for path, _ in flat], 0
+        # Layers that the checkpoint stores in one stack are read one after the other, so that only one stack is in
+        # memory. A stack can only be decoded as a whole.
+        for number in sorted(range(len(flat)), key=lambda number: _without_layer(names[number])):
+            like = flat[number][1]
             filled = np.zeros(like.shape, like.dtype)
-            for index, name in places[dotted(path)].items():
-                filled[index] = parameter(name).astype(like.dtype)
-            arrays.append(jax.device_put(filled, like.sharding))
+            for index, name in places[names[number]].items():
+                filled[index] = parameter(name).astype(like.dtype, copy=False)
+            arrays[number] = jax.device_put(filled, like.sharding)
             bytes_read += filled.nbytes
             tell(bytes_read, total)
         return jax.tree.unflatten(tree, arrays)
@@ -148,6 +153,11 @@ def _source_of_run(run: SavedRun) -> Source:
         ends=frozenset(() if text.end is None else [text.end]),
         length=run.config.model.max_seq_len,
     )
+
+
+def _without_layer(path: str) -> str:
+    # blocks.attention.w_q for blocks.3.attention.w_q. `sorted` keeps the order of the layers.
+    return re.sub(r"^blocks\.\d+\.", "blocks.", path)
 
 
 def _source_of_folder(path: Path) -> Source:

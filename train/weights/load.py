@@ -29,7 +29,7 @@ from bytescope.train.weights.quantized import QuantizedJob
 from bytescope.train.weights.stacks import by_array, by_row
 
 PIECE = 4 * 2**20  # bytes on disk that are read at a time
-TRIMMED = 64 * 2**20  # bytes read between two returns of freed memory to the operating system
+RELEASED = 64 * 2**20  # bytes read between two returns of mapped files and freed memory to the operating system
 SMALL = 2**20  # maximum bytes of a shard that is assembled in host memory and sent as a whole
 
 
@@ -92,7 +92,8 @@ def load_leaves(
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
         for number in job.write():
-            if done // TRIMMED != (done + number) // TRIMMED:
+            if done // RELEASED != (done + number) // RELEASED:
+                folders.close()  # otherwise all pages that were read would count as memory of this process
                 return_freed_memory()
             done += number
             tell(done, total)

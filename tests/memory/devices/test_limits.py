@@ -241,13 +241,13 @@ def test_a_number_of_processes_per_node():
     assert node_size.processes_per_node() == 1
     with arguments.chosen_node(argparse.Namespace(host_memory=None, processes_per_node=8)):
         assert node_size.processes_per_node() == 8 and node_size.given_node_bytes() is None
-    with pytest.raises(ReportError, match="--processes-per-node=0"):
-        with arguments.chosen_node(argparse.Namespace(host_memory=None, processes_per_node=0)):
-            pass
+    wrong = argparse.Namespace(host_memory=None, processes_per_node=0)
+    with pytest.raises(ReportError, match="--processes-per-node=0"), arguments.chosen_node(wrong):
+        pass
 
 
 @pytest.mark.parametrize(("text", "words"), [("many", "is not a valid size"), ("0", "is no memory"), ("72", "72GiB")])
 def test_a_node_memory_that_is_no_size_is_refused(text, words):
-    with pytest.raises(ReportError, match=f"--host-memory={text}.*{words}"):
-        with arguments.chosen_node(argparse.Namespace(host_memory=text)):
-            pass
+    wrong = argparse.Namespace(host_memory=text)
+    with pytest.raises(ReportError, match=f"--host-memory={text}.*{words}"), arguments.chosen_node(wrong):
+        pass

@@ -11,10 +11,11 @@ from bytescope.memory.commands import calibration_text as view
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
+from bytescope.memory.host import host_constants
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.seconds import rates
 from bytescope.memory.seconds.calibration import cases as calibration_cases
-from bytescope.memory.seconds.calibration import measure
+from bytescope.memory.seconds.calibration import host_measure, measure
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
     CALL,
@@ -318,3 +319,46 @@ def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
     case = CalibrationCase(PRODUCTS, ("fp8",), 64, 1.0, 1, fails)
     with pytest.raises(ReportError, match="products fp8 64 failed: no such unit"):
         measure.measure([case], h200, 8, 0.01)
+
+
+# ---- host memory ------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_is_measured_in_a_process_of_its_own_and_used_with_the_file(tmp_path, monkeypatch, capsys, used):
+    monkeypatch.setattr(calibration_cases, "HOST", TINY)
+    few = {"libraries": host_measure.MEASUREMENTS["libraries"], "Orbax": lambda: host_measure.run_case("none")}
+    monkeypatch.setattr(host_measure, "MEASUREMENTS", few)
+    file = tmp_path / "rates.json"
+    assert cli.main(["calibrate", "--seconds=0.01", "--host", f"--out={file}"]) == 0
+    shown = capsys.readouterr().out
+    assert "jax and its CPU device" in shown and "not measured: Orbax: KeyError: 'none'" in shown, shown
+    measured = rates.load(file).host
+    assert set(measured) == {"jax_bytes", "trainer_bytes"}
+    assert 50 * MIB < measured["jax_bytes"] < 2000 * MIB and MIB < measured["trainer_bytes"] < 2000 * MIB
+    assert host_constants.constants() == host_constants.SHIPPED
+    used(file)
+    now = host_constants.constants()
+    assert now.jax_bytes == measured["jax_bytes"] and now.save_share == host_constants.SHIPPED.save_share
+    used(None)
+    assert host_constants.constants() == host_constants.SHIPPED
+
+
+@pytest.mark.quick
+def test_a_line_through_three_programs_separates_the_compiler_from_its_equations(monkeypatch):
+    monkeypatch.setattr(
+        host_measure,
+        "run_case",
+        lambda name, layers, target: {"equations": 10 * layers, "bytes": 5 * MIB + 10 * layers * 300},
+    )
+    found = host_measure.MEASUREMENTS["XLA's compiler for GPUs"]()
+    assert found == {"gpu_compile_bytes": pytest.approx(5 * MIB), "gpu_equation_bytes": pytest.approx(300)}
+    assert host_measure.line_through([(1, 7), (1, 9)]) == (8, 0)
+    assert host_measure.line_through([(1, 9), (2, 5)])[1] == 0  # memory does not shrink with the program
+
+
+@pytest.mark.exhaustive
+def test_all_constants_of_host_memory_are_near_the_shipped_ones():
+    measured, left_out = host_measure.measure_host(lambda names, done: None)
+    assert not left_out and set(measured) == set(vars(host_constants.SHIPPED))
+    for name, value in measured.items():
+        assert 0.3 < value / getattr(host_constants.SHIPPED, name) < 3, (name, value)
