@@ -146,8 +146,8 @@ def test_the_limit_of_a_save_reaches_orbax_and_is_above_every_shard(tmp_path, pr
     for state in (REPLICATED, SHARDED, large_state(P(), devices=1)):
         for processes in (1, 8):
             assert write_limit(state, processes) > 2 * max(shard_bytes(leaf) for leaf in jax.tree.leaves(state))
-    many = dataclasses.replace(REPLICATED, params={name: REPLICATED.params["w"] for name in range(64)})
-    assert [write_limit(many, processes) // 10**9 for processes in (1, 16)] == [4, 1]  # of 33 GiB: an eighth of a part
+    many = dataclasses.replace(REPLICATED, params={str(number): REPLICATED.params["w"] for number in range(64)})
+    assert [write_limit(many, processes) // 10**9 for processes in (1, 16)] == [5, 2]  # an eighth of 35 GB, two shards
 
 
 def test_checksums_need_memory_for_one_array_only():
