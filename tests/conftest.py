@@ -90,6 +90,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure():
+    gc.freeze()  # pytest, jax and Python look for garbage before the process ends: seconds for all that jax has cached
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
