@@ -29,9 +29,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 # wait for a core, on a machine with more to do, are not taken for a deadlock.
 os.environ["PJRT_NPROC"] = "64"
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=180"
-# Bytecode is written: a command in a process of its own would compile this package and what it imports once more, and so
-# would every worker of pytest-xdist the tests.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Python writes bytecode. Otherwise each command in a process of its own would compile this package and its imports again,
+# and each worker of pytest-xdist would compile the tests.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 sys.dont_write_bytecode = False
 # What is printed is as wide as without a terminal, wherever the tests run.
 os.environ.pop("COLUMNS", None)
