@@ -16,6 +16,7 @@ from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrid
 from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
+    add_host_memory,
     add_json,
     add_rates,
     add_xla,
@@ -76,6 +77,13 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
     add_rates(parser)
+    add_host_memory(parser)
+    parser.add_argument(
+        "--processes-per-node",
+        metavar="N",
+        type=int,
+        help="number of processes on one node, such as 8 for one process per GPU (default 1)",
+    )
     add_json(parser, "the report")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")
     parser.add_argument(

@@ -28,6 +28,7 @@ from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
 from bytescope.memory.hlo.wire import write_field
+from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.jaxprs import distinct_jaxprs
 from bytescope.memory.records.report_record import XlaStats
 
@@ -207,6 +208,7 @@ def compile_lowered(
     described = described or any(map(is_described, devices_of(lowered)[:1]))
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
+        settings.enter_context(host_phase("compile"))
         log = settings.enter_context(hold_back_log())
         if described or _PASS_DUMPS.get():
             settings.enter_context(_disabled_compilation_cache())
@@ -376,6 +378,7 @@ def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tupl
         # jax may compile small helper programs too; the step is the largest program.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
         proto = _read_proto_with_buffers(protos[-1]) if protos else b""
+    release_free_memory()
     return _CompileResult(compiled, proto, stats_of(compiled), notes, entries[-1] if entries else None)
 
 
