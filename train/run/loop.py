@@ -405,6 +405,7 @@ def run(
         done = checkpoints.steps()
         finished = bool(done) and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1])
         if processes.from_first(finished):
+            _expect_checkpoints(program, checkpoints, console)
             _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
             summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.train.steps)})
