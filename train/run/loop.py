@@ -317,6 +317,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
             run.processes.at(f"in step {step + 1}")
             if step + 1 == measured:
                 finish_pending()
+                jax.block_until_ready(state)  # on all devices
                 called = measure_call(partial(measured_update, state, micro_batches))
                 (state, metrics), run.device_peak = called
             else:
@@ -528,6 +529,7 @@ def _show_end(
     last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved
     text = ""
     if run.config.train.sample_tokens and not run.agreed:
+        release_free_memory()  # temporaries of updates
         with host_phase("sample"):
             text = sample_text(program, run.data, state.model_params)
     record_host_memory(run, max(last, first_step - 1))
