@@ -270,24 +270,31 @@ def restore_findings(
     return tuple(found)
 
 
-def expect_checkpoints(
-    state: TrainState, platform: str, processes: int, newest: Path | None, overlaps: bool
-) -> tuple[Finding, ...]:
-    """Adds the terms of this run's saves and of its restore to the ledger of this process's host memory. Returns the
-    findings about the restore.
+def expect_saves(state: TrainState, platform: str, processes: int, overlaps: bool) -> None:
+    """Adds the terms of this run's saves to the ledger of this process's host memory. Call it when the step is compiled
+    and the training state does not exist yet.
 
     Args:
       state: shapes and shardings of the training state.
       platform: platform of the devices, such as "cuda" or "cpu".
       processes: number of processes of the run.
-      newest: the folder of the newest checkpoint; None if nothing will be restored.
       overlaps: True if updates go on while a checkpoint is written.
     """
-    opened = HostTerm("restore", "tensorstore", _TENSORSTORE, "measured")
     loop = HostTerm("save", "tensorstore and the training loop", _TENSORSTORE + _TRAINING_LOOP, "measured")
     expect([resident_term("save"), loop, *save_terms(state, platform, processes, overlaps)])
-    if newest is None:
-        return ()
-    chunks = stored_chunks(newest / "state")
+
+
+def expect_restore(state: TrainState, platform: str, processes: int, folder: Path) -> tuple[Finding, ...]:
+    """Adds the terms of a restore to the ledger of this process's host memory. Returns the findings about the restore.
+    Call it before the training state exists.
+
+    Args:
+      state: shapes and shardings of the training state.
+      platform: platform of the devices, such as "cuda" or "cpu".
+      processes: number of processes of the run.
+      folder: the folder of the checkpoint to restore.
+    """
+    chunks = stored_chunks(folder / "state")
+    opened = HostTerm("restore", "tensorstore", _TENSORSTORE, "measured")
     expect([resident_term("restore"), opened, *restore_terms(state, platform, processes, chunks, os.cpu_count())])
     return restore_findings(state, processes, ledger().processes, chunks)

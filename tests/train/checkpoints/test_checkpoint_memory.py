@@ -18,7 +18,8 @@ from bytescope.memory.host.process_memory import host_phase, phase_peaks, reside
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums, portable, shard_bytes, write_limit
 from bytescope.train.checkpoints.checkpoint_memory import (
     array_shares,
-    expect_checkpoints,
+    expect_restore,
+    expect_saves,
     restore_findings,
     restore_terms,
     save_terms,
@@ -132,7 +133,8 @@ def test_the_chunks_of_a_checkpoint_are_the_shards_that_saved_it(tmp_path, progr
     assert set(chunks) == {share.path for share in shares}
     assert [share.chunk for share in array_shares(saved, chunks=chunks)] == [share.shard for share in shares]
     assert stored_chunks(tmp_path) is None
-    assert not expect_checkpoints(program.state, "cpu", 1, folder, overlaps=False)
+    expect_saves(program.state, "cpu", 1, overlaps=False)
+    assert not expect_restore(program.state, "cpu", 1, folder)
     assert {"save", "restore"} <= {term.phase for term in ledger().terms}
     assert ledger().predicted("restore") > resident()[0] / 2
 
