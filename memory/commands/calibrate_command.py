@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure_host() -> dict[str, float]:
-    """Measures the constants of host memory and prints them. Returns name of a field of `HostConstants` -> value."""
+    """Measures the constants of host memory and prints them. Returns name of a field of `HostRates` -> value."""
     from bytescope.memory.commands import calibration_text
-    from bytescope.memory.seconds.calibration.host_measure import MEASUREMENTS, measure_host
+    from bytescope.memory.seconds.calibration.host_measure import MEASUREMENTS, constants_of, measure_host
 
     with progress(len(MEASUREMENTS), "measuring host memory") as report_progress:
-        constants, left_out = measure_host(report_progress)
-    calibration_text.show_host(constants, left_out)
-    return constants
+        samples, left_out = measure_host(report_progress)
+    calibration_text.show_host(samples, left_out)
+    return constants_of(samples)

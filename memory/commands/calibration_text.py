@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -13,7 +13,6 @@ from rich.text import Text
 
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.host.host_constants import SHIPPED
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
     CALL,
@@ -28,6 +27,7 @@ from bytescope.memory.seconds.calibration.cases import (
     TO_DEVICE,
     TO_HOST,
 )
+from bytescope.memory.seconds.calibration.host_measure import HostSample
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import DeviceRates
@@ -92,33 +92,17 @@ def render(calibration: Calibration, target: Target) -> Group:
     )
 
 
-def show_host(measured: Mapping[str, float], left_out: Mapping[str, str], console: Any = None) -> None:
-    """Prints measured constants of host memory beside the shipped ones, to stdout by default.
+def show_host(samples: Iterable[HostSample], left_out: Mapping[str, str], console: Any = None) -> None:
+    """Prints measured sizes of host memory beside the sizes that the shipped constants stand for, to stdout by default.
 
-    measured: name of a field of `HostConstants` -> value. left_out: what was not measured -> reason.
+    samples: the measured sizes. left_out: what was not measured -> reason.
     """
     table = FigureTable(label("host memory", min_width=17), *map(figure, ("measured", "shipped", "ratio")))
-    for name, words in _HOST_NAMES.items():
-        if name in measured:
-            value, shipped = measured[name], getattr(SHIPPED, name)
-            texts = [f"{each:.2f} x" if name.endswith("_share") else human(each) for each in (value, shipped)]
-            table.add(words, *texts, f"{value / shipped:.2f}")
+    for sample in samples:
+        ratio = sample.bytes / sample.reference
+        table.add(sample.words, human(sample.bytes), human(sample.reference), f"{ratio:.2f}")
     notes = [Prose(f"not measured: {name}: {reason}", "yellow") for name, reason in left_out.items()]
     put(Group(Text(), table, *notes), console)
-
-
-# Field of HostConstants -> its name in the table.
-_HOST_NAMES = {
-    "jax_bytes": "jax and its CPU device",
-    "trainer_bytes": "flax, optax and Orbax",
-    "gpu_plugin_bytes": "jax's CUDA plugin",
-    "cpu_compile_bytes": "XLA's compiler for CPUs",
-    "cpu_equation_bytes": "the same, for each equation",
-    "gpu_compile_bytes": "XLA's compiler for GPUs",
-    "gpu_equation_bytes": "the same, for each equation",
-    "save_share": "Orbax saves arrays",
-    "restore_share": "Orbax restores arrays",
-}
 
 
 def _tabulate_thin_products(calibration: Calibration) -> Iterator[Any]:

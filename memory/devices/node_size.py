@@ -6,13 +6,20 @@ targets of this process have the size too, so that every budget of host memory f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from bytescope.memory.devices.chips import CHIPS, base_name
 from bytescope.memory.host.node_memory import cgroup_limit, physical_bytes
 
-if TYPE_CHECKING:
-    from bytescope.memory.devices.targets import Target
+
+class NodeOwner(Protocol):
+    """The fields of `targets.Target` that decide which node it has."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_described(self) -> bool: ...
+
 
 # The size of a node in bytes and the number of its processes, as the user gave them; None if not given.
 _GIVEN: dict[str, int | None] = {"bytes": None, "processes": None}
@@ -44,7 +51,7 @@ def machine_bytes(root: str = "/") -> tuple[int, str]:
     return physical, "the memory of this machine"
 
 
-def node_memory_of(target: Target | None, given: int | None = None, root: str = "/") -> tuple[int, str]:
+def node_memory_of(target: NodeOwner | None, given: int | None = None, root: str = "/") -> tuple[int, str]:
     """Returns the memory of one node of a target, for all processes of the node together: (bytes, source in words). 0
     bytes mean that the size is unknown.
 

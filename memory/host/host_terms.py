@@ -4,15 +4,18 @@ A process keeps most of what these phases allocate, so each later phase has term
 program, and the part of the compiler's memory that XLA does not free.
 
 The constants are in `HostRates`. They were measured on x86-64 Linux with Python 3.11, jax 0.10.2, CUDA 13, glibc 2.36
-(November 2026, `tests/bench/host_memory.py report report_program`, differences between phases).
+(November 2026, `tests/bench/host_memory.py report report_program`, differences between phases). A file that `bytescope
+calibrate --host` wrote replaces them (`use_host_rates`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from bytescope.memory.errors import ReportError
 from bytescope.memory.records.host_record import HostTerm
+from bytescope.memory.records.report_json import is_number
 from bytescope.memory.units import KIB, MIB
 
 _GPUS = ("cuda", "rocm", "gpu")
@@ -54,8 +57,37 @@ class HostRates:
     cpu_compile_equation: int = 100 * KIB
     cpu_kept: float = 0.35
 
+    def replaced(self, measured: Mapping[str, float]) -> HostRates:
+        """Returns the constants with those in `measured` (name of a field -> value) replaced. Raises ReportError for an
+        unknown name, and for a value that is not a number of 0 or more."""
+        shipped, values = vars(self), {}
+        for name, value in measured.items():
+            if name not in shipped:
+                fault = f"{name!r:.40} is an unknown constant of host memory"
+            elif not is_number(value) or value < 0:
+                fault = f"the constant {name} of host memory is {value!r:.40}, which is not a number of 0 or more"
+            else:
+                values[name] = type(shipped[name])(value)
+                continue
+            raise ReportError(f"{fault}: run bytescope calibrate --host again")
+        return dataclasses.replace(self, **values)
+
 
 RATES = HostRates()
+# The constants that this process uses, as a list with one item.
+_CURRENT = [RATES]
+
+
+def host_rates() -> HostRates:
+    """Returns the constants that this process uses: those of the file of --rates, if `bytescope calibrate --host` wrote
+    it, otherwise `RATES`."""
+    return _CURRENT[0]
+
+
+def use_host_rates(measured: Mapping[str, float] | None) -> None:
+    """Sets constants of this process: name of a field of `HostRates` -> measured value. Other constants keep the values
+    in `RATES`. None restores all of them. Raises ReportError if a name or a value is not valid."""
+    _CURRENT[:] = [RATES.replaced(measured or {})]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +121,9 @@ def start_terms(
         phases: keys of `HOST_PHASES`.
         trainer: whether the process imports the trainer's libraries.
         gpu_present: whether the machine has a GPU of this platform.
-        rates: the constants; None for `RATES`.
+        rates: the constants; None for `host_rates()`.
     """
-    rates = rates or RATES
+    rates = rates or host_rates()
     size, parts = rates.python, ["Python and jax"]
     if trainer:
         size, parts = size + rates.trainer, [*parts, "the trainer's libraries"]
@@ -112,9 +144,9 @@ def compile_terms(
         size: the traced program.
         platform: the platform that the program is compiled for, such as "cpu" or "cuda".
         later: phases after the compile, keys of `HOST_PHASES`.
-        rates: the constants; None for `RATES`.
+        rates: the constants; None for `host_rates()`.
     """
-    rates = rates or RATES
+    rates = rates or host_rates()
     count = f"{size.equations:,} equations"
     traced = rates.traced + rates.traced_equation * size.equations
     if platform == "cpu":

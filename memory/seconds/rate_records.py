@@ -13,7 +13,7 @@ from typing import Any
 from bytescope.memory.cost import roofline
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.errors import ReportError, in_one_line
-from bytescope.memory.host.host_constants import SHIPPED
+from bytescope.memory.host.host_terms import RATES
 from bytescope.memory.records import report_json
 from bytescope.memory.records.report_json import is_count, is_number
 
@@ -64,7 +64,7 @@ class DeviceRates:
         measured: where and when `bytescope calibrate` measured the rates: device (jax's device_kind), platform,
             devices, date and versions; {} for the built-in table.
         host: constants of the host ledger that `bytescope calibrate --host` measured: name of a field of
-            `host.host_constants.HostConstants` -> value; {} if they were not measured.
+            `host.host_terms.HostRates` -> value; {} if they were not measured.
 
     Raises ReportError if a figure is not a positive number or a part is missing.
     """
@@ -86,7 +86,7 @@ class DeviceRates:
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        SHIPPED.replaced(self.host)  # refuses unknown names and values
+        RATES.replaced(self.host)  # refuses unknown names and values
         for name, curve in self._curves():
             if not _is_curve(curve):
                 raise ReportError(

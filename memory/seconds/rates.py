@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError, check_readable, in_one_line
-from bytescope.memory.host import host_constants
+from bytescope.memory.host.host_terms import use_host_rates
 from bytescope.memory.records import report_json
 from bytescope.memory.records.report_json import is_count
 from bytescope.memory.records.result_envelope import unwrap
@@ -63,7 +63,7 @@ def use(path: str | Path | None) -> DeviceRates | None:
     rates = load(path) if path is not None else None
     _CHOSEN[:] = [Path(path).absolute()] if path is not None else []
     _loaded.cache_clear()
-    host_constants.use_constants(rates.host if rates is not None else None)
+    use_host_rates(rates.host if rates is not None else None)
     return rates
 
 

@@ -185,6 +185,20 @@ def save_terms(state: TrainState, platform: str, processes: int = 1, overlaps: b
     return tuple(terms)
 
 
+def saves_overlap(steps: int, every: int, done: int | None) -> bool:
+    """Returns True if updates go on while a checkpoint is written: at every save but the last, and but the first of a
+    run, which is read back at once.
+
+    Args:
+      steps: number of updates of the run.
+      every: number of updates between two checkpoints; 0 for a checkpoint at the end only.
+      done: updates that are done at the start; None for a new run.
+    """
+    if every <= 0:
+        return False
+    return (steps - 1) // every - (done or 0) // every > (0 if done else 1)
+
+
 def restore_terms(
     state: TrainState, platform: str, processes: int = 1, chunks: Chunks | None = None, threads: int | None = None
 ) -> tuple[HostTerm, ...]:

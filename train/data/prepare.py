@@ -41,7 +41,9 @@ def host_terms(tokenizer: Tokenizer) -> list[HostTerm]:
     # pieces have one, so the piece before is counted with 1.
     terms = [
         resident_term("prepare"),
-        HostTerm("prepare", "text", (1 + 2 * 4 + 1) * PIECE_BYTES, "PIECE_BYTES of train/data/documents.py, four copies"),
+        HostTerm(
+            "prepare", "text", (1 + 2 * 4 + 1) * PIECE_BYTES, "PIECE_BYTES of train/data/documents.py, four copies"
+        ),
     ]
     tokens = PIECE_BYTES if tokenizer.cuts_anywhere else GROUP_CHARS // CHARACTERS_PER_TOKEN
     size = np.min_scalar_type(tokenizer.vocab_size - 1).itemsize

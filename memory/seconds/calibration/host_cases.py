@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from bytescope.memory.host.process_memory import host_phase, phase_peaks, resident
-from bytescope.memory.jaxprs import bodies
-from bytescope.memory.units import MIB
 
-# Layers of the three compiled programs, and the arrays of the saved state.
-LAYERS = (2, 16, 48)
-ARRAYS, ARRAY_BYTES = 8, 32 * MIB
+# Layers of the three compiled programs.
+LAYERS = (4, 16, 48)
 
 
 def imports() -> dict[str, int]:
@@ -61,8 +56,8 @@ def plugin(target: str) -> dict[str, int]:
 
 
 def compiler(layers: int, target: str) -> dict[str, int]:
-    """Compiles the gradient of a program with unrolled layers. Returns the number of its `equations`, and the `bytes`
-    by which the resident memory of the process grows at most while XLA compiles it.
+    """Traces and compiles the gradient of a program with unrolled layers. Returns bytes by which the resident memory of
+    the process grows: `traced` after tracing and lowering, and `peak` at most while XLA compiles.
 
     layers: number of layers. target: a name of `devices.targets`, such as "cpu" or "h100".
     """
@@ -86,45 +81,12 @@ def compiler(layers: int, target: str) -> dict[str, int]:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
 
     weights = [(array(256, 512), array(512, 256)) for _ in range(layers)]
-    traced = jax.jit(jax.grad(loss)).trace(weights, array(128, 256))
-    lowered = traced.lower()
+    start = _resident()
+    lowered = jax.jit(jax.grad(loss)).trace(weights, array(128, 256)).lower()
     before = _resident()
     with host_phase("compile"):
         compile_lowered(lowered)
-    return {"equations": count_equations(traced.jaxpr.jaxpr), "bytes": max(phase_peaks()["compile"] - before, 0)}
-
-
-def count_equations(jaxpr: Any) -> int:
-    """Returns the number of equations of a Jaxpr, with the equations of the jaxprs inside them."""
-    return sum(1 + sum(count_equations(body) for body in bodies(equation)) for equation in jaxpr.eqns)
-
-
-def checkpoint() -> dict[str, int]:
-    """Saves arrays with Orbax and restores them. Returns the `bytes` of the arrays, and the bytes by which the resident
-    memory of the process grows at most in `save` and in `restore`, which includes the restored arrays."""
-    from bytescope.memory.devices.platform import choose_platform
-
-    choose_platform()
-    import jax
-    import jax.numpy as jnp
-    import orbax.checkpoint as ocp
-
-    state = {f"array{at}": jnp.arange(ARRAY_BYTES // 4, dtype=jnp.float32) + at for at in range(ARRAYS)}
-    jax.block_until_ready(state)
-    described = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-    sizes = {"bytes": ARRAYS * ARRAY_BYTES}
-    with tempfile.TemporaryDirectory(prefix="bytescope-host-") as folder, ocp.StandardCheckpointer() as checkpointer:
-        before = _resident()
-        with host_phase("save"):
-            checkpointer.save(Path(folder) / "state", state)
-            checkpointer.wait_until_finished()
-        sizes["save"] = max(phase_peaks()["save"] - before, 0)
-        del state
-        before = _resident()
-        with host_phase("restore"):
-            jax.block_until_ready(checkpointer.restore(Path(folder) / "state", described))
-        sizes["restore"] = max(phase_peaks()["restore"] - before, 0)
-    return sizes
+    return {"traced": before - start, "peak": phase_peaks()["compile"] - before}
 
 
 def _resident() -> int:
@@ -135,7 +97,6 @@ CASES: Mapping[str, Callable[..., dict[str, int]]] = {
     "imports": imports,
     "plugin": plugin,
     "compiler": lambda layers, target: compiler(int(layers), target),
-    "checkpoint": checkpoint,
 }
 
 

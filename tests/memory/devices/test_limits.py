@@ -186,7 +186,8 @@ def test_the_platform_is_settled_without_overriding_anybody(tmp_path, nodes, env
     assert platform.choose_platform(_nodes(tmp_path, *nodes), env, 0.92) == expected
     if left.get("XLA_PYTHON_CLIENT_MEM_FRACTION"):
         left = {**left, platform.OWN_FRACTION_VARIABLE: "0.92"}
-    pinned = {platform.HOST_LIMIT_VARIABLE: "7"} if expected == "cuda" else {}  # nine tenths of 8 GiB
+    names = (platform.HOST_LIMIT_VARIABLE, platform.OWN_HOST_LIMIT_VARIABLE)
+    pinned = dict.fromkeys(names, "7") if expected == "cuda" else {}  # nine tenths of 8 GiB
     assert env == {**before, **left, **pinned}
     env = {**before, platform.HOST_LIMIT_VARIABLE: "3"}
     assert platform.choose_platform(_nodes(tmp_path, *nodes), env) == expected

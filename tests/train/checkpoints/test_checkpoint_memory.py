@@ -23,6 +23,7 @@ from bytescope.train.checkpoints.checkpoint_memory import (
     restore_findings,
     restore_terms,
     save_terms,
+    saves_overlap,
     stored_chunks,
 )
 from bytescope.train.step.state import TrainState
@@ -79,6 +80,15 @@ def test_a_gpu_copies_what_it_writes_and_a_cpu_takes_views():
         "save",
         "train",
     }
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "done", "overlaps"),
+    [(20, 0, None, False), (20, 20, None, False), (20, 10, None, False), (20, 9, None, True), (20, 10, 5, True)],
+)
+def test_updates_overlap_with_saves_but_the_first_and_the_last(steps, every, done, overlaps):
+    assert saves_overlap(steps, every, done) == overlaps
+    assert not saves_overlap(20, 10, 10)
 
 
 def test_chunks_in_flight_are_limited_when_saving_and_by_threads_when_restoring():
