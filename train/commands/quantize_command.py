@@ -12,7 +12,7 @@ from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.generate.generate_flags import add_dtype
-from bytescope.train.launch.runtime import TRAIN_FRACTION
+from bytescope.train.launch.runtime import TRAIN_FRACTION, return_large_arrays
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\
@@ -189,6 +189,7 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.train.export.model_folder import disk_errors_explained
 
     choose_platform(fraction=TRAIN_FRACTION.value)  # before jax is imported
+    return_large_arrays()
     simulate_devices([args.target or "cpu:1"])
     from bytescope.configs import base
     from bytescope.train.launch.runtime import prepare

@@ -159,6 +159,20 @@ def return_freed_memory() -> None:
             return
 
 
+def return_large_arrays() -> None:
+    """Makes glibc give arrays of 1 MiB or more back to the operating system as soon as they are freed.
+
+    Otherwise the size from which it does so grows to 32 MiB as arrays are freed (mallopt(3), M_MMAP_THRESHOLD), and
+    smaller arrays leave unused memory between each other. Allocations become slower, so this is for commands that move
+    weights, and not for training. Does nothing without glibc.
+    """
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL("libc.so.6").mallopt(-3, 2**20)  # -3: M_MMAP_THRESHOLD in malloc.h
+        except (OSError, AttributeError):  # another C library
+            return
+
+
 def forget_peak() -> None:
     """Resets the recorded peak of this process's resident memory. Does nothing if the system does not support or
     permit it."""
