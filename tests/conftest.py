@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from importlib import metadata
@@ -28,6 +29,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 # wait for a core, on a machine with more to do, are not taken for a deadlock.
 os.environ["PJRT_NPROC"] = "64"
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=180"
+# Bytecode is written: a command in a process of its own would compile this package and what it imports once more, and so
+# would every worker of pytest-xdist the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # What is printed is as wide as without a terminal, wherever the tests run.
 os.environ.pop("COLUMNS", None)
 # Compiled for this machine's own processor each time; nothing from an older run is trusted, and nothing is left there.
@@ -90,6 +95,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure():
+    gc.freeze()  # pytest, jax and Python look for garbage before the process ends: seconds for all that jax has cached
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 

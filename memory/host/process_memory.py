@@ -12,8 +12,11 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from bytescope.memory.records.host_record import HOST_PHASES
+
+T = TypeVar("T")
 
 
 def resident() -> tuple[int | None, int | None]:
@@ -68,9 +71,21 @@ def host_phase(name: str) -> Iterator[None]:
         _RECORDER.enter("other" if before == "start" else before)
 
 
+def measure_growth(function: Callable[[], T]) -> tuple[T, int | None]:
+    """Calls a function. Returns its result, and the maximum of the resident bytes during the call minus the resident
+    bytes before it; None if the maximum cannot be reset on this system."""
+    _RECORDER.enter(_RECORDER.phase)
+    before = _status()[0]
+    result = function()
+    peak = _status()[1]
+    if before is None or peak is None or not _RECORDER.can_reset:
+        return result, None
+    return result, max(peak - before, 0)
+
+
 class _Recorder:
     def __init__(self) -> None:
-        self.phase, self.highest = "start", 0
+        self.phase, self.highest, self.can_reset = "start", 0, True
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> str:
@@ -92,12 +107,10 @@ class _Recorder:
         # Where the maximum cannot be reset, an older and higher maximum says nothing about this phase.
         self._peaks[self.phase] = max(self._peaks.get(self.phase, 0), peak if peak > self._unreset() else now)
         self.highest = max(self.highest, peak)
-        self._can_reset = _reset()
-
-    _can_reset = True
+        self.can_reset = _reset()
 
     def _unreset(self) -> int:
-        return 0 if self._can_reset else self.highest
+        return 0 if self.can_reset else self.highest
 
 
 def _status() -> tuple[int | None, int | None]:

@@ -224,8 +224,11 @@ def quantize(args: argparse.Namespace) -> None:
       DoesNotFit: one layer does not fit in the memory of the device.
     """
     from bytescope.memory.commands.arguments import write
+    from bytescope.memory.host.process_memory import host_phase
     from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
     from bytescope.train.export.model_folder import refuse_used
+    from bytescope.train.launch.host_notice import host_line, warn_if_too_large
     from bytescope.train.quantize.quantize_setup import make_result, open_quantization
     from bytescope.train.quantize.quantize_view import memory_view, result_page, result_view
 
@@ -235,8 +238,11 @@ def quantize(args: argparse.Namespace) -> None:
     with progress(None, "opening", "share") as bar:
         prepared = open_quantization(args, _progress_callback(bar))
         put(memory_view(prepared.memory))
-        outcome = prepared.quantization.run()
-        prepared.quantization.output.finish()
+        put(Prose(host_line(prepared.host)))
+        warn_if_too_large(prepared.host, "give fewer --samples, or a shorter --length")
+        with host_phase("quantize"):
+            outcome = prepared.quantization.run()
+            prepared.quantization.output.finish()
     result = make_result(args, prepared, outcome)
     put(result_view(result))
     if args.html:

@@ -102,6 +102,7 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
+    from bytescope.train.plan.run_host_terms import run_host_memory
     from bytescope.train.program import config_files as configs
 
     target = targets.parse(args.target, TRAIN_FRACTION)
@@ -112,6 +113,9 @@ def _report_step(args: argparse.Namespace) -> int:
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
+    if compilation.jaxpr is not None:
+        host = run_host_memory(program, report, target, compilation.jaxpr)
+        report = dataclasses.replace(report, host_memory=host)
     if args.try_remedies:
         report = with_tried_remedies(args, target, prepared, report)
     report_command.show(report, args.verbose, prepared.choices)

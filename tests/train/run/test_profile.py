@@ -18,7 +18,7 @@ from support.command_line import train as main
 from support.json_results import read_result
 from support.toy import compiled_once, small_config
 
-TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
+TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory", "host_memory")
 
 
 def train(folder, source, asked="", steps=6, extend=False):
