@@ -126,7 +126,7 @@ def _box(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int
 
 def _touched(boxes: set[tuple[tuple[int, int], ...]], chunk: Sequence[int]) -> int:
     """Returns the number of chunks that contain an element of one of the boxes (a box: first and end index by axis)."""
-    touched = set()
+    touched: set[tuple[int, ...]] = set()
     for box in boxes:
         touched.update(
             itertools.product(*(range(a // max(size, 1), -(-b // max(size, 1))) for (a, b), size in zip(box, chunk)))

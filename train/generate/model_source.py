@@ -30,10 +30,10 @@ from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.source import CONFIG, RunPath, WeightsPath, find_source
 from bytescope.train.user_errors import UserError
+from bytescope.train.weights import load
 from bytescope.train.weights.finetune import TOKENIZER, config_of
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.hf_config import describe
-from bytescope.train.weights import load
 from bytescope.train.weights.leaves import PACKED, checkpoint_leaves, parameters_of
 from bytescope.train.weights.load import dotted, load_params
 from bytescope.train.weights.packed_folder import PackedFolder, load_packed

@@ -116,7 +116,7 @@ def test_cpu_devices_are_measured_without_the_rest_of_the_process():
     arrays = live.array_bytes()
     assert arrays >= 64 * MIB
     temporaries = program.lower(argument).compile().memory_analysis().temp_size_in_bytes
-    _, peak = live.measure_call(lambda: jax.block_until_ready(program(argument)))
+    _, peak = live.measure_call(lambda argument=argument: jax.block_until_ready(program(argument)))
     assert peak - arrays == pytest.approx(temporaries, rel=0.15) and temporaries >= 64 * MIB
     seen = live.on_cpu_devices(live.sample(jax.local_devices(backend="cpu")[0]), peak)
     assert seen.in_use_bytes < 2 * arrays and seen.peak_bytes == peak < seen.host_peak_rss_bytes
