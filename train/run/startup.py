@@ -18,6 +18,7 @@ from rich.text import Text
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
+from bytescope.memory.findings.host_findings import with_host_memory
 from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.host.host_ledger import expect, ledger
 from bytescope.memory.host.process_memory import release_free_memory
@@ -264,7 +265,7 @@ def compile_or_refuse(
     except ValueError as error:  # from `Program.compile_for_report`
         raise UserError(str(error)) from error
     host = _expect_run(program, compiled.report)
-    compiled = dataclasses.replace(compiled, report=dataclasses.replace(compiled.report, host_memory=host))
+    compiled = dataclasses.replace(compiled, report=with_host_memory(compiled.report, host))
     summary.show(console, [("host", host_view.line(host))])
     page = write_report(compiled.report, workdir) if processes.first else workdir
     summary.show(console, [("report", str(page))])
