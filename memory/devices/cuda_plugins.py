@@ -54,7 +54,8 @@ def register(plugin: str, gpu_present: bool) -> None:
     if not gpu_present:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         if hasattr(module, "_load"):
-            module._load_nvidia_libraries = functools.partial(module._load, "cudnn", ["libcudnn.so.9"])
+            load_cudnn = functools.partial(module._load, "cudnn", ["libcudnn.so.9"])
+            setattr(module, "_load_nvidia_libraries", load_cudnn)  # noqa: B010  # no attribute that mypy knows
     if started:
         module.initialize()
         for callback in xla_bridge._plugin_callbacks:  # such as the registration of custom partitioners

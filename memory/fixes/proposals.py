@@ -111,6 +111,10 @@ def _edits(
             changed = sources.only_edit(partial(SourceFile.prevent_cse, function=row.subject))
             words = f"remove prevent_cse=False from jax.checkpoint of {row.subject}" if changed else row.message
             yield Proposal(row.kind, words, changed, row.source)
+        elif row.kind == "offload" and row.undone_by == "scheduler":
+            changed = sources.only_edit(partial(SourceFile.save_on_device, name=row.subject))
+            words = f"save the name {row.subject} in device memory" if changed else row.message
+            yield Proposal(row.kind, words, changed, row.source)
         else:
             yield Proposal(row.kind, row.message, {}, row.source)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -125,6 +126,28 @@ class SourceFile:
         node = found[0][1]
         return [Edit(*self.span(node), _quoted(self, node, new))]
 
+    def save_on_device(self, name: str) -> list[Edit]:
+        """Returns the edits that move a checkpoint name from the names that a remat policy offloads to the names that
+        it saves: the lists `names_which_can_be_offloaded` and `names_which_can_be_saved` in the only call of
+        save_and_offload_only_these_names that offloads the name. Returns [] if no call or several calls offload the
+        name, or if one of the two lists is not a literal."""
+        found = []
+        for call in self._policies():
+            lists = {keyword.arg: keyword.value for keyword in call.keywords}
+            saved, offloaded = lists.get("names_which_can_be_saved"), lists.get("names_which_can_be_offloaded")
+            texts = [_literal_texts(node) for node in (saved, offloaded)]
+            if saved is not None and offloaded is not None and None not in texts and name in (texts[1] or ()):
+                found.append(
+                    (saved, offloaded, [*(texts[0] or ()), name], [each for each in texts[1] or () if each != name])
+                )
+        if len(found) != 1:
+            return []
+        saved, offloaded, kept, moved = found[0]
+        return [
+            Edit(*self.span(node), f"[{', '.join(json.dumps(text, ensure_ascii=False) for text in texts)}]")
+            for node, texts in ((saved, kept), (offloaded, moved))
+        ]
+
     def checkpoint(self, function: str) -> list[Edit]:
         """Returns the edit that adds the decorator @jax.checkpoint to a function, as a list of one Edit. Returns [] if
         the file has no function of this name or several of them, or if the file has no `import jax`.
@@ -226,6 +249,14 @@ def unified_diff(changed: Mapping[Path, str], folder: Path) -> str:
 def _git_lines(text: str) -> list[str]:
     """Returns the lines of a text with their line ends. Only a line feed ends a line, as for git."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def _literal_texts(node: ast.expr | None) -> list[str] | None:
+    """Returns the strings of a list, tuple or set of string literals; None for another expression."""
+    if not isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return None
+    texts = [each.value for each in node.elts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return texts if len(texts) == len(node.elts) else None
 
 
 def _is_text(node: ast.AST, text: str) -> bool:

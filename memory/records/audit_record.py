@@ -33,7 +33,7 @@ UNKNOWN = "unknown"
 # (every device holds the whole array).
 OTHER_OUTCOMES = ("ignored", "copied", "redrawn", "replicated")
 # Values of `undone_by`, in the order in which jax and XLA run these steps. "copies": XLA copies an array that is read
-# after its memory is overwritten.
+# after its memory is overwritten. "scheduler": XLA orders the instructions so that the request has no effect.
 STEPS = (
     "tracing",
     "autodiff",
@@ -43,6 +43,7 @@ STEPS = (
     "offloader",
     "rematerialization",
     "copies",
+    "scheduler",
     "runtime",
 )
 # Steps whose effect is read from the jaxpr. Effects of the other steps are inferred from the compiled program.

@@ -26,12 +26,12 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from bytescope.memory.errors import one_line
-from bytescope.memory.host.process_memory import host_phase
+from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.train.checkpoints.stored_array import StoredArray
 from bytescope.train.launch.failures import store_library_log
 from bytescope.train.launch.processes import ALONE, Processes
-from bytescope.train.launch.runtime import captured_stderr, return_freed_memory
+from bytescope.train.launch.runtime import captured_stderr
 from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
 from bytescope.train.source import CHECKPOINTS
 from bytescope.train.step.optimizer.host_offload import fetch
@@ -334,7 +334,7 @@ class Checkpoints:
           UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
         """
         if not self.saving():
-            return_freed_memory()  # memory freed after the previous checkpoint was written
+            release_free_memory()  # memory freed after the previous checkpoint was written
         state = portable(state)
         meta = {
             **dataclasses.asdict(position),
@@ -493,7 +493,7 @@ class Checkpoints:
         """
         with self._checking_folder():
             self._manager.wait_until_finished()
-        return_freed_memory()  # of compressed chunks
+        release_free_memory()  # of compressed chunks
         self._processes.gather(None)  # process 0 renames the folder last
 
     @host_phase("save")

@@ -16,6 +16,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from bytescope.configs import base as trainer
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.experts.expert_kernels import choose_moe_kernel
 from bytescope.model.transformer import logical_axes
@@ -29,6 +30,7 @@ from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.source import CONFIG, RunPath, WeightsPath, find_source
 from bytescope.train.user_errors import UserError
+from bytescope.train.weights import load
 from bytescope.train.weights.finetune import TOKENIZER, config_of
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.hf_config import describe
@@ -91,6 +93,17 @@ class Source:
     ends: frozenset[int]
     length: int
     base: str = UNQUANTIZED
+
+
+def reading_terms(source: Source) -> list[HostTerm]:
+    """Returns the host memory that `source.read` needs besides the parameters that it returns."""
+    if isinstance(source.origin, SavedRun):
+        decoded = max(array.nbytes for array in source.origin.arrays.values())
+        return [
+            HostTerm("load", "largest stack of layers, decoded", decoded, "a chunk of StoredArray, decoded as a whole"),
+            HostTerm("load", "its compressed chunk, mapped from the file", decoded, "file_io_mode of StoredArray"),
+        ]
+    return load.reading_terms()
 
 
 def open_source(path: Path, step: int | None = None) -> Source:

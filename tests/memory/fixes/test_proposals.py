@@ -10,6 +10,8 @@ from bytescope.memory.fixes.proposals import propose
 from bytescope.memory.fixes.source_edits import unified_diff
 from bytescope.memory.jaxprs import checkpoint_names_in
 from bytescope.memory.program import user_program
+from bytescope.memory.records.audit_record import AuditRow
+from bytescope.memory.records.report_record import ReportRecord
 
 # A step that offloads a value. {policy}: the arguments of the policy.
 STEP = """
@@ -73,3 +75,14 @@ def test_a_misspelt_name_of_an_offload(tmp_path, policy, line):
     subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
     subprocess.run(["git", "apply", "-"], cwd=tmp_path, check=True, input=patch.encode())
     assert file.read_text() == proposal.changed[file]
+
+
+def test_a_name_whose_offload_frees_nothing_is_saved(tmp_path):
+    file = tmp_path / "steps.py"
+    file.write_text(STEP.format(policy='names_which_can_be_saved=[], names_which_can_be_offloaded=["up_out"]'))
+    row = AuditRow("offload", "up_out", f"{file}:14", "offload", "kept", undone_by="scheduler", message="frees nothing")
+    function = user_program.load_function(f"{file}:program")
+    (proposal,) = propose(ReportRecord(8, 8, {}, audit=(row,)), function, None, ())
+    assert proposal.words == "save the name up_out in device memory"
+    saved = 'names_which_can_be_saved=["up_out"], names_which_can_be_offloaded=[]'
+    assert proposal.changed == {file: STEP.format(policy=saved)}

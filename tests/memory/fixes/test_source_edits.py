@@ -66,6 +66,16 @@ def test_names_of_policies_that_offload(tmp_path):
     assert edited(tmp_path, listed, "rename", "hiden", "hidden") == ""
 
 
+def test_an_offloaded_name_is_saved_instead(tmp_path):
+    changed = edited(tmp_path, OFFLOADING, "save_on_device", "residal")
+    assert changed == OFFLOADING.replace('["attention"]', '["attention", "residal"]').replace(
+        """["residal", 'hiden']""", '["hiden"]'
+    )
+    assert edited(tmp_path, OFFLOADING, "save_on_device", "attention") == ""
+    assert edited(tmp_path, OFFLOADING * 2, "save_on_device", "residal") == ""
+    assert edited(tmp_path, OFFLOADING.replace('["attention"]', "NAMES"), "save_on_device", "residal") == ""
+
+
 def test_the_protection_of_a_recomputation(tmp_path):
     text = "f = jax.checkpoint(layer, prevent_cse=False, policy=p)\ng = checkpoint(other, prevent_cse=False)\n"
     assert edited(tmp_path, text, "prevent_cse", "layer") == text.replace("False", "True", 1)
