@@ -29,10 +29,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 # wait for a core, on a machine with more to do, are not taken for a deadlock.
 os.environ["PJRT_NPROC"] = "64"
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=180"
-# Bytecode is written: a command in a process of its own would compile this package and what it imports once more, and so
-# would every worker of pytest-xdist the tests.
+# Commands in processes of their own write bytecode; otherwise each would compile this package and what it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 # What is printed is as wide as without a terminal, wherever the tests run.
 os.environ.pop("COLUMNS", None)
 # Compiled for this machine's own processor each time; nothing from an older run is trusted, and nothing is left there.
@@ -44,6 +42,8 @@ import jax
 import pytest
 from hypothesis import Phase, settings
 from jax.experimental.compilation_cache import compilation_cache
+
+sys.dont_write_bytecode = False  # of the tests too, which every worker of pytest-xdist imports
 
 # A suite that is started in the background, or by nohup, would hand its ignored signals on to all that it starts.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
