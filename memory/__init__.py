@@ -10,7 +10,8 @@ Each public name is imported at its first use, and jax and the drawing libraries
 needed.
 
 Folders, each importing only from the folders before it: records (the parts of a report), hlo (readers of the compiler's
-protos), formulas (published arithmetic), devices (compile targets), allocators (models of jax's GPU allocators),
+protos), formulas (published arithmetic), host
+(memory of the computer), devices (compile targets), allocators (models of jax's GPU allocators),
 program (the user's function and arguments, lowered for a target), peak (the content and live range of every buffer),
 cost (FLOPs, bytes and collectives of a step), seconds (predicted step time), remat (the least recomputation under a
 memory budget), findings (problems with their remedies), audit (requests to jax and XLA with their outcomes), view

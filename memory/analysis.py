@@ -28,6 +28,7 @@ from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.peak import assemble, ledger, memory_order, runtime_overheads, xla_budget, xla_passes
 from bytescope.memory.peak.buffer_placement import PlacedProgram, place
 from bytescope.memory.peak.checkpoint_names import Names, named_places
@@ -64,6 +65,7 @@ _DOUBTFUL = (
 )
 
 
+@host_phase("analyze")
 def report_of(
     compilation: Compilation,
     *,

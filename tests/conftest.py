@@ -29,8 +29,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 # wait for a core, on a machine with more to do, are not taken for a deadlock.
 os.environ["PJRT_NPROC"] = "64"
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=180"
-# Commands in processes of their own write bytecode; otherwise each would compile this package and what it imports.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Python writes bytecode. Otherwise each command in a process of its own would compile this package and its imports
+# again, and each worker of pytest-xdist would compile the tests.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # What is printed is as wide as without a terminal, wherever the tests run.
 os.environ.pop("COLUMNS", None)
 # Compiled for this machine's own processor each time; nothing from an older run is trusted, and nothing is left there.
@@ -43,7 +44,7 @@ import pytest
 from hypothesis import Phase, settings
 from jax.experimental.compilation_cache import compilation_cache
 
-sys.dont_write_bytecode = False  # of the tests too, which every worker of pytest-xdist imports
+sys.dont_write_bytecode = False  # for the modules that are imported from here on
 
 # A suite that is started in the background, or by nohup, would hand its ignored signals on to all that it starts.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.compare import row_cache
-from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.errors import one_line
+from bytescope.memory.host.node_memory import free_host_bytes
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target

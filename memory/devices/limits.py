@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS
-from bytescope.memory.devices.host_memory import free_host_bytes
 from bytescope.memory.devices.platform import (
     FRACTION_VARIABLES,
     JAX_FRACTION,
@@ -16,6 +15,7 @@ from bytescope.memory.devices.platform import (
 )
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.units import MIB, human, parse_bytes
 
 

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
-from bytescope.memory.devices.host_memory import free_host_bytes
+from bytescope.memory.devices import cuda_plugins
+from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.units import GIB
 
 
@@ -42,6 +43,9 @@ OWN_FRACTION_VARIABLE = "BYTESCOPE_MEM_FRACTION"
 # new region of XLA's pool doubles in size, so it may pin up to twice the used bytes. A tenth is left for others.
 HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_SHARE = 0.9
+PREALLOCATE_HOST_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+# The limit that `choose_platform` wrote to HOST_LIMIT_VARIABLE, which is not a value that the user set.
+OWN_HOST_LIMIT_VARIABLE = "BYTESCOPE_HOST_LIMIT_GB"
 
 # Files of each accelerator's kernel driver. /dev/dxg is the GPU of the Windows Subsystem for Linux; /dev/vfio and
 # /dev/accel* are the chips of Cloud TPU machines.
@@ -131,7 +135,8 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
     """Sets the environment variables that decide on which platform jax runs. Must be called before jax creates the
     first array. Returns the platform: "cpu", "cuda", "rocm" or "tpu", or the first name in the user's JAX_PLATFORMS.
 
-    Variables that the user set are not changed. Without an accelerator, JAX_PLATFORMS becomes "cpu". For a GPU,
+    Variables that the user set are not changed. Without an accelerator, JAX_PLATFORMS becomes "cpu". If it is "cpu",
+    jax does not load its CUDA plugins when it starts (`cuda_plugins.defer`). For a GPU,
     XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB becomes nine tenths of the free host memory, and XLA_PYTHON_CLIENT_MEM_FRACTION
     becomes `fraction`; if it is None, jax's default remains. For simulated devices, the size of XLA's thread pools is
     set (`give_threads`). The function may be called again.
@@ -146,12 +151,15 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
         env["JAX_PLATFORMS"] = "cpu"
         if env is os.environ and "jax" in sys.modules:  # jax read the variable when it was imported
             sys.modules["jax"].config.update("jax_platforms", "cpu")
+    if env is os.environ and env.get("JAX_PLATFORMS") == "cpu":
+        cuda_plugins.defer()
     if platform == "cpu" and simulated(env) > 1:
         give_threads(env)
     if fraction and platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = env[OWN_FRACTION_VARIABLE] = str(fraction)
     if platform in GPU_NAMES and not env.get(HOST_LIMIT_VARIABLE):
-        env[HOST_LIMIT_VARIABLE] = str(max(int(HOST_SHARE * free_host_bytes(root) / GIB), 1))
+        limit = str(max(int(HOST_SHARE * free_host_bytes(root) / GIB), 1))
+        env[HOST_LIMIT_VARIABLE] = env[OWN_HOST_LIMIT_VARIABLE] = limit
     return platform
 
 

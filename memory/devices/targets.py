@@ -23,10 +23,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
-from bytescope.memory.devices.host_memory import physical_bytes
+from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
 from bytescope.memory.devices.limits import limit_bytes, pool_bytes
+from bytescope.memory.devices.node_size import given_node_bytes, node_memory_of
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
     MemoryFraction,
@@ -39,13 +41,12 @@ from bytescope.memory.devices.platform import (
 )
 from bytescope.memory.errors import ReportError, did_you_mean, one_line
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.host.node_memory import physical_bytes
 
 if TYPE_CHECKING:
     import jax
     import numpy as np
 
-# jax's CUDA plugins that compile for a described GPU -> CUDA version of the described runtime.
-CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
 # jax's plugin for AMD GPUs. It compiles for described GPUs too, but loads only if ROCm's libraries are found, and
 # registers itself only on a machine with an AMD GPU.
 ROCM_PLUGIN = "xla_rocm7"
@@ -82,7 +83,8 @@ class Target:
         memory_fraction_source: what set the fraction, for messages, such as "jax's default".
         pool_can_grow: whether jax's pool can become larger than the fraction (the allocator `cuda_async`).
         host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
-            host with eight, it is an eighth of the memory.
+            host with eight, it is an eighth of the memory. If the user gives the memory of a node (--host-memory),
+            it is this size.
         hbm_bytes_per_s: bandwidth of the device's memory.
         host_link_bytes_per_s: bandwidth between device and host.
         interconnect_bytes_per_s: link ("in_host" or "between_hosts") -> bandwidth between devices over this link.
@@ -356,7 +358,7 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...], fraction: MemoryFr
         n_devices=n_devices,
         devices_per_host=per_host,
         device_memory_bytes=chip.device_memory_bytes,
-        host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host,
+        host_memory_bytes=given_node_bytes() or chip.host_memory_bytes * per_host // chip.devices_per_host,
         memory_fraction=fraction.value if fraction else None,
         memory_fraction_source=fraction.source if fraction else "",
         pool_can_grow=fraction is not None and pool_can_grow(),
@@ -390,7 +392,7 @@ def _cpu(name: str, shape: tuple[int, ...]) -> Target:
         n,
         n,
         physical_bytes(),
-        host_memory_bytes=physical_bytes(),
+        host_memory_bytes=node_memory_of(None)[0],
         sources={"device_memory_bytes": "this host's memory, shared by its simulated devices"},
     )
 
@@ -401,9 +403,9 @@ def _local() -> Target:
     per_host = sum(d.process_index == first.process_index for d in devices)
     chip = next((c for c in CHIPS.values() if c.kind == first.device_kind), None)
     platform = platform_of(first)
-    host = physical_bytes()
+    host = node_memory_of(None)[0]
     if platform == "cpu":
-        memory = host
+        memory = physical_bytes()
     else:
         memory = chip.device_memory_bytes if chip else limit_bytes(first)
     return Target(
@@ -491,6 +493,7 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
         config = target_config(chip, (0, 0))
         return _topology(name, "rocm", topology=_gpu_topology(shape), target_config=config)
     old = chip.gpu.capability < CUDA_13_FROM
+    cuda_plugins.make_importable()
     able = [plugin for plugin, version in CUDA_PLUGINS.items() if version < (13, 0) or not old]
     plugins = [plugin for plugin in able if installed(f"jax_plugins.{plugin}")]
     if not plugins and old:
@@ -504,7 +507,7 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
             f"target {name}: no CUDA compiler is installed; pip install 'bytescope[cuda]' (it needs no GPU)"
         )
     config = target_config(chip, CUDA_PLUGINS[plugins[0]])
-    _register_without_gpu(f"jax_plugins.{plugins[0]}")
+    cuda_plugins.register(plugins[0], gpu_present=accelerator() == "cuda")
     return _topology(name, "cuda", topology=_gpu_topology(shape), target_config=config)
 
 
@@ -540,22 +543,6 @@ def _register_rocm_without_gpu(name: str) -> None:
         ) from error
     finally:
         hardware_utils.num_available_amd_gpus = count
-
-
-def _register_without_gpu(plugin: str) -> None:
-    """Makes jax register a CUDA plugin on a machine without a GPU.
-
-    When jax starts, it asks libraries that need a driver for their versions. If this fails, jax drops the plugin,
-    unless JAX_PLATFORMS names only other platforms. If jax has started already and dropped the plugin, the plugin is
-    registered again.
-    """
-    if accelerator() == "cuda":
-        return
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    from jax._src import xla_bridge  # no public API lists the registered plugins
-
-    if getattr(xla_bridge, "_plugins_registered", False) and "cuda" not in xla_bridge._backend_factories:
-        importlib.import_module(plugin).initialize()
 
 
 def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice]:

@@ -24,6 +24,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo import dumps
 from bytescope.memory.hlo.jax_types import CompiledStage, LoweredStage, TracedStage
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.program import callbacks, retarget, tracing
 
 _PLATFORMS = {"cpu": "the CPU", "gpu": "a GPU (it does not say which)", "tpu": "a TPU (it does not say which)"}
@@ -70,7 +71,8 @@ def compiled_for(
     stage = unwrapped_stage(program)
     if is_traced(stage):
         check_sizes(stage.jaxpr)
-        lowered = _lower_for(stage, target)
+        with host_phase("trace"):
+            lowered = _lower_for(stage, target)
         number = callbacks.count(stage.jaxpr) if any(map(is_described, devices_of(lowered)[:1])) else 0
         notes = (callbacks.note(number),) if number else ()
         judged = target or _described_target(lowered)
@@ -86,6 +88,7 @@ def compiled_for(
     return compilation, target or _target_of(stage, compilation)
 
 
+@host_phase("trace")
 def trace_step(
     program: Any,
     args: Sequence[Any] = (),

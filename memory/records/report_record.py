@@ -36,6 +36,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `fits`: true if `predicted_bytes` are at most `limit_bytes`, and if the rest of the GPU holds what is outside of its
   pool; null without a target.
 - `verdict`: the same as a word: fits, tight (above 95 % of the limit), exceeds; unknown without a target.
+- `host_memory`: the host memory of a process by phase, and the memory of a node (`HostMemory`); null if unknown.
 - `host_bytes`, `on_chip_bytes`: bytes in host memory and in on-chip memory; no figure above includes them.
 - `breakdown`: row of `ROWS` -> bytes at the peak. The rows without fragmentation sum to `peak_bytes`, with
   fragmentation to `allocated_bytes`. Rows of arguments: params, the trained parameters; frozen, parameters that a step
@@ -92,6 +93,7 @@ from bytescope.memory.records.buffer_records import (
     TimelinePoint,
     overhead_bytes,
 )
+from bytescope.memory.records.host_record import HostMemory
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_json import is_count, is_number, parse, plain, read_item
 from bytescope.memory.records.result_envelope import unwrap
@@ -118,6 +120,7 @@ __all__ = [
     "Buffer",
     "Finding",
     "HeldBuffer",
+    "HostMemory",
     "JudgedProgram",
     "LedgerRow",
     "PeakAccount",
@@ -305,6 +308,7 @@ class ReportRecord(JudgedProgram):
 
     Fields, in addition to those of `JudgedProgram`:
         findings: problems with their remedies.
+        host_memory: the host memory of a process by phase, and the memory of a node; None if unknown.
         audit: the requests of the program to jax and XLA, each with what the compiled program does.
         communication: bytes per step by kind of collective and mesh axes.
         zero: bytes per parameter compared with the ZeRO paper.
@@ -323,6 +327,7 @@ class ReportRecord(JudgedProgram):
     """
 
     findings: tuple[Finding, ...] = ()
+    host_memory: HostMemory | None = None
     audit: tuple[AuditRow, ...] = ()
     communication: tuple[Communication, ...] = ()
     zero: tuple[ZeroRow, ...] = ()
@@ -366,6 +371,8 @@ class ReportRecord(JudgedProgram):
         out = {}
         for key in KEYS:
             out[key] = schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key))
+            if key == "host_memory" and self.host_memory is not None:
+                out[key] = self.host_memory.to_json()
             if key == "runtime_overheads":
                 out["unseen"] = out[key]  # the key of version 0.1
         out["predicted_bytes"] = self.predicted_bytes
@@ -426,6 +433,7 @@ KEYS = (
     "fits",
     "verdict",
     "host_bytes",
+    "host_memory",
     "on_chip_bytes",
     "peak_index",
     "breakdown",
@@ -496,6 +504,8 @@ def _read_field(key: str, value: Any) -> Any:
         return tuple(read_item(_ITEMS[key], item) for item in value)
     if key in _RECORDS:
         return read_item(_RECORDS[key], value)
+    if key == "host_memory":
+        return None if value is None else HostMemory.from_json(value)
     if key == "schedule":
         return read_schedule(value)
     if key == "notes":

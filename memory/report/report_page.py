@@ -24,7 +24,7 @@ from bytescope.memory.records.report_record import (
     ReportRecord,
     Transfer,
 )
-from bytescope.memory.report import allocator_table, audit_view
+from bytescope.memory.report import allocator_table, audit_view, host_view
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import (
     compiled_with,
@@ -121,6 +121,8 @@ def render(
         transfers=_transfers_table(report),
         recomputed=_recomputed_table(report),
         held=_held_table(report),
+        host=host_view.page_rows(report.host_memory),
+        host_line=host_view.line(report.host_memory),
         audit=audit_view.page_rows(report.audit),
         audit_summary=audit_view.summary(report.audit),
         audit_failures=audit_view.sentences(report.audit),

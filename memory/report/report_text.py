@@ -28,7 +28,7 @@ from bytescope.memory.records.report_record import (
     ReportRecord,
     TimelinePoint,
 )
-from bytescope.memory.report import audit_view, buffer_tables
+from bytescope.memory.report import audit_view, buffer_tables, host_view
 from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
@@ -83,6 +83,7 @@ def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> Ren
         _head(report, choices, verbose),
         findings(report),
         audit_view.render_failures(report.audit),
+        host_view.render(report.host_memory, verbose),
         xla_recomputed(report),
         _composition(report),
     ]

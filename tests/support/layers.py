@@ -29,6 +29,7 @@ LAYERS = {
         ("memory.errors", "memory.units", "memory.files", "memory.jaxprs"),
         ("memory.records",),
         ("memory.hlo", "memory.formulas"),
+        ("memory.host",),
         ("memory.devices",),
         ("memory.allocators",),
         ("memory.program",),

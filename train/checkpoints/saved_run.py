@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,12 @@ class Array:
     shape: tuple[int, ...]
     checksum: int
     order: tuple[int, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, uncompressed, including unused rows of a stack."""
+        shape = (len(self.order), *self.shape[1:]) if self.order else self.shape
+        return math.prod(shape) * np.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

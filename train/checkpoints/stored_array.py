@@ -21,7 +21,8 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 class StoredArray:
     """An array of a checkpoint that is read in pieces.
 
-    Pieces may be read in any order. Once every element was read, the checksum of the whole array is verified. The
+    Pieces may be read in any order, each once. Once every element was read, the checksum of the whole array is verified
+    and the decoded chunks are freed. The
     attributes `shape` and `dtype` describe the array. For a stack saved in the order of pipeline stages, shape and
     pieces are in model order.
 
@@ -90,6 +91,8 @@ class StoredArray:
                 self._piece([(row, row + 1), *((0, size) for size in self.shape[1:])])
         if not self._left and self._sum != self._checksum:
             raise ValueError(f"the array {self._name} does not match its checksum: its values are damaged")
+        if self.is_read:
+            del self._store  # frees the decoded chunks
         return piece
 
     def _piece(self, spans: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -7,12 +7,14 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.units import human, parse_bytes
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.source import CONFIG, RunPath, find_source
@@ -142,6 +144,7 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     from bytescope.train.export import peft, tensors, tokenizer_files
     from bytescope.train.export.config_json import config_json
     from bytescope.train.export.model_folder import Files
+    from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
     from bytescope.train.weights.families import FAMILIES
 
     folder = began_from(run)
@@ -161,7 +164,11 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     tokenizer_files.write_text_files(out, text, run.config, folder.path if folder else None)
     tokenizer_files.write_generation_config(out, raw, folder.path if folder else None)
     files = Files(out, planned, shard_bytes)
-    with progress(files.nbytes, "writing weights", "bytes") as bar:
+    host = expect_host([resident_term("export"), *tensors.host_terms(planned, run, model)])
+    warn_if_too_large(host, "end other programs, or export on a computer with more memory")
+    if sys.stderr.isatty():
+        print(host_line(host), file=sys.stderr)
+    with host_phase("export"), progress(files.nbytes, "writing weights", "bytes") as bar:
         for tensor, pieces in tensors.arrays(planned, parameters, model):
             files.write(tensor, pieces)
             bar.advance(tensor.nbytes)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import Parser, user_path
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
@@ -98,7 +99,7 @@ def generate(args: argparse.Namespace) -> int:
     from bytescope.train.generate.text import Prompts
 
     source = open_source(args.source, args.step)
-    with Prompts(source, args.chat) as prompts:
+    with host_phase("sample"), Prompts(source, args.chat) as prompts:
         if args.prompts is not None:
             return _answer_file(args, source, prompts)
         if args.prompt is not None or not sys.stdin.isatty():

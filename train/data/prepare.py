@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +14,46 @@ import numpy as np
 
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import disk_remedy
+from bytescope.memory.host.process_memory import host_phase
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
-from bytescope.train.data.documents import RecordTexts, TextDocuments
+from bytescope.train.data.documents import PIECE_BYTES, RecordTexts, TextDocuments
 from bytescope.train.data.records import RecordFiles
 from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, READERS, SPLITS
-from bytescope.train.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, tokenize
+from bytescope.train.data.tokenizer import GROUP_CHARS, JsonTokenizer, Tokenizer, load_tokenizer, tokenize
+from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
 from bytescope.train.user_errors import UserError
 
+# Of the tokenizers library, for each byte of text that is encoded: the text, its normalized copy, and the alignment of
+# its bytes, a pair of 8-byte numbers, once for the text and once for its words (NormalizedString, PreTokenizedString).
+TEXT_BYTES = 2 + 2 * 16
+# For each token: id, type, word, offsets and masks take 40 bytes, its text a header of 24 and an allocation of 32.
+ENCODING_BYTES = 40 + 24 + 32
+CHARACTERS_PER_TOKEN = 3  # a low number, since each token takes memory
 PARTIAL = ".prepare"  # subfolder of the output folder, for files that are not complete
+
+
+def host_terms(tokenizer: Tokenizer) -> list[HostTerm]:
+    """Returns the host memory of tokenizing text into shards. It does not depend on the size of the text."""
+    # Of one piece, the bytes read, the decoded text, and the text joined with the rest of the piece before it; of the
+    # piece before it, the text. A piece has 4 bytes per character if one character, such as an emoji, needs them. Few
+    # pieces have one, so the piece before is counted with 1.
+    terms = [
+        resident_term("prepare"),
+        HostTerm(
+            "prepare", "text", (1 + 2 * 4 + 1) * PIECE_BYTES, "PIECE_BYTES of train/data/documents.py, four copies"
+        ),
+    ]
+    tokens = PIECE_BYTES if tokenizer.cuts_anywhere else GROUP_CHARS // CHARACTERS_PER_TOKEN
+    size = np.min_scalar_type(tokenizer.vocab_size - 1).itemsize
+    # The encoded text, once to count its bytes, and the tokens in the dtype of the shards.
+    terms.append(HostTerm("prepare", "tokens", tokens * (2 * size + max(size, 2)), "_write_split"))
+    if not tokenizer.cuts_anywhere:
+        held = GROUP_CHARS * TEXT_BYTES + tokens * ENCODING_BYTES
+        terms.append(HostTerm("prepare", "encodings of the tokenizer", held, "GROUP_CHARS of train/data/tokenizer.py"))
+    return terms
 
 
 def write_shards(
@@ -101,7 +132,7 @@ def _write_split(
         with _open_synced(folder / name) as file:
             while waiting is not None and room:
                 part, rest = waiting[:room], waiting[room:]
-                file.write(part.astype(dtype).tobytes())
+                file.write(part.astype(dtype).data)
                 room -= len(part)
                 waiting = rest if len(rest) else next(left, None)
         shards.append({"file": name, "tokens": shard_tokens - room, "split": split})
@@ -212,7 +243,11 @@ def _prepare(args: argparse.Namespace) -> None:
     if args.source != "stdlib" and folder.is_dir() and args.out.resolve().is_relative_to(folder.resolve()):
         raise UserError(f"--out={args.out} is inside the source: give a folder outside {args.source}")
     tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", args.special_tokens)
-    with progress(text.text_bytes, "tokenizing", "bytes") as bar:
+    host = expect_host(host_terms(tokenizer))
+    warn_if_too_large(host, "end other programs")
+    if sys.stderr.isatty():
+        print(host_line(host), file=sys.stderr)
+    with host_phase("prepare"), progress(text.text_bytes, "tokenizing", "bytes") as bar:
         index = write_shards(text, tokenizer, args.out, args.shard_tokens, bar.advance)
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
     print(

@@ -344,7 +344,8 @@ def tokenize(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[np.n
     a document.
 
     A document may consist of several texts; they are tokenized as one text. At the end of a document, the tokenizer's
-    separator is added, if it has one. About `GROUP_CHARS` characters at most are kept in memory.
+    separator is added, if it has one. About `GROUP_CHARS` characters at most are kept in memory, or one text if the
+    tokenizer cuts a document anywhere.
     """
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     end = np.array([] if tokenizer.separator is None else [tokenizer.separator], dtype)
@@ -362,7 +363,7 @@ def tokenize(texts: Iterable[str | None], tokenizer: Tokenizer) -> Iterator[np.n
                 group, chars = [None], 0
                 rest = iter(lambda: next(texts, None), None)  # the pieces up to the end of the document
                 yield from encode_long(chain([text, more], rest), tokenizer.encode_spans)
-        if chars >= GROUP_CHARS:
+        if chars >= GROUP_CHARS or tokenizer.cuts_anywhere:  # bytes are not tokenized in parallel
             yield from _tokenize_group(group, tokenizer, end)
             group, chars = [], 0
     yield from _tokenize_group(group, tokenizer, end)

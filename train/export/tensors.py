@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
 from bytescope.train.checkpoints.saved_run import SavedRun
@@ -23,6 +24,8 @@ from bytescope.train.weights.stacks import Place, stored_at
 
 NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy name of a dtype -> safetensors name
 PIECE = 2**20  # maximum number of elements of a parameter that are converted at a time
+# Bytes per element of a piece: its values, two arrays of the checksum and the converted values, of 4 bytes each.
+PIECE_COPIES = 4 * 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +196,28 @@ def arrays(
         count = max(1, PIECE // max(1, widest))
         columns = [_convert_in_pieces(ours, row, sizes, tensor, count) for ours, (_, row) in zip(values, tensor.parts)]
         yield tensor, _join_parameters(columns, tensor.parts[0][1], sizes)
+
+
+def host_terms(tensors: Sequence[OutputTensor], run: SavedRun, model: ModelConfig) -> list[HostTerm]:
+    """Returns the host memory of writing an exported model: of the tensor that takes the most.
+
+    Args:
+      tensors: the tensors of the exported model.
+      run: the checkpoint that they are read from.
+      model: config of the model.
+    """
+    decoded = 0
+    for tensor in tensors:
+        places = {stored_at(model, path, run.arrays) for path, _ in tensor.parts}
+        names = {place.array for place in places if place}
+        decoded = max(decoded, sum(run.arrays[name].nbytes for name in names))
+    pieces = PIECE_COPIES * min(PIECE, max((math.prod(tensor.shape) for tensor in tensors), default=0))
+    return [
+        HostTerm("export", "largest stack of layers, decoded", decoded, "a chunk of StoredArray, decoded as a whole"),
+        # Random weights are compressed by 7 %, and bytes in the cache of files can be dropped by the kernel.
+        HostTerm("export", "its compressed chunk, mapped from the file", decoded, "file_io_mode=memmap of StoredArray"),
+        HostTerm("export", "pieces of a tensor", pieces, "PIECE, as read, as checksum and as converted values"),
+    ]
 
 
 def _join_parameters(columns: list[Iterator[np.ndarray]], row: TensorRow, sizes: Sizes) -> Iterator[np.ndarray]:

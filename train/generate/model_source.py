@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from bytescope.configs import base as trainer
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.experts.expert_kernels import choose_moe_kernel
 from bytescope.model.transformer import logical_axes
@@ -28,6 +30,7 @@ from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.source import CONFIG, RunPath, WeightsPath, find_source
 from bytescope.train.user_errors import UserError
+from bytescope.train.weights import load
 from bytescope.train.weights.finetune import TOKENIZER, config_of
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.hf_config import describe
@@ -92,6 +95,17 @@ class Source:
     base: str = UNQUANTIZED
 
 
+def reading_terms(source: Source) -> list[HostTerm]:
+    """Returns the host memory that `source.read` needs besides the parameters that it returns."""
+    if isinstance(source.origin, SavedRun):
+        decoded = max(array.nbytes for array in source.origin.arrays.values())
+        return [
+            HostTerm("load", "largest stack of layers, decoded", decoded, "a chunk of StoredArray, decoded as a whole"),
+            HostTerm("load", "its compressed chunk, mapped from the file", decoded, "file_io_mode of StoredArray"),
+        ]
+    return load.reading_terms()
+
+
 def open_source(path: Path, step: int | None = None) -> Source:
     """Opens a folder of weights, or a run at the checkpoint of `step`, by default the newest checkpoint.
 
@@ -127,12 +141,16 @@ def _source_of_run(run: SavedRun) -> Source:
         places = by_array(model.config, {path: path for path in parameters_of(model.config)})
         flat, tree = jax.tree_util.tree_flatten_with_path(model.shapes)
         total = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat)
-        bytes_read, arrays = 0, []
-        for path, like in flat:
+        arrays: list[jax.Array | None] = [None] * len(flat)
+        names, bytes_read = [dotted(path) for path, _ in flat], 0
+        # Layers that the checkpoint stores in one stack are read one after the other, so that only one stack is in
+        # memory. A stack can only be decoded as a whole.
+        for number in sorted(range(len(flat)), key=lambda number: _without_layer(names[number])):
+            like = flat[number][1]
             filled = np.zeros(like.shape, like.dtype)
-            for index, name in places[dotted(path)].items():
-                filled[index] = parameter(name).astype(like.dtype)
-            arrays.append(jax.device_put(filled, like.sharding))
+            for index, name in places[names[number]].items():
+                filled[index] = parameter(name).astype(like.dtype, copy=False)
+            arrays[number] = jax.device_put(filled, like.sharding)
             bytes_read += filled.nbytes
             tell(bytes_read, total)
         return jax.tree.unflatten(tree, arrays)
@@ -148,6 +166,11 @@ def _source_of_run(run: SavedRun) -> Source:
         ends=frozenset(() if text.end is None else [text.end]),
         length=run.config.model.max_seq_len,
     )
+
+
+def _without_layer(path: str) -> str:
+    # blocks.attention.w_q for blocks.3.attention.w_q. `sorted` keeps the order of the layers.
+    return re.sub(r"^blocks\.\d+\.", "blocks.", path)
 
 
 def _source_of_folder(path: Path) -> Source:

@@ -15,6 +15,8 @@ from rich.console import Console
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
+from bytescope.memory.host.process_memory import host_phase, release_free_memory
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 from bytescope.memory.view.progress_bar import progress
@@ -23,11 +25,13 @@ from bytescope.model.quantized.quantized_formats import format_of
 from bytescope.train.generate.budget import Budget, GenerationPlan, settle
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.generate_flags import KV
-from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_model
+from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_model, reading_terms
 from bytescope.train.generate.score import Scorer
 from bytescope.train.generate.steps import EngineSizes, Steps
+from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
 from bytescope.train.source import title_of
 from bytescope.train.user_errors import DoesNotFit, UserError
+from bytescope.train.weights.load import bytes_on_host
 
 # Fraction of a CPU's memory that is used by default. The rest is left to the operating system and other programs.
 CPU_SHARE = 0.5
@@ -194,8 +198,26 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
             f"largest step {human(planned.step)}; {human(planned.limit)} available",
             highlight=False,
         )
-    with progress(None, "reading weights", "bytes", console) as bar:
+    devices = [one for one in steps.model.layout.mesh.local_devices if one.platform == "cpu"]
+    base, weights = resident_term("load"), bytes_on_host(steps.model.shapes)
+    parameters = HostTerm("load", "parameters", weights, "shards on CPU devices")
+    cache = [
+        HostTerm("sample", "KV cache", len(devices) * planned.pool, "pages x bytes of a page"),
+        HostTerm("sample", "buffers of a step", len(devices) * planned.step, "the report of its program"),
+    ]
+    host = expect_host(
+        [
+            *(base, parameters, *reading_terms(source)),
+            *(dataclasses.replace(term, phase="sample") for term in (base, parameters)),
+            *(cache if devices else []),
+        ]
+    )
+    warn_if_too_large(host, "give --dtype=bfloat16, a smaller --limit for the KV cache, or another computer")
+    if console.is_terminal:
+        console.print(host_line(host), highlight=False)
+    with host_phase("load"), progress(None, "reading weights", "bytes", console) as bar:
         params = source.read(steps.model, bar.show)
+    release_free_memory()
     return Engine(steps, params, with_pages(sizes, planned.pages))
 
 

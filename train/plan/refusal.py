@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
-from bytescope.memory.devices.host_memory import free_host_bytes
+from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.launch.failures import too_big
 from bytescope.train.plan import advice

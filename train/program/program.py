@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.compiler import Compilation, check_sizes, compile_lowered
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.xla_flags import refusal
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.model import Transformer
 from bytescope.model.frozen import dotted, names_of, split_parameters
 from bytescope.model.transformer import always_float32, contracted, logical_axes
@@ -164,17 +165,19 @@ class Program(Choices):
           ReportError: an array is too large for XLA.
         """
         with xla_remat_pass(self.settings.remat.xla_pass), self._pallas_context():
-            traced = self.step.trace(self.state, self.batch_shapes)
-            check_sizes(traced.jaxpr)
+            with host_phase("trace"):
+                traced = self.step.trace(self.state, self.batch_shapes)
+                check_sizes(traced.jaxpr)
+                lowered = traced.lower()
             compilation = compile_lowered(
-                traced.lower(),
+                lowered,
                 exact=exact,
                 options=self.compiler_options if options is None else options,
                 device_memory_bytes=pool_bytes,
+                jaxpr=traced.jaxpr,
             )
         check_compiled(self, compilation)
-        notes = (*compilation.notes, *pipeline_notes(self, self.state))
-        return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
+        return dataclasses.replace(compilation, notes=(*compilation.notes, *pipeline_notes(self, self.state)))
 
     def init(self) -> TrainState:
         """Creates the initial training state on the devices, sharded. Its values are the same on every mesh."""

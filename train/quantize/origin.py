@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun, began_from
@@ -100,7 +97,7 @@ def _origin_of_run(source: Source, run: SavedRun) -> Origin:
         raw=raw,
         write_text=write_text,
         fingerprint=hashlib.sha256(checksums.encode()).hexdigest()[:16],
-        held=sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in run.arrays.values()),
+        held=sum(array.nbytes for array in run.arrays.values()),
     )
 
 

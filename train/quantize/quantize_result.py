@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.records.host_record import HostMemory
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -62,6 +64,7 @@ class QuantizationResult:
         the stored weight, and `rounding` the error of plain rounding for comparison. Both errors are fractions of the
         mean square of the outputs.
       versions: name of a library -> its version.
+      host_memory: the host memory of this process by phase, predicted and measured.
     """
 
     title: str
@@ -74,6 +77,7 @@ class QuantizationResult:
     tokens: tuple[int, int]
     layers: Sequence[Mapping[str, Any]]
     versions: Mapping[str, str]
+    host_memory: HostMemory
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -87,5 +91,5 @@ class QuantizationResult:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as JSON values."""
-        fields = dataclasses.asdict(self)
+        fields = dataclasses.asdict(self) | {"host_memory": self.host_memory.to_json()}
         return {**fields, "perplexity": {"before": self.before, "after": self.after}}

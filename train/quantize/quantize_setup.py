@@ -16,12 +16,16 @@ import numpy as np
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import versions
 from bytescope.memory.devices.limits import budget_of
+from bytescope.memory.host.host_ledger import ledger
+from bytescope.memory.host.process_memory import release_free_memory
+from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import local_limit
-from bytescope.train.generate.text import Prompts, read_texts
+from bytescope.train.generate.text import Prompts, read_tokens
+from bytescope.train.launch.host_notice import expect_host, resident_term
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program.config_files import load
 from bytescope.train.quantize.origin import check_model, open_origin
@@ -32,6 +36,7 @@ from bytescope.train.quantize.quantize_work import METHODS, Outcome, Quantizatio
 from bytescope.train.source import ConfigPath, RunPath, WeightsPath, find_source
 from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.finetune import config_of
+from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.packed_folder import packed_paths
 
@@ -48,11 +53,13 @@ class PreparedQuantization:
       quantization: the quantization to run.
       memory: the memory that it needs.
       tokens: (number of calibration tokens, number of held-out tokens).
+      host: the host memory of this process, predicted.
     """
 
     quantization: Quantization
     memory: Memory
     tokens: tuple[int, int]
+    host: HostMemory
 
 
 def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantization:
@@ -97,9 +104,13 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
             "--length, or use a device with more memory"
         )
     output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)
-    return PreparedQuantization(
-        Quantization(origin, programs, method, (calibration, held_out), output, tell), memory, tokens
-    )
+    quantization = Quantization(origin, programs, method, (calibration, held_out), output, tell)
+    layer_on_disk = 0
+    if isinstance(origin.source.origin, Folder):
+        layer_on_disk = sum(one.nbytes for one in origin.source.origin.tensors.values()) // origin.model.n_layers
+    release_free_memory()  # after compiling, and after the whole text was tokenized
+    host = expect_host([resident_term("quantize"), *host_terms(memory, programs, device, layer_on_disk)])
+    return PreparedQuantization(quantization, memory, tokens, host)
 
 
 def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -123,7 +134,7 @@ def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, 
     _require(windows, 1, args.calibrate, length)
     # Windows are spread evenly over the text, since its content may change from beginning to end.
     chosen = np.linspace(0, len(windows) - 1, min(args.samples, len(windows))).round().astype(int)
-    calibration, held_out = windows[chosen], held_out[:HELD_OUT]
+    calibration, held_out = windows[chosen], held_out[:HELD_OUT].copy()  # a view would keep all tokens in memory
     rows = _rows_per_call(len(calibration), len(held_out))
     return calibration[: len(calibration) // rows * rows], held_out[: len(held_out) // rows * rows]
 
@@ -135,7 +146,7 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
 def _cut_into_windows(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
     # int32 [windows, length]; the texts of the file are joined without separators.
     with Prompts(source, chat=False) as prompts:
-        tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
+        tokens = read_tokens(prompts, path, flag)
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
@@ -214,6 +225,28 @@ def _count_memory(
     return Memory(peaks, limit, streams, layer, held, folder)
 
 
+def host_terms(memory: Memory, programs: Programs, device: jax.Device, layer_on_disk: int) -> list[HostTerm]:
+    """Returns the host memory that the layer-by-layer quantization needs.
+
+    Args:
+      memory: the memory that `_count_memory` has computed.
+      programs: the programs, which know the sizes of a layer's weights.
+      device: the device that runs the programs. The memory of a CPU is host memory.
+      layer_on_disk: bytes of a layer in the files of a folder of weights; 0 for a run.
+    """
+    name, peak = memory.peak
+    copies = 3 * 4 * max(math.prod(matrix.sizes) for matrix in programs.matrices.values())
+    terms = [
+        HostTerm("quantize", "activations between two layers", memory.streams, "Streams"),
+        HostTerm("quantize", "a layer, or the tables", memory.layer, "as read, scaled and decoded, float32"),
+        HostTerm("quantize", "pages of the weight files, mapped", layer_on_disk, "files are closed after each layer"),
+        HostTerm("quantize", "copies of a weight", copies, "as read, in memory order, and as codes"),
+        HostTerm("quantize", "the checkpoint, decoded", memory.held, "stacks of layers, decoded as a whole"),
+        HostTerm("quantize", f"the program '{name}'", peak if device.platform == "cpu" else 0, "its memory report"),
+    ]
+    return [term for term in terms if term.bytes]
+
+
 def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
     """Collects the figures of a finished quantization (`outcome`) for its summary and page: settings, memory, bytes by
     component, perplexity before and after, and the errors of each layer."""
@@ -236,4 +269,5 @@ def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcom
         tokens=prepared.tokens,
         layers=outcome.layers,
         versions=versions(),
+        host_memory=ledger(prepared.host),
     )

@@ -12,16 +12,18 @@ from typing import Any
 
 from rich.console import Console
 
+from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.launch.host_notice import expect_host, resident_term, warn_if_too_large
 from bytescope.train.program.program import Program
 from bytescope.train.step.state import TrainState
 from bytescope.train.weights.adapter_folder import adapter_leaves
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
-from bytescope.train.weights.load import load_leaves, load_params
+from bytescope.train.weights.load import host_terms, load_leaves, load_params
 
 
 def start_state(program: Program, checkpoints: Checkpoints, console: Console) -> tuple[TrainState, Position]:
@@ -107,7 +109,9 @@ def frozen_params(program: Program, console: Console) -> Any:
 
 
 def _loaded(program: Program, shapes: Any, console: Console) -> Any:
-    with progress(None, "loading weights", "bytes", console) as bar:
+    host = expect_host([resident_term("load"), *host_terms(shapes)])
+    warn_if_too_large(host, "set --config.precision.param=bfloat16, or train in more processes on other nodes")
+    with host_phase("load"), progress(None, "loading weights", "bytes", console) as bar:
         return load_params(
             Folder.open(program.config.init.folder),
             program.model,

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from bytescope.memory.host.process_memory import release_free_memory
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig
 from bytescope.model.quantized.quantized_formats import Matrix, parts_of
-from bytescope.train.launch.runtime import return_freed_memory
 from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
@@ -29,7 +30,8 @@ from bytescope.train.weights.quantized import QuantizedJob
 from bytescope.train.weights.stacks import by_array, by_row
 
 PIECE = 4 * 2**20  # bytes on disk that are read at a time
-TRIMMED = 64 * 2**20  # bytes read between two returns of freed memory to the operating system
+PIECE_COPIES = 4  # as Python bytes, as an array on the device, and in a program: the transposed piece and its result
+RELEASED = 64 * 2**20  # bytes read between two returns of mapped files and freed memory to the operating system
 SMALL = 2**20  # maximum bytes of a shard that is assembled in host memory and sent as a whole
 
 
@@ -92,13 +94,43 @@ def load_leaves(
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
         for number in job.write():
-            if done // TRIMMED != (done + number) // TRIMMED:
-                return_freed_memory()
+            if done // RELEASED != (done + number) // RELEASED:
+                folders.close()  # otherwise all pages that were read would count as memory of this process
+                release_free_memory()
             done += number
             tell(done, total)
     folders.close()
-    return_freed_memory()
+    release_free_memory()
     return jax.tree.unflatten(tree, [target.array() for target in targets.values()])
+
+
+def host_terms(shapes: Any) -> list[HostTerm]:
+    """Returns the host memory of this process while `load_params` reads a folder. `shapes`: the arrays to load, a tree
+    of ShapeDtypeStruct with shardings."""
+    return [
+        HostTerm("load", "parameters", bytes_on_host(shapes), "shards on CPU devices or in host memory"),
+        *reading_terms(),
+    ]
+
+
+def reading_terms() -> list[HostTerm]:
+    """Returns the host memory that `load_params` needs besides the arrays that it returns."""
+    return [
+        HostTerm("load", "pieces of a tensor", PIECE_COPIES * PIECE, "PIECE: read, sent, and transposed on the device"),
+        HostTerm("load", "pages of the weight files, mapped", RELEASED, "RELEASED: mapped files are closed after it"),
+    ]
+
+
+def bytes_on_host(shapes: Any) -> int:
+    """Returns the bytes of arrays that this process keeps in host memory: all shards on CPU devices, and shards of
+    other devices whose memory kind is a host memory. `shapes`: tree of arrays or ShapeDtypeStructs with shardings."""
+    total = 0
+    for leaf in jax.tree.leaves(shapes):
+        sharding = leaf.sharding
+        size = math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        in_host = sharding.memory_kind in ("pinned_host", "unpinned_host")
+        total += size * sum(in_host or device.platform == "cpu" for device in sharding.addressable_devices)
+    return total
 
 
 class _Target:

@@ -141,6 +141,7 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
         "memory.compare.what_if",
         "memory.audit",  # what a report says of a row's program, as findings do
         "memory.findings",
+        "memory.host",  # this computer's memory
         "memory.files",
         "memory.remat",  # chooses, or describes a block
         "memory.allocators",  # replay what was read

@@ -1,0 +1,71 @@
+"""Loads jax's CUDA plugins only in processes that need them.
+
+jax loads every installed plugin when it starts, even if JAX_PLATFORMS is "cpu". The CUDA plugin and NVIDIA's libraries
+then take 350 MiB of host memory in a process that never uses them (jax 0.10.2 with CUDA 13). A compiler for described
+GPUs needs the plugin, but not the libraries that the plugin loads before itself, which are 270 MiB of the 350.
+
+This module does not import jax until a plugin is registered.
+"""
+
+import functools
+import importlib
+import logging
+import os
+import sys
+
+# jax's CUDA plugins that compile for a described GPU -> CUDA version of the described runtime.
+CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
+# Python raises ModuleNotFoundError when a module is imported whose value in `sys.modules` is None.
+_DEFERRED = {f"jax_plugins.{plugin}": None for plugin in CUDA_PLUGINS}
+
+
+def defer() -> None:
+    """Keeps jax from loading its CUDA plugins when it starts. `register` loads a plugin later. No-op for a plugin that
+    is imported already."""
+    for name in _DEFERRED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own convention
+
+
+def make_importable() -> None:
+    """Makes the CUDA plugins importable again after `defer`."""
+    for name in _DEFERRED:
+        if name in sys.modules and sys.modules[name] is None:
+            del sys.modules[name]
+
+
+def register(plugin: str, gpu_present: bool) -> None:
+    """Makes jax register a CUDA plugin when it starts, or now if jax has started already.
+
+    When jax starts on a machine without a GPU, it asks libraries that need a driver for their versions. If this fails,
+    jax drops the plugin, unless JAX_PLATFORMS names only other platforms. A variable turns the question off. Without a
+    GPU, cuDNN is the only library of NVIDIA that is loaded before the plugin, because the compiler uses no other.
+
+    Args:
+        plugin: a key of `CUDA_PLUGINS`.
+        gpu_present: whether this machine has an NVIDIA GPU.
+    """
+    from jax._src import xla_bridge  # no public API registers a plugin
+
+    make_importable()
+    started, factories = getattr(xla_bridge, "_plugins_registered", False), xla_bridge._backend_factories
+    if "cuda" in factories or (gpu_present and not started):
+        return
+    module = importlib.import_module(f"jax_plugins.{plugin}")
+    if not gpu_present:
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        if hasattr(module, "_load"):
+            load_cudnn = functools.partial(module._load, "cudnn", ["libcudnn.so.9"])
+            setattr(module, "_load_nvidia_libraries", load_cudnn)  # noqa: B010  # no attribute that mypy knows
+    if started:
+        module.initialize()
+        for callback in xla_bridge._plugin_callbacks:  # such as the registration of custom partitioners
+            callback(c_api=factories["cuda"].c_api)
+
+
+def _is_not_deferred(record: logging.LogRecord) -> bool:
+    """A logging filter that removes jax's warning that a deferred plugin does not exist."""
+    deferred = [name for name in _DEFERRED if name in sys.modules and sys.modules[name] is None]
+    return not ("does not exist" in str(record.msg) and any(name in record.getMessage() for name in deferred))
+
+
+logging.getLogger("jax._src.xla_bridge").addFilter(_is_not_deferred)

@@ -1,0 +1,121 @@
+"""Shows the host memory of a program: one line, a table by phase for the terminal, and a table of terms for a page."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bytescope.memory.records.host_record import HOST_PHASES, HostMemory
+from bytescope.memory.units import human
+from bytescope.memory.view.elements import PageTable
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import page_table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+VERDICT_STYLE = {"fits": "", "tight": "yellow", "exceeds": "bold red", "unknown": ""}
+# Terms of a phase below this share of the phase are summed up in the terminal's table.
+_SMALL = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class HostRow:
+    """A row of a table of host memory.
+
+    Fields:
+        phase: the phase, a key of `HOST_PHASES`.
+        predicted, measured: bytes of one process in the phase; None if unknown.
+        holds: what the process holds, in words.
+        source: where the predicted bytes come from; "" for a row that sums up several terms.
+    """
+
+    phase: str
+    predicted: int | None
+    measured: int | None
+    holds: str
+    source: str = ""
+
+
+def phase_rows(host: HostMemory) -> list[HostRow]:
+    """Returns one row per phase, with its predicted and measured bytes and its largest terms."""
+    return [
+        HostRow(phase, host.predicted(phase), host.measured.get(phase), _holds(host, phase)) for phase in host.phases()
+    ]
+
+
+def _holds(host: HostMemory, phase: str) -> str:
+    terms, total = host.terms_of(phase), host.predicted(phase) or 0
+    shown = [term for term in terms if term.bytes >= _SMALL * total]
+    rest = total - sum(term.bytes for term in shown)
+    parts = [f"{term.name} {human(term.bytes)}" for term in shown]
+    return ", ".join([*parts, f"other {human(rest)}"] if rest else parts)
+
+
+COLUMNS = (
+    ColumnView("phase", "host memory", "name"),
+    ColumnView("predicted", "predicted", "bytes"),
+    ColumnView("measured", "measured", "bytes"),
+    ColumnView("holds", "holds", "words"),
+)
+
+
+def line(host: HostMemory | None) -> str:
+    """Returns the predicted host memory in one line, such as "1.21 GiB per process (in compile); 8 processes need 9.68
+    GiB of 2.00 TiB (the target's node)". Returns "" if nothing is predicted."""
+    if host is None or not host.terms:
+        return ""
+    text = f"{human(host.process_bytes)} per process (in {host.peak_phase})"
+    if host.processes > 1:
+        text += f"; {host.processes} processes need {human(host.predicted_node_bytes)}"
+    if host.node_bytes:
+        text += f" of {human(host.node_bytes)} ({host.node_source})"
+    if host.verdict == "exceeds" and host.node_bytes:
+        text += f", {human(host.predicted_node_bytes - host.node_bytes)} TOO MUCH"
+    return text
+
+
+def render(host: HostMemory | None, verbose: bool = True) -> RenderableType | None:
+    """Returns the host memory for the terminal: the line of `line`, and with `verbose` the table by phase. Returns None
+    if nothing is known, and without `verbose` also if the verdict is "fits" or "unknown"."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.view.table_views import terminal_table
+    from bytescope.memory.view.text_layout import Prose
+
+    rows = phase_rows(host) if host else []
+    if host is None or not rows or (not verbose and host.verdict in ("fits", "unknown")):
+        return None
+    parts: list[RenderableType] = []
+    if text := line(host):
+        parts.append(Prose(f"host memory: {text}", VERDICT_STYLE[host.verdict]))
+    if verbose:
+        parts += [Text(), terminal_table(TableView(COLUMNS, rows))]
+    return Group(*parts)
+
+
+TERM_COLUMNS = (
+    ColumnView("phase", "phase", "name"),
+    ColumnView("holds", "holds", "words"),
+    ColumnView("predicted", "predicted", "bytes"),
+    ColumnView("measured", "measured", "bytes"),
+    ColumnView("source", "from", "words"),
+)
+
+
+def term_rows(host: HostMemory) -> Sequence[HostRow]:
+    """Returns one row per phase with its sums, each followed by one row per term of the phase."""
+    rows = []
+    for phase in host.phases():
+        rows.append(HostRow(phase, host.predicted(phase), host.measured.get(phase), HOST_PHASES[phase]))
+        rows += [HostRow("", term.bytes, None, term.name, term.source) for term in host.terms_of(phase)]
+    return rows
+
+
+def page_rows(host: HostMemory | None) -> PageTable | None:
+    """Returns the table of all terms for the HTML report; None if nothing is known. The rows of the phases are bold."""
+    if host is None or not host.phases():
+        return None
+    return page_table(TableView(TERM_COLUMNS, term_rows(host), emphasis=lambda row: "total" if row.phase else ""))
