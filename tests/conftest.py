@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from importlib import metadata
@@ -28,6 +29,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 # wait for a core, on a machine with more to do, are not taken for a deadlock.
 os.environ["PJRT_NPROC"] = "64"
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=180"
+# Python writes bytecode. Otherwise each command in a process of its own would compile this package and its imports
+# again, and each worker of pytest-xdist would compile the tests.
+os.environ["PYTHONDONTWRITEBYTECODE"] = ""
 # What is printed is as wide as without a terminal, wherever the tests run.
 os.environ.pop("COLUMNS", None)
 # Compiled for this machine's own processor each time; nothing from an older run is trusted, and nothing is left there.
@@ -39,6 +43,8 @@ import jax
 import pytest
 from hypothesis import Phase, settings
 from jax.experimental.compilation_cache import compilation_cache
+
+sys.dont_write_bytecode = False  # for the modules that are imported from here on
 
 # A suite that is started in the background, or by nohup, would hand its ignored signals on to all that it starts.
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
@@ -90,6 +96,7 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure():
+    gc.freeze()  # pytest, jax and Python look for garbage before the process ends: seconds for all that jax has cached
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from bytescope.memory.commands.arguments import chosen_rates
+from bytescope.memory.commands.arguments import chosen_node, chosen_rates
 from bytescope.memory.commands.json_output import only_json
 from bytescope.memory.errors import exit_code_of
 from bytescope.memory.view.console import settle_stdout
@@ -106,7 +106,7 @@ def run(argv: Sequence[str]) -> int:
         command = COMMANDS[args.command]
         if command.group != "train":  # commands other than training print tables, which need a fixed width
             settle_stdout()
-        with only_json(args), chosen_rates(args):
+        with only_json(args), chosen_rates(args), chosen_node(args):
             return command.load().run(args)
     except BrokenPipeError as error:
         if not _stdout_is_closed():

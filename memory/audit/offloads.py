@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.audit.checkpoint_requests import line_of, request_for
+from bytescope.memory.audit.idle_offloads import find_moved_values
 from bytescope.memory.cost import host_transfers
 from bytescope.memory.hlo import loops
 from bytescope.memory.hlo.buffers import HOST_COLOR
@@ -38,6 +40,13 @@ _ON_CPU = (
 _ROUND_TRIP = (
     "the array is moved to host memory and directly back, and XLA removes both moves: pass the array in host memory "
     "through jax.lax.optimization_barrier before it is moved back"
+)
+
+
+_IDLE = (
+    "XLA starts the move to host memory only just before the value is moved back, so that the value stays in device "
+    "memory and the move frees nothing: use jax.lax.scan over the layers without unroll, or save the value in device "
+    "memory"
 )
 
 
@@ -87,9 +96,11 @@ def offloads(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow
         yield from _unknown_requests(program.module)
         return
     outcome = _HostArrays(program.module)
-    rows: dict[tuple[str, str, str, bool], AuditRow] = {}
-    for request in _Walk().requests(program.jaxpr):
-        size = outcome.moved_bytes(request)
+    rows: dict[tuple[str, str, str, str], AuditRow] = {}
+    requests = _Walk().requests(program.jaxpr)
+    idle = _idle_values(program.module, requests, outcome)
+    for request in requests:
+        elements, size = outcome.moved_array(request)
         done, undone_by, message = "offloaded", "", ""
         if request.kept:
             size, done, undone_by = outcome.size_on_device(request), "kept", "autodiff"
@@ -101,12 +112,32 @@ def offloads(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow
             size, done = outcome.size_on_device(request), "kept"
             on_cpu = report.target.get("platform", "cpu") == "cpu"
             undone_by, message = ("lowering", _ON_CPU) if on_cpu else ("offloader", _ROUND_TRIP)
-        key = request.subject, request.line, done, request.kept
+        elif idle[request.type.dtype.name, elements] >= request.times:
+            idle[request.type.dtype.name, elements] -= request.times
+            done, undone_by, message = "kept", "scheduler", _IDLE
+        key = request.subject, request.line, done, undone_by
         row = rows.get(key) or AuditRow(
             "offload", request.subject, request.line, "offload", done, 0, 0, undone_by, message, 0
         )
         rows[key] = dataclasses.replace(row, bytes=row.bytes + size, count=row.count + request.times)
     yield from rows.values()
+
+
+def _idle_values(module: Module, requests: Sequence[_Request], outcome: _HostArrays) -> Counter[tuple[str, int]]:
+    """Returns (dtype, elements on one device) -> number of values whose move to host memory frees no device memory. If
+    only some of the values with this dtype and size are idle, and the values belong to several requests, it is unknown
+    which of them are idle; they are left out."""
+    subjects: dict[tuple[str, int], set[tuple[str, str]]] = defaultdict(set)
+    for request in requests:
+        elements, _ = outcome.moved_array(request)
+        subjects[request.type.dtype.name, elements].add((request.subject, request.line))
+    return Counter(
+        {
+            key: values.idle
+            for key, values in find_moved_values(module).items()
+            if values.idle == values.moved or len(subjects[key]) == 1
+        }
+    )
 
 
 def _argument_rows(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
@@ -313,17 +344,18 @@ class _HostArrays:
                     if shape.memory_space == host_transfers.HOST_SPACE:
                         self._sizes.setdefault(shape.dtype, {})[math.prod(shape.dims)] = shape.bytes
 
-    def moved_bytes(self, request: _Request) -> int:
-        """Returns the bytes that one device moves to host memory in one step for the value of `request`: the bytes of
-        the value on one device, multiplied by the number of times that one step computes the value. Returns 0 if no
-        array in host memory of the module matches the value."""
+    def moved_array(self, request: _Request) -> tuple[int, int]:
+        """Returns (elements of the array in host memory that matches the value of `request`, bytes that one device
+        moves to host memory in one step for the value). The bytes are the bytes of the value on one device, multiplied
+        by the number of times that one step computes the value. Returns (0, 0) if no array in host memory of the module
+        matches the value."""
         whole = math.prod(request.type.shape)
         for elements, size in sorted(self._sizes.get(request.type.dtype.name, {}).items(), reverse=True):
             for times in {1, request.times}:  # one array, or the stack of a loop's arrays
                 parts, rest = divmod(whole * times, max(elements, 1))
                 if not rest and 1 <= parts <= self._devices:
-                    return size * request.times // times
-        return 0
+                    return elements, size * request.times // times
+        return 0, 0
 
     def size_on_device(self, request: _Request) -> int:
         """Returns the bytes of a value on one device, multiplied by the number of times that one step computes the

@@ -1,4 +1,4 @@
-"""Names the XLA compiler pass that undid a recomputation or an offload, from dumps of the HLO module after each pass.
+"""Names the XLA compiler pass that undid a request of the program, from dumps of the HLO module after each pass.
 
 XLA writes a dump for each pass that changes the module. The file name contains number, pipeline and pass, such as
 `module_0001.jit_step.0012.simplification.after_cse.before_dce.hlo.pb`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,10 +17,13 @@ from bytescope.memory.audit.checkpoint_requests import KERNELS
 from bytescope.memory.cost import host_transfers
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import buffers, dumps, scopes
-from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.module import Metadata, Module
+from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.records.audit_record import AuditRow
 
 _DUMP = re.compile(r"module_(\d+)\..*\.(\d{4,})\.([^.]+)\.after_([^.]+?)(?:\.before_[^.]+)?\.hlo\.pb(?:\.gz)?$")
+# Name of the dump that XLA writes before the first pass of a pipeline.
+_START = "pipeline-start"
 
 
 class PassDump(NamedTuple):
@@ -52,10 +55,12 @@ def list_passes(folder: Path) -> list[PassDump]:
     return sorted(modules[max(sizes, key=lambda module: sizes[module])]) if sizes else []
 
 
-def with_passes(rows: Iterable[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
-    """Returns the rows of an audit with the field `compiler_pass` filled in. For a recomputation that XLA merged with
-    the forward pass, and for a move to host memory that XLA removed, this field names the compiler pass that did so.
-    All other rows are unchanged.
+def with_passes(rows: Sequence[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
+    """Returns the rows of an audit with the field `compiler_pass` filled in where the dumps show the compiler pass that
+    undid the request. The counted instructions are in `_counted`: for example, a pass that removes kernels merges the
+    recomputation with the forward pass, and a pass that adds all-gathers replicates an array. A checkpoint name that
+    XLA keeps has the pass of the jax.checkpoint calls that XLA merges, if it is the same pass for all of them. Requests
+    that jax undoes before XLA runs (tracing, autodiff, lowering) have no pass.
 
     Args:
         rows: the rows of the audit.
@@ -63,39 +68,74 @@ def with_passes(rows: Iterable[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
 
     Raises ReportError if a dump is damaged.
     """
-    history = list_passes(folder)
-    return tuple(_with_pass(row, history) for row in rows)
+    counted = {at: found for at, row in enumerate(rows) if (found := _counted(row)) is not None}
+    passes = dict(zip(counted, changing_passes(list_passes(folder), list(counted.values()))))
+    merging = {passes[at] for at in passes if rows[at].kind == "checkpoint"}
+    for at, row in enumerate(rows):
+        if row.kind == "name" and row.honored is False and row.undone_by == "cse" and len(merging) == 1:
+            passes[at] = next(iter(merging))
+    return tuple(dataclasses.replace(row, compiler_pass=passes.get(at, "")) for at, row in enumerate(rows))
 
 
-def _with_pass(row: AuditRow, history: Sequence[PassDump]) -> AuditRow:
-    if row.honored is not False or not row.source:
-        return row
-    if row.kind == "checkpoint" and row.undone_by == "cse":
-        found = undoing_pass(history, lambda module: _computations(module, row.source))
-    elif row.kind == "offload" and row.undone_by == "offloader":
-        found = undoing_pass(history, _moves)
-    else:
-        return row
-    return dataclasses.replace(row, compiler_pass=found) if found else row
+class _Counted(NamedTuple):
+    """Instructions whose number in the module shows that a request is undone.
+
+    Fields:
+        count: function from a module to the number of these instructions.
+        added: True if the number rises when the request is undone, False if it falls.
+    """
+
+    count: Callable[[Module], int]
+    added: bool = False
 
 
-def undoing_pass(history: Sequence[PassDump], count: Callable[[Module], int]) -> str:
-    """Returns the compiler pass that removed the most of the instructions that `count` counts, as "pipeline/pass" such
-    as "simplification/cse". If a pass ran several times, the instructions that it removed are added up. Returns "" if
-    no pass removed any.
+def _counted(row: AuditRow) -> _Counted | None:
+    """Returns the instructions that show in which pass XLA undid a request; None if the request was honored, or if XLA
+    did not undo the request."""
+    if row.honored is not False:
+        return None
+    match row.kind, row.undone_by:
+        case "checkpoint", "cse" if row.source:
+            return _Counted(_RegionKernels(row.source))
+        case "offload", "offloader":
+            return _Counted(_moves)
+        case "name", "rematerialization":
+            return _Counted(_rematerialized, added=True)
+        case "donation", "copies":
+            return _Counted(_parameter_copies, added=True)
+        case "sharding", "partitioner":
+            return _Counted(_gathers, added=True)
+    return None
+
+
+def changing_passes(history: Sequence[PassDump], counted: Sequence[_Counted]) -> list[str]:
+    """Returns, for each kind of instructions, the compiler pass that removed (or added) the most of them, as
+    "pipeline/pass" such as "simplification/cse". If a pass ran several times, its changes are added up. "" stands for
+    instructions that no pass removed (or added).
+
+    A pass may run a pipeline of its own, whose first dump shows the changes of the outer pass. Such a change is that of
+    the first later pass of a pipeline that began earlier.
 
     Args:
-        history: the pass dumps in the order in which XLA ran the passes.
-        count: function from a module to the number of instructions that are of interest, such as moves to host memory.
+        history: the pass dumps in the order in which XLA ran the passes. Each file is read once.
+        counted: the instructions that are counted in each dump.
     """
-    removed: Counter[str] = Counter()
-    before = None
-    for dump in history:
-        now = count(_read(dump.path))
-        if before is not None and now < before:
-            removed[f"{dump.pipeline}/{dump.name}"] += before - now
+    changes = [Counter[str]() for _ in counted]
+    before: list[int] = []
+    begun: set[str] = set()
+    for at, dump in enumerate(history if counted else ()):
+        module = _read(dump.path)
+        now = [kind.count(module) for kind in counted]
+        owner = dump
+        if dump.name == _START and dump.pipeline not in begun:
+            owner = next((other for other in history[at + 1 :] if other.pipeline in begun), dump)
+        begun.add(dump.pipeline)
+        for kind, changed, old, new in zip(counted, changes, before, now):
+            difference = new - old if kind.added else old - new
+            if difference > 0:
+                changed[f"{owner.pipeline}/{owner.name}"] += difference
         before = now
-    return removed.most_common(1)[0][0] if removed else ""
+    return [changed.most_common(1)[0][0] if changed else "" for changed in changes]
 
 
 def _read(path: Path) -> Module:
@@ -105,27 +145,42 @@ def _read(path: Path) -> Module:
         raise ReportError(f"the dump {path.name} of a compiler pass is damaged: {error}") from error
 
 
-def _computations(module: Module, source: str) -> int:
-    """Returns the number of kernels, such as matrix products, that the jax.checkpoint calls in one source line have in
-    the forward pass and the recomputation together; if they have no kernels, returns the number of all their
-    instructions. The number falls when a compiler pass merges the two. `source`: "file.py:line" of the calls."""
-    kernels, others = 0, 0
-    for operation in _operations_at(module, source):
-        kernels += operation in KERNELS
-        others += 1
-    return kernels or others
+class _RegionKernels:
+    """Counts the kernels, such as matrix products, that the jax.checkpoint calls in one source line have in the forward
+    pass and the recomputation together; if they have no kernels, counts all their instructions. The number falls when a
+    compiler pass merges the two.
+
+    Only instructions of the recomputation have the source line of the calls. The first module that is counted shows at
+    which lines the recomputed values are computed, and the instructions at these lines are counted in all modules. XLA
+    may keep the metadata of either instruction when it merges two.
+
+    source: "file.py:line" of the calls.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lines: set[str] = set()
+
+    def __call__(self, module: Module) -> int:
+        found = list(_computations(module))
+        if not self._lines:
+            for metadata, _ in found:
+                if any(f"{frame.file}:{frame.line}" == self._source for frame in metadata.frames):
+                    self._lines.add(source_line(metadata))
+        operations = [operation for metadata, operation in found if source_line(metadata) in self._lines]
+        return sum(operation in KERNELS for operation in operations) or len(operations)
 
 
-def _operations_at(module: Module, source: str) -> Iterator[str]:
+def _computations(module: Module) -> Iterator[tuple[Metadata, str]]:
+    """Yields (metadata, jax primitive) for each instruction of the forward pass or of a recomputation that computes
+    something."""
     for instruction in module.instructions.values():
         if instruction.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "fusion"):
             continue
         metadata = module.metadata(instruction)
         scope = scopes.parse(metadata.op_name)
-        if scope.phase not in ("forward", "recompute"):
-            continue
-        if any(f"{frame.file}:{frame.line}" == source for frame in metadata.frames):
-            yield scope.operation
+        if scope.phase in ("forward", "recompute"):
+            yield metadata, scope.operation
 
 
 def _moves(module: Module) -> int:
@@ -141,3 +196,20 @@ def _moves(module: Module) -> int:
         for direction, _, _ in host_transfers.moved(module, instruction)
     )
     return placed // 2 + to_host + copied  # annotations also mark the move back
+
+
+def _rematerialized(module: Module) -> int:
+    """Returns the number of instructions that XLA's rematerialization pass adds: it appends ".remat" to their names."""
+    return sum(".remat" in instruction.name for instruction in module.instructions.values())
+
+
+def _parameter_copies(module: Module) -> int:
+    """Returns the number of copies of arguments of the program."""
+    entry = module.computations.get(module.entry)
+    instructions = [module.instructions[id] for id in entry.instructions] if entry is not None else []
+    sources = [module.operand(each, 0) for each in instructions if each.opcode == "copy"]
+    return sum(source is not None and source.opcode == "parameter" for source in sources)
+
+
+def _gathers(module: Module) -> int:
+    return sum(each.opcode in ("all-gather", "all-gather-start") for each in module.instructions.values())

@@ -38,7 +38,11 @@ class Outcome:
 
 
 def run_bisection(
-    axis: Axis, bound: Bound, measure: Callable[[Candidate], Measurement], measure_all: bool = False
+    axis: Axis,
+    bound: Bound,
+    measure: Callable[[Candidate], Measurement],
+    measure_all: bool = False,
+    is_recorded: Callable[[str], bool] = lambda point: False,
 ) -> Outcome:
     """Finds the change at which a program first exceeds a bound, and returns it with all measurements. A candidate is
     the program with one version, or with some of the changes. The first candidate is the oldest version or the
@@ -50,6 +54,8 @@ def run_bisection(
         measure: function that compiles a candidate and returns its measurement.
         measure_all: if True, every version or commit is compiled; if False, binary search chooses which are compiled.
             Not used for flags, keys and lines.
+        is_recorded: function from the name of a candidate to whether `measure` has its measurement already. The binary
+            search begins between recorded versions or commits.
 
     Raises ReportError if the first or the last candidate cannot be compiled, or if its report lacks the bounded
     quantity.
@@ -82,20 +88,18 @@ def run_bisection(
 
     if bound.is_exceeded(good, good):
         return answer(notes=[f"the first candidate, {axis.point(ends[0])}, already exceeds the bound of {limit}"])
-    if axis.is_sequence and measure_all:
-        for index in range(1, len(axis.changes) - 1):
-            exceeds(frozenset([index]))
-    if not bound.is_exceeded(bad, good) and not (axis.is_sequence and measure_all):
-        words = f"the last candidate, {axis.point(ends[1])}, is within the bound of {limit}"
-        return answer(notes=[f"no change found: {words}"])
+    last = len(axis.changes) - 1
+    known: dict[int, bool | None] = {0: False, last: bound.is_exceeded(bad, good)}
+    for index in range(1, last) if axis.is_sequence else ():
+        if measure_all or is_recorded(axis.point(frozenset([index]))):
+            known[index] = exceeds(frozenset([index]))
+    if not any(known.values()):
+        words = f"the last candidate, {axis.point(ends[1])}, is"
+        if axis.is_sequence and measure_all:
+            words = "every measured version is"
+        return answer(notes=[f"no change found: {words} within the bound of {limit}"])
     if axis.is_sequence:
-        last = len(axis.changes) - 1
-        if measure_all:
-            exceeding = [i for i in range(last + 1) if exceeds(frozenset([i]))]
-            if not exceeding:
-                return answer(notes=[f"no change found: every measured version is within the bound of {limit}"])
-            last = exceeding[0]
-        found = search_sequence(last + 1, lambda index: exceeds(frozenset([index])))
+        found = search_sequence(last + 1, lambda index: exceeds(frozenset([index])), known)
         change = axis.changes[found.before + 1 : found.after + 1]
         notes = _sequence_notes(axis, bound, good, measured, quantity.text)
         if len(change) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,21 +26,27 @@ class Interval:
     after: int
 
 
-def search_sequence(count: int, exceeds: Callable[[int], bool | None]) -> Interval:
+def search_sequence(
+    count: int, exceeds: Callable[[int], bool | None], known: Mapping[int, bool | None] | None = None
+) -> Interval:
     """Finds two neighbouring versions of which the older one is within the bound and the newer one exceeds the bound,
     by binary search, and returns their indices. The caller must know that the first version is within the bound and
     that the last version exceeds the bound.
 
     About log2(count) versions are compiled if all of them can be compiled. If a version cannot be compiled, its nearest
-    neighbours are tried.
+    neighbours are tried. Known versions are not compiled: the search begins between the first version that is known to
+    exceed the bound and the last one before it that is known to be within the bound.
 
     Args:
         count: number of versions, at least 2.
         exceeds: function that compiles the version with an index. Returns True if the version exceeds the bound, False
             if it is within the bound, None if it cannot be compiled.
+        known: index of a version that was compiled before -> what `exceeds` returns for it.
     """
-    before, after = 0, count - 1
-    unmeasured: set[int] = set()
+    known = known or {}
+    after = min((index for index, answer in known.items() if answer), default=count - 1)
+    before = max((index for index, answer in known.items() if answer is False and index < after), default=0)
+    unmeasured = {index for index, answer in known.items() if answer is None}
     while True:
         middle = (before + after) / 2
         between = [index for index in range(before + 1, after) if index not in unmeasured]

@@ -222,6 +222,47 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_host_memory(parser: argparse.ArgumentParser) -> None:
+    """Adds --host-memory: the memory of one node, against which the predicted host memory of its processes is
+    checked."""
+    parser.add_argument(
+        "--host-memory",
+        metavar="SIZE",
+        help="memory of one node (computer), such as 512GiB; default: of this machine or its cgroup, and for devices "
+        "that are not present, of the usual node with these devices",
+    )
+
+
+@contextmanager
+def chosen_node(args: argparse.Namespace) -> Iterator[None]:
+    """Context manager: inside it, all targets of this process have the node memory of --host-memory and the number of
+    processes of --processes-per-node.
+
+    Raises:
+        ReportError: the size or the number is not valid.
+    """
+    text, processes = vars(args).get("host_memory"), vars(args).get("processes_per_node")
+    if text is None and processes is None:
+        yield
+        return
+    from bytescope.memory.devices.node_size import use_node
+    from bytescope.memory.units import parse_bytes
+
+    try:
+        size = None if text is None else parse_bytes(text)
+    except ReportError as error:
+        raise ReportError(f"--host-memory={text}: {error}") from error
+    if size == 0:
+        raise ReportError(f"--host-memory={text} is no memory: give the size of one node, such as 512GiB")
+    if processes is not None and processes < 1:
+        raise ReportError(f"--processes-per-node={processes} is no number of processes: give 1 or more")
+    try:
+        use_node(size, processes)
+        yield
+    finally:
+        use_node()
+
+
 @contextmanager
 def chosen_rates(args: argparse.Namespace) -> Iterator[None]:
     """Context manager: inside it, all predictions of this process and its workers use the device rates in the file of

@@ -35,8 +35,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passes",
         action="store_true",
-        help="also name the XLA compiler pass that undid a recomputation or an offload; XLA then writes the program "
-        "after each pass to a temporary folder",
+        help="also name the XLA compiler pass that undid a request; XLA then writes the program after each pass to a "
+        "temporary folder",
     )
     audit_fix.add_fix(parser)
     add_xla(parser)
@@ -65,7 +65,7 @@ def make_audited_report(
     args: argparse.Namespace, program: PreparedProgram, subject_of: Callable[[int], Subject] | None
 ) -> tuple[ReportRecord, Compilation]:
     """Compiles a program and returns (its report with the audit, the compilation). With --passes, XLA also dumps the
-    module after each compiler pass, and the audit names the pass that undid a recomputation or an offload.
+    module after each compiler pass, and the audit names the pass that undid a request.
 
     Args:
         args: the parsed command line.
@@ -118,7 +118,9 @@ def finish(
         "honored": sum(row.honored is True for row in report.audit),
         "not_honored": sum(row.honored is False for row in report.audit),
         "unknown": sum(row.honored is None for row in report.audit),
-        "requests": [dataclasses.asdict(row) | {"honored": row.honored} for row in report.audit],
+        "requests": [
+            dataclasses.asdict(row) | {"honored": row.honored, "inferred": row.inferred} for row in report.audit
+        ],
         "proposals": [row.to_json() for row in tried],
         "constraints": [dataclasses.asdict(trial) for trial in trials],
     }

@@ -108,9 +108,9 @@ def add_fix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--small",
         metavar="KEY=VALUE,...",
-        help="with --fix or --fix-sharding: keyword arguments of the --program function that make the program small, "
-        "such as layers=2,width=64; the changed and the unchanged program then run on the CPU at this size, and their "
-        "results are compared",
+        help="with --fix or --fix-sharding: values that make the program small, such as the keyword arguments "
+        "layers=2,width=64 of the --program function, or the keys model.n_layers=2,data.seq_len=64 of a config; the "
+        "changed and the unchanged program then run on the CPU at this size, and their results are compared",
     )
     parser.add_argument(
         "--write",
@@ -221,6 +221,8 @@ def show(tried: Sequence[TriedProposal]) -> None:
             put(Prose(f"{proposal.kind}: {proposal.words}: does not compile: {row.error}", "red"))
         elif proposal.flags:
             put(Prose(f"{proposal.kind}: {proposal.words}"))
+            if row.comparison:
+                put(Prose(row.comparison, "red" if row.numerics == equal_results.DIFFERS else ""))
         elif proposal.changed:
             put(Text(f"\n{proposal.words}", "bold"))
             if row.comparison:

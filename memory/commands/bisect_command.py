@@ -284,7 +284,7 @@ def bisect(args: argparse.Namespace, axis_name: str, subject: Subject) -> int:
                         printer.show(measurement, recorded)
                     return measurement
 
-                outcome = run_bisection(axis, bound, measure, args.all)
+                outcome = run_bisection(axis, bound, measure, args.all, lambda point: records.find(point) is not None)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
                 f"interrupted: {printer.count} finished measurements are in {records.path}; run the same command again "

@@ -1,8 +1,10 @@
-"""bytescope calibrate: measures the rates of this machine's devices, for --rates=FILE of other commands."""
+"""bytescope calibrate: measures the rates of this machine's devices, and with --host constants of its host memory, for
+--rates=FILE of other commands."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 
@@ -15,7 +17,7 @@ SECONDS = 60.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `bytescope calibrate`: --out and --seconds."""
+    """Adds the arguments of `bytescope calibrate`: --out, --seconds and --host."""
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -31,11 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"approximate duration in seconds (default: {SECONDS:g}). On a busy machine the measurement may take "
         "up to 1.25 times S, or 30 s if that is more. A small S measures only the rates that predictions require",
     )
+    parser.add_argument(
+        "--host",
+        action="store_true",
+        help="also measure host memory (about a minute): of the libraries, of XLA's compilers and of a checkpoint; "
+        "predictions of host memory with --rates=FILE then use these values",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope calibrate`: measures the compute, memory and link rates of this machine's devices, prints the
-    table of rates, and writes it as JSON if a file is given."""
+    """Runs `bytescope calibrate`: measures the compute, memory and link rates of this machine's devices and, with
+    --host, constants of host memory, prints them as tables, and writes them as JSON if a file is given."""
     if not 0 < args.seconds < math.inf:
         raise ReportError(f"--seconds={args.seconds:g} is not a duration: give a number above 0, such as {SECONDS:g}")
     check_files(args, ("out", "json"))
@@ -51,12 +59,22 @@ def run(args: argparse.Namespace) -> int:
     with progress(math.ceil(args.seconds), "measuring") as report_progress:
         calibration = measure.measure(todo, target, len(devices), args.seconds, report_progress)
     calibration_text.show(calibration, target)
-    write_json(
-        args, calibration.rates.to_json(), target=target.to_json(), caveats=("Rates were measured on this machine.",)
-    )
+    found = calibration.rates
+    if args.host:
+        found = dataclasses.replace(found, host=_measure_host())
+    write_json(args, found.to_json(), target=target.to_json(), caveats=("Rates were measured on this machine.",))
     if args.out:
-        rows = ",\n".join(
-            f" {json.dumps(name)}: {json.dumps(value)}" for name, value in calibration.rates.to_json().items()
-        )
+        rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in found.to_json().items())
         write(args.out, f"{{\n{rows}\n}}\n")
     return 0
+
+
+def _measure_host() -> dict[str, float]:
+    """Measures the constants of host memory and prints them. Returns name of a field of `HostRates` -> value."""
+    from bytescope.memory.commands import calibration_text
+    from bytescope.memory.seconds.calibration.host_measure import MEASUREMENTS, constants_of, measure_host
+
+    with progress(len(MEASUREMENTS), "measuring host memory") as report_progress:
+        samples, left_out = measure_host(report_progress)
+    calibration_text.show_host(samples, left_out)
+    return constants_of(samples)

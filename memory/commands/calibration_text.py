@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -27,6 +27,7 @@ from bytescope.memory.seconds.calibration.cases import (
     TO_DEVICE,
     TO_HOST,
 )
+from bytescope.memory.seconds.calibration.host_measure import HostSample
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import DeviceRates
@@ -89,6 +90,19 @@ def render(calibration: Calibration, target: Target) -> Group:
         *_tabulate_thin_products(calibration),
         *_notes(calibration),
     )
+
+
+def show_host(samples: Iterable[HostSample], left_out: Mapping[str, str], console: Any = None) -> None:
+    """Prints measured sizes of host memory beside the sizes that the shipped constants stand for, to stdout by default.
+
+    samples: the measured sizes. left_out: what was not measured -> reason.
+    """
+    table = FigureTable(label("host memory", min_width=17), *map(figure, ("measured", "shipped", "ratio")))
+    for sample in samples:
+        ratio = sample.bytes / sample.reference
+        table.add(sample.words, human(sample.bytes), human(sample.reference), f"{ratio:.2f}")
+    notes = [Prose(f"not measured: {name}: {reason}", "yellow") for name, reason in left_out.items()]
+    put(Group(Text(), table, *notes), console)
 
 
 def _tabulate_thin_products(calibration: Calibration) -> Iterator[Any]:

@@ -67,9 +67,15 @@ class HeldProgram:
         key = repr((factory.reference, sorted(overrides.items()), target))
         if self._program is None or key != self._key:
             self._key, self._program = "", None
-            _free_last_job()
+            self.free_memory()
             self._program, self._key = factory(overrides, target), key
         return self._program
+
+    def free_memory(self) -> None:
+        """Frees the memory that jax still uses for the last program."""
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        gc.collect()
 
 
 def answer_to(job: dict[str, Any], factory: ProgramFactory, programs: HeldProgram | None = None) -> dict[str, Any]:
@@ -170,12 +176,6 @@ def describe_error(error: BaseException, max_length: int = 300) -> str:
     fix, this is its message. For other errors, the error's type precedes the message."""
     text = message_of(error) or type(error).__name__
     return one_line(text if hasattr(error, "exit_code") else f"{type(error).__name__}: {text}", max_length)
-
-
-def _free_last_job() -> None:
-    if "jax" in sys.modules:
-        sys.modules["jax"].clear_caches()
-    gc.collect()
 
 
 def _resident_bytes() -> int:

@@ -7,6 +7,7 @@ GPUs needs the plugin, but not the libraries that the plugin loads before itself
 This module does not import jax until a plugin is registered.
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -33,29 +34,32 @@ def make_importable() -> None:
 
 
 def register(plugin: str, gpu_present: bool) -> None:
-    """Makes jax register a CUDA plugin, if it has not.
+    """Makes jax register a CUDA plugin when it starts, or now if jax has started already.
 
     When jax starts on a machine without a GPU, it asks libraries that need a driver for their versions. If this fails,
-    jax drops the plugin, unless JAX_PLATFORMS names only other platforms. So jax starts without the plugin, and the
-    plugin is registered afterwards, without NVIDIA's libraries. The compiler itself loads those that it uses.
+    jax drops the plugin, unless JAX_PLATFORMS names only other platforms. A variable turns the question off. Without a
+    GPU, cuDNN is the only library of NVIDIA that is loaded before the plugin, because the compiler uses no other.
 
     Args:
         plugin: a key of `CUDA_PLUGINS`.
-        gpu_present: whether this machine has an NVIDIA GPU. jax then loads the plugin with its libraries.
+        gpu_present: whether this machine has an NVIDIA GPU.
     """
     from jax._src import xla_bridge  # no public API registers a plugin
 
-    if not gpu_present:
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-        defer()
-        xla_bridge._discover_and_register_pjrt_plugins()
     make_importable()
-    if "cuda" in xla_bridge._backend_factories or not xla_bridge._plugins_registered:
+    started, factories = getattr(xla_bridge, "_plugins_registered", False), xla_bridge._backend_factories
+    if "cuda" in factories or (gpu_present and not started):
         return
     module = importlib.import_module(f"jax_plugins.{plugin}")
     if not gpu_present:
-        module._load_nvidia_libraries = lambda: None
-    module.initialize()
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        if hasattr(module, "_load"):
+            load_cudnn = functools.partial(module._load, "cudnn", ["libcudnn.so.9"])
+            setattr(module, "_load_nvidia_libraries", load_cudnn)  # noqa: B010  # no attribute that mypy knows
+    if started:
+        module.initialize()
+        for callback in xla_bridge._plugin_callbacks:  # such as the registration of custom partitioners
+            callback(c_api=factories["cuda"].c_api)
 
 
 def _is_not_deferred(record: logging.LogRecord) -> bool:

@@ -6,14 +6,17 @@ computation and never raises. Figures that a backend does not provide are None.
 
 import dataclasses
 import functools
+import math
 import os
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import free_host_bytes
-from bytescope.memory.host.process_memory import resident
+from bytescope.memory.host.process_memory import measure_growth, release_free_memory, resident
 from bytescope.memory.units import human
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,8 @@ class LiveMemory:
     Fields:
         device: jax's device_kind.
         source: "allocator" if the values are from jax's `memory_stats`. "host" for a CPU device: bytes in use, peak
-            and limit are then measured for the whole process, because simulated devices share it.
+            and limit are then measured for the whole process, because simulated devices share it. "arrays" for the
+            CPU devices of this process together, without the rest of the process (`on_cpu_devices`).
         sharing: number of local devices that these values belong to; 1 on an accelerator.
         in_use_bytes: bytes in use now.
         peak_bytes: maximum of the bytes in use since the process started.
@@ -103,6 +107,45 @@ def sample(device: JaxDevice | None, host_limit: bool = True) -> LiveMemory | No
     )
 
 
+def array_bytes() -> int:
+    """Returns the bytes of all jax arrays of this process that are on its own devices."""
+    import jax
+
+    total = 0
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            shard = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+            total += shard * len(array.sharding.addressable_devices)
+    return total
+
+
+def on_cpu_devices(live: LiveMemory, peak_bytes: int | None) -> LiveMemory:
+    """Returns a measurement of a CPU device with the bytes of the device arrays of all simulated devices instead of the
+    bytes of the whole process, which stay in `host_rss_bytes` and `host_peak_rss_bytes`.
+
+    peak_bytes: arrays and temporaries that a call of the step needs, measured by `measure_call`; None before that.
+    """
+    arrays = array_bytes()
+    limit = live.limit_bytes
+    if limit is not None and live.host_rss_bytes is not None:
+        limit = limit - live.host_rss_bytes + arrays
+    return dataclasses.replace(live, source="arrays", in_use_bytes=arrays, peak_bytes=peak_bytes, limit_bytes=limit)
+
+
+def measure_call(call: Callable[[], T]) -> tuple[T, int | None]:
+    """Calls a program on CPU devices. Returns its result, and the bytes of device arrays and temporaries at the peak of
+    the call on all devices of this process; None if this system cannot measure them.
+
+    They are the bytes of all arrays before the call, and the growth of the process during the call. The freed memory of
+    earlier calls is returned to the system first, so that temporaries count again. `call` returns when the program is
+    done. A first call also loads code and starts threads: measure a later one.
+    """
+    release_free_memory()
+    arrays = array_bytes()
+    result, growth = measure_growth(call)
+    return result, None if growth is None else arrays + growth
+
+
 class _Predicted(Protocol):
     @property
     def predicted_bytes(self) -> int: ...
@@ -111,10 +154,13 @@ class _Predicted(Protocol):
 def predicted_in_use(report: _Predicted, before: LiveMemory | None) -> int:
     """Returns the bytes that a memory measurement of the running program should show, according to its report.
 
-    On an accelerator they are the report's predicted bytes of one device. On a CPU, where the whole process is
-    measured, they are the bytes of all its simulated devices plus the bytes in use in the measurement `before`.
+    On an accelerator they are the report's predicted bytes of one device. If the CPU devices are measured together,
+    they are the bytes of all simulated devices of this process. If the whole process is measured, the bytes in use in
+    the measurement `before` are added to them.
     """
     predicted = int(report.predicted_bytes)
+    if before is not None and before.source == "arrays":
+        return predicted * before.sharing
     if before is None or before.source != "host":
         return predicted
     return predicted * before.sharing + (before.in_use_bytes or 0)
@@ -139,6 +185,17 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
         return (
             f"{text} grew by {human(live.peak_bytes - held)}, including data, evaluation and checkpoints: from "
             f"{human(held)} (Python, jax, compiled programs) to {human(live.peak_bytes)}"
+        )
+    if live.source == "arrays":
+        predicted *= live.sharing
+        error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
+        devices = "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
+        rest = f" and held {human(before.host_rss_bytes)} before" if before and before.host_rss_bytes else ""
+        peak = live.host_peak_rss_bytes
+        process = f"; the whole process peaked at {human(peak)}{rest} (Python, libraries, compiler)" if peak else ""
+        return (
+            f"predicted {human(predicted)}, measured {human(live.peak_bytes)} of arrays and temporaries on {devices} "
+            f"(prediction {error:+.1f} %){process}"
         )
     error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
     start = f", {human(held)} of it in use before the first step" if held is not None else ""

@@ -43,6 +43,9 @@ OWN_FRACTION_VARIABLE = "BYTESCOPE_MEM_FRACTION"
 # new region of XLA's pool doubles in size, so it may pin up to twice the used bytes. A tenth is left for others.
 HOST_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 HOST_SHARE = 0.9
+PREALLOCATE_HOST_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+# The limit that `choose_platform` wrote to HOST_LIMIT_VARIABLE, which is not a value that the user set.
+OWN_HOST_LIMIT_VARIABLE = "BYTESCOPE_HOST_LIMIT_GB"
 
 # Files of each accelerator's kernel driver. /dev/dxg is the GPU of the Windows Subsystem for Linux; /dev/vfio and
 # /dev/accel* are the chips of Cloud TPU machines.
@@ -155,7 +158,8 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
     if fraction and platform in GPU_NAMES and not any(env.get(name) for name in FRACTION_VARIABLES):
         env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = env[OWN_FRACTION_VARIABLE] = str(fraction)
     if platform in GPU_NAMES and not env.get(HOST_LIMIT_VARIABLE):
-        env[HOST_LIMIT_VARIABLE] = str(max(int(HOST_SHARE * free_host_bytes(root) / GIB), 1))
+        limit = str(max(int(HOST_SHARE * free_host_bytes(root) / GIB), 1))
+        env[HOST_LIMIT_VARIABLE] = env[OWN_HOST_LIMIT_VARIABLE] = limit
     return platform
 
 

@@ -28,6 +28,7 @@ from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, C
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
 from bytescope.memory.devices.limits import limit_bytes, pool_bytes
+from bytescope.memory.devices.node_size import given_node_bytes, node_memory_of
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
     MemoryFraction,
@@ -82,7 +83,8 @@ class Target:
         memory_fraction_source: what set the fraction, for messages, such as "jax's default".
         pool_can_grow: whether jax's pool can become larger than the fraction (the allocator `cuda_async`).
         host_memory_bytes: the target's part of the memory of one host, in proportion to its devices. For one GPU of a
-            host with eight, it is an eighth of the memory.
+            host with eight, it is an eighth of the memory. If the user gives the memory of a node (--host-memory),
+            it is this size.
         hbm_bytes_per_s: bandwidth of the device's memory.
         host_link_bytes_per_s: bandwidth between device and host.
         interconnect_bytes_per_s: link ("in_host" or "between_hosts") -> bandwidth between devices over this link.
@@ -356,7 +358,7 @@ def _described(name: str, chip: Chip, shape: tuple[int, ...], fraction: MemoryFr
         n_devices=n_devices,
         devices_per_host=per_host,
         device_memory_bytes=chip.device_memory_bytes,
-        host_memory_bytes=chip.host_memory_bytes * per_host // chip.devices_per_host,
+        host_memory_bytes=given_node_bytes() or chip.host_memory_bytes * per_host // chip.devices_per_host,
         memory_fraction=fraction.value if fraction else None,
         memory_fraction_source=fraction.source if fraction else "",
         pool_can_grow=fraction is not None and pool_can_grow(),
@@ -390,7 +392,7 @@ def _cpu(name: str, shape: tuple[int, ...]) -> Target:
         n,
         n,
         physical_bytes(),
-        host_memory_bytes=physical_bytes(),
+        host_memory_bytes=node_memory_of(None)[0],
         sources={"device_memory_bytes": "this host's memory, shared by its simulated devices"},
     )
 
@@ -401,9 +403,9 @@ def _local() -> Target:
     per_host = sum(d.process_index == first.process_index for d in devices)
     chip = next((c for c in CHIPS.values() if c.kind == first.device_kind), None)
     platform = platform_of(first)
-    host = physical_bytes()
+    host = node_memory_of(None)[0]
     if platform == "cpu":
-        memory = host
+        memory = physical_bytes()
     else:
         memory = chip.device_memory_bytes if chip else limit_bytes(first)
     return Target(

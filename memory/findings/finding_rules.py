@@ -22,6 +22,7 @@ from bytescope.memory.findings.compiler_findings import (
 )
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, at_peak, describe_buffer
 from bytescope.memory.findings.expert_findings import empty_expert_rows
+from bytescope.memory.findings.host_findings import pinned_growth, pinned_limit
 from bytescope.memory.findings.placement_findings import donated_twice, on_one_device, state_resharded
 from bytescope.memory.findings.sharding_findings import (
     large_collective,
@@ -160,6 +161,8 @@ RULES: Mapping[Rule, str] = {
     fragmentation: "change the batch or the remat policy: the packing depends on the lifetimes of buffers",
     idle_offload: "check that the policy's names exist; the CPU backend drops offload, compile for a GPU instead",
     host_memory: "use a host with more memory per device, or smaller state, such as moments in 8 bits",
+    pinned_limit: "raise the limit of XLA's pool of pinned memory, or offload less",
+    pinned_growth: "offload less, or use a host with more memory per device",
     xla_remat: "the program was too large: choose a remat policy that fits by itself, or set "
     "jax_compiler_enable_remat_pass to False to compare policies",
     xla_remat_falls_short: "save fewer residuals with jax.checkpoint, or reduce the batch; the program may still run, "

@@ -59,7 +59,8 @@ class Equality:
     Fields:
         outcome: "equal" (up to rounding), "differs", or "not checked" if the results could not be compared.
         difference: the largest relative difference of all results: norm of the difference, divided by the norm of the
-            result of the first version. 0 if nothing was compared.
+            result of the first version. Results that differ by more than the tolerance only because of the measured
+            effect of rounding are left out. 0 if nothing was compared.
         path: pytree path of the result with the largest difference, such as "[0].params['w']"; "" if the step returns a
             single array.
         sentence: one sentence for the user that says what was compared and how large the difference is.
@@ -82,12 +83,14 @@ class SmallRun:
             by one rounding error.
         epsilon: machine epsilon of the least precise float dtype in the program; 0 if the program has no floats.
         repeats: True if a second run with the same arguments gave the same results.
+        shapes: pytree path of an argument -> its shape. Empty if the arguments are not compared.
     """
 
     values: Mapping[str, np.ndarray[Any, Any]]
     rounding: Mapping[str, float]
     epsilon: float
     repeats: bool = True
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def compare_results(before: SmallRun, after: SmallRun) -> Equality:
@@ -99,6 +102,13 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
         which = "unchanged" if not before.repeats else "changed"
         words = "gives different results on each run, so the results cannot be compared: draw random numbers from a key"
         return Equality(NOT_CHECKED, 0.0, "", f"the {which} program {words}")
+    for path, shape in before.shapes.items():
+        if after.shapes.get(path, shape) != shape:
+            words = (
+                f"the results cannot be compared, because the argument {path} has the shape {list(shape)} in the "
+                f"unchanged program and {list(after.shapes[path])} in the changed program"
+            )
+            return Equality(NOT_CHECKED, 0.0, "", words)
     shapes = [{path: value.shape for path, value in run.values.items()} for run in (before, after)]
     if shapes[0] != shapes[1]:
         words = (
@@ -116,16 +126,18 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
     found = []
     for path, value in before.values.items():
         norm, distance = _norm(value), _norm(after.values[path] - value)
-        allowed = 0.0
+        tolerated, noise = 0.0, 0.0
         if path in before.rounding:
-            tolerance = min(math.sqrt(max(before.epsilon, after.epsilon)), _MAX_TOLERANCE)
-            allowed = max(tolerance * norm, _NOISE * before.rounding[path])
+            tolerated = norm * min(math.sqrt(max(before.epsilon, after.epsilon)), _MAX_TOLERANCE)
+            noise = _NOISE * before.rounding[path]
         relative = distance / norm if norm else float(distance > 0)
-        found.append((not distance <= allowed, relative, path))  # a NaN differs
+        differs = not distance <= max(tolerated, noise)  # a NaN differs
+        # A result that is only noise, such as a gradient that is 0 without rounding, says nothing about the difference.
+        found.append((differs, differs or distance <= tolerated, relative, path))
     if not found:
         return Equality(NOT_CHECKED, 0.0, "", "the program has no results")
-    _, worst, path = max(found)
-    different = sum(differs for differs, _, _ in found)
+    _, _, worst, path = max(found)
+    different = sum(differs for differs, *_ in found)
     words = f"the largest relative difference is {worst:.1e}, in {path or 'the result of the step'}"
     if different:
         return Equality(
@@ -197,7 +209,9 @@ def run_small(program: PreparedProgram) -> SmallRun:
         second, rounded = run(), run(epsilon)
     repeats = all(np.array_equal(values[path], second[path], equal_nan=True) for path in values)
     floats = [path for path, value in values.items() if value.dtype.kind in "fc"]
-    return SmallRun(values, {path: _norm(rounded[path] - values[path]) for path in floats}, epsilon, repeats)
+    noise = {path: _norm(rounded[path] - values[path]) for path in floats}
+    shapes = {path: tuple(info.shape) for (path, _), info in zip(paths, infos)}
+    return SmallRun(values, noise, epsilon, repeats, shapes)
 
 
 def _epsilon(jaxpr: Any) -> float:
@@ -263,18 +277,18 @@ def _random_array(info: Any, path: str, role: str, rounding: float) -> Any:
 
 
 def parse_small(text: str) -> dict[str, str]:
-    """Parses the value of --small, `KEY=VALUE,...`, into a dict: parameter of the --program function -> its value as
-    text.
+    """Parses the value of --small, `KEY=VALUE,...`, into a dict: parameter of the --program function, or dotted key of
+    a config -> its value as text.
 
     Raises ReportError if the text does not have this form.
     """
     small = {}
     for item in split_values(text):
         key, equals, value = item.partition("=")
-        if not key.strip().isidentifier() or not equals or not value.strip():
+        if not all(part.isidentifier() for part in key.strip().split(".")) or not equals or not value.strip():
             raise ReportError(
-                f"--small={text} is not a list of keyword arguments: write --small KEY=VALUE,..., such as "
-                "--small layers=2,width=64"
+                f"--small={text} is not a list of keys and values: write --small KEY=VALUE,..., such as "
+                "--small layers=2,width=64 for --program, and --small model.n_layers=2,data.seq_len=64 for a config"
             )
         small[key.strip()] = value.strip()
     return small
@@ -287,8 +301,10 @@ def run_version(
     program.
 
     Args:
-        reference: the program as in --program: `module:function` or `file.py:function`.
-        small: parameter of the program's function -> the value, as text, that makes the program small.
+        reference: the program as in --program: `module:function` or `file.py:function`. The object may also be a
+            `ProgramFactory`, such as the factory of a trainer's configs.
+        small: parameter of the program's function, or key of the factory -> its value as text. The values make the
+            program small.
         changed: path of a source file -> the text that is imported instead of it; {} runs the program unchanged.
         devices: number of simulated devices.
 
@@ -316,6 +332,7 @@ def _write(run: SmallRun, file: Path) -> None:
         "rounding": dict(run.rounding),
         "epsilon": run.epsilon,
         "repeats": run.repeats,
+        "shapes": dict(run.shapes),
     }
     np.savez(file, np.array(json.dumps(facts)), *run.values.values())
 
@@ -324,7 +341,8 @@ def _read(file: Path) -> SmallRun:
     with np.load(file) as stored:
         text, *values = stored.values()
     facts = json.loads(str(text))
-    return SmallRun(dict(zip(facts["paths"], values)), facts["rounding"], facts["epsilon"], facts["repeats"])
+    shapes = {path: tuple(shape) for path, shape in facts["shapes"].items()}
+    return SmallRun(dict(zip(facts["paths"], values)), facts["rounding"], facts["epsilon"], facts["repeats"], shapes)
 
 
 def main() -> None:
@@ -336,8 +354,10 @@ def main() -> None:
     platform.simulate_devices([target])
     try:
         run = run_small(load_factory(job["reference"])(job["small"], targets.parse(target)))
-    except ReportError as error:
-        sys.exit(f"error: {error}")
+    except ValueError as error:
+        if not hasattr(error, "exit_code"):  # not an error of the user
+            raise
+        sys.exit(f"error: {' '.join(str(error).split())}")
     _write(run, Path(sys.argv[2]))
 
 

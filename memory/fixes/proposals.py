@@ -101,14 +101,19 @@ def _edits(
     for row in report.audit:
         if row.honored is not False:
             continue
-        near = difflib.get_close_matches(row.subject, names, 1)
+        near = difflib.get_close_matches(row.subject, names)
         if row.done == "ignored" and near:
-            changed = sources.only_edit(partial(SourceFile.rename, old=row.subject, new=near[0]))
-            words = f"replace the name {row.subject} by {near[0]} in the remat policy"
-            yield Proposal(row.kind, words, changed, row.source)
+            renamed = {new: sources.only_edit(partial(SourceFile.rename, old=row.subject, new=new)) for new in near}
+            new = next((name for name in near if renamed[name]), near[0])
+            words = f"replace the name {row.subject} by {new} in the remat policy"
+            yield Proposal(row.kind, words, renamed[new], row.source)
         elif row.kind == "checkpoint" and row.undone_by == "cse":
             changed = sources.only_edit(partial(SourceFile.prevent_cse, function=row.subject))
             words = f"remove prevent_cse=False from jax.checkpoint of {row.subject}" if changed else row.message
+            yield Proposal(row.kind, words, changed, row.source)
+        elif row.kind == "offload" and row.undone_by == "scheduler":
+            changed = sources.only_edit(partial(SourceFile.save_on_device, name=row.subject))
+            words = f"save the name {row.subject} in device memory" if changed else row.message
             yield Proposal(row.kind, words, changed, row.source)
         else:
             yield Proposal(row.kind, row.message, {}, row.source)

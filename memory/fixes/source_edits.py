@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,15 +112,41 @@ class SourceFile:
 
     def rename(self, old: str, new: str) -> list[Edit]:
         """Returns the edit that replaces the checkpoint name `old` by `new` in a call that makes a remat policy, such
-        as save_only_these_names("old"), as a list of one Edit. Returns [] unless the string literal occurs exactly once
-        in such calls of the file."""
+        as save_only_these_names("old") or save_and_offload_only_these_names(names_which_can_be_offloaded=["old"], ...),
+        as a list of one Edit. Returns [] unless the string literal occurs exactly once in such calls of the file, and
+        if the call contains `new` already: jax refuses a name that is both saved and offloaded."""
         found = [
-            node
+            (call, node)
             for call in self._policies()
             for node in ast.walk(call)
             if isinstance(node, ast.Constant) and node.value == old
         ]
-        return [Edit(*self.span(found[0]), _quoted(self, found[0], new))] if len(found) == 1 else []
+        if len(found) != 1 or any(_is_text(node, new) for node in ast.walk(found[0][0])):
+            return []
+        node = found[0][1]
+        return [Edit(*self.span(node), _quoted(self, node, new))]
+
+    def save_on_device(self, name: str) -> list[Edit]:
+        """Returns the edits that move a checkpoint name from the names that a remat policy offloads to the names that
+        it saves: the lists `names_which_can_be_offloaded` and `names_which_can_be_saved` in the only call of
+        save_and_offload_only_these_names that offloads the name. Returns [] if no call or several calls offload the
+        name, or if one of the two lists is not a literal."""
+        found = []
+        for call in self._policies():
+            lists = {keyword.arg: keyword.value for keyword in call.keywords}
+            saved, offloaded = lists.get("names_which_can_be_saved"), lists.get("names_which_can_be_offloaded")
+            texts = [_literal_texts(node) for node in (saved, offloaded)]
+            if saved is not None and offloaded is not None and None not in texts and name in (texts[1] or ()):
+                found.append(
+                    (saved, offloaded, [*(texts[0] or ()), name], [each for each in texts[1] or () if each != name])
+                )
+        if len(found) != 1:
+            return []
+        saved, offloaded, kept, moved = found[0]
+        return [
+            Edit(*self.span(node), f"[{', '.join(json.dumps(text, ensure_ascii=False) for text in texts)}]")
+            for node, texts in ((saved, kept), (offloaded, moved))
+        ]
 
     def checkpoint(self, function: str) -> list[Edit]:
         """Returns the edit that adds the decorator @jax.checkpoint to a function, as a list of one Edit. Returns [] if
@@ -222,6 +249,14 @@ def unified_diff(changed: Mapping[Path, str], folder: Path) -> str:
 def _git_lines(text: str) -> list[str]:
     """Returns the lines of a text with their line ends. Only a line feed ends a line, as for git."""
     return re.findall(r"[^\n]*\n|[^\n]+", text)
+
+
+def _literal_texts(node: ast.expr | None) -> list[str] | None:
+    """Returns the strings of a list, tuple or set of string literals; None for another expression."""
+    if not isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return None
+    texts = [each.value for each in node.elts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    return texts if len(texts) == len(node.elts) else None
 
 
 def _is_text(node: ast.AST, text: str) -> bool:

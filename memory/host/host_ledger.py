@@ -11,6 +11,7 @@ from bytescope.memory.host.process_memory import phase_peaks
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 
 _EXPECTED: dict[tuple[str, str], HostTerm] = {}
+_NODES: list[HostMemory] = []
 
 
 def expect(terms: Iterable[HostTerm]) -> None:
@@ -18,11 +19,26 @@ def expect(terms: Iterable[HostTerm]) -> None:
     _EXPECTED.update({(term.phase, term.name): term for term in terms})
 
 
+def set_node(size: int, source: str, processes: int = 1) -> None:
+    """Sets the node in the ledger of this process.
+
+    size: bytes of memory of the node. source: where the size comes from, in words. processes: number of processes on
+    the node.
+    """
+    _NODES[:] = [HostMemory((), processes, size or None, source)]
+
+
 def ledger(base: HostMemory | None = None) -> HostMemory:
     """Returns the terms that this process expects, and the measured peak of each phase so far.
 
-    base: a record whose terms, number of processes and node are used; the expected terms are added to its own.
+    base: a record whose terms, number of processes and node are used; the expected terms are added to its own. If the
+    base has no node, the node of `set_node` is used.
     """
     base = base or HostMemory()
+    if base.node_bytes is None and _NODES:
+        node = _NODES[0]
+        base = dataclasses.replace(
+            base, processes=node.processes, node_bytes=node.node_bytes, node_source=node.node_source
+        )
     own = {(term.phase, term.name): term for term in base.terms} | _EXPECTED
     return dataclasses.replace(base, terms=tuple(own.values()), measured=phase_peaks())

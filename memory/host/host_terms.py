@@ -1,26 +1,35 @@
-"""Predicts the host memory of the phases "start", "trace", "compile" and "analyze", which all commands share.
+"""Predicts the host memory of the phases "start", "trace", "compile" and "analyze", which many commands share.
 
 A process keeps most of what these phases allocate, so each later phase has terms for it too: the libraries, the traced
 program, and the part of the compiler's memory that XLA does not free.
 
 The constants are in `HostRates`. They were measured on x86-64 Linux with Python 3.11, jax 0.10.2, CUDA 13, glibc 2.36
-(November 2026, `tests/bench/host_memory.py report report_program`, differences between phases).
+(November 2026, `tests/bench/host_memory.py report report_program`, differences between phases). A file that `bytescope
+calibrate --host` wrote replaces them (`use_host_rates`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from bytescope.memory.errors import ReportError
+from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
 from bytescope.memory.records.host_record import HostTerm
+from bytescope.memory.records.report_json import is_number
 from bytescope.memory.units import KIB, MIB
 
 _GPUS = ("cuda", "rocm", "gpu")
-LIBRARIES, TRACED, COMPILER, KEPT = (
+# jax's primitives of cuDNN's attention (jax/_src/cudnn/fused_attention_stablehlo.py).
+_CUDNN_ATTENTION = "dot_product_attention"
+LIBRARIES, TRACED, CUDNN, COMPILER, KEPT, ANALYSIS = (
     "Python, jax and libraries",
     "traced program",
+    "cuDNN",
     "XLA's compiler",
     "kept after compiling",
+    "reading the compiled program",
 )
 
 
@@ -29,33 +38,69 @@ class HostRates:
     """Host memory in bytes from which the terms of one process are computed.
 
     Fields:
-        python: Python with jax, numpy and the modules of a command: VmRSS at the end of the phase "start" of
-            `report --program=... h100`, less `gpu_plugin`.
-        trainer: flax, optax, orbax, tensorstore, grain and the tokenizers: the increase of "start" in a report of a
-            config.
-        gpu_plugin: jax's CUDA plugin, loaded without NVIDIA's libraries.
+        python: Python with jax, numpy and the modules of a command: "start" of `report --program=plain_jax.py:rnn`.
+        trainer: flax, optax, Orbax and tensorstore: "start" of `report tiny cpu`, less `python`.
+        gpu_plugin: jax's CUDA plugin without NVIDIA's libraries: "start" of `report tiny h100`, less that on a CPU.
         gpu_libraries: NVIDIA's libraries, which jax loads before the plugin on a machine with a GPU.
-        traced, traced_equation: jax's caches after tracing and lowering, and the bytes per equation.
-        gpu_compile, gpu_compile_equation: peak of XLA:GPU's compiler, and the bytes per equation.
-        gpu_kept: the fraction of this peak that remains after the compile.
-        cpu_compile, cpu_compile_equation, cpu_kept: the same for XLA:CPU, whose code generator is LLVM.
+        cudnn: libcudnn_graph.so, which jax loads when it traces attention of cuDNN.
+        traced, traced_equation: jax's caches after tracing and lowering, and the bytes per distinct equation.
+        gpu_compile: peak of XLA:GPU's compiler for an empty program: its code, MLIR's dialects and LLVM's targets.
+        gpu_compile_equation, gpu_compile_repeated: bytes by which the peak grows, per distinct equation and per
+            equation. Kernels are compiled once for equal computations, so distinct equations count most.
+        gpu_kept: the fraction of the peak that remains after the compile.
+        cpu_compile, cpu_compile_equation, cpu_compile_repeated, cpu_kept: the same for XLA:CPU, on two cores.
+        analysis, analysis_equation: records of a report and its text, and the bytes per equation.
     """
 
-    python: int = 178 * MIB
-    trainer: int = 70 * MIB
+    python: int = 200 * MIB
+    trainer: int = 45 * MIB
     gpu_plugin: int = 75 * MIB
     gpu_libraries: int = 270 * MIB
-    traced: int = 10 * MIB
-    traced_equation: int = 16 * KIB
-    gpu_compile: int = 115 * MIB
-    gpu_compile_equation: int = 140 * KIB
-    gpu_kept: float = 0.95
-    cpu_compile: int = 130 * MIB
-    cpu_compile_equation: int = 100 * KIB
+    cudnn: int = 60 * MIB
+    traced: int = 18 * MIB
+    traced_equation: int = 30 * KIB
+    gpu_compile: int = 116 * MIB
+    gpu_compile_equation: int = 346 * KIB
+    gpu_compile_repeated: int = 22 * KIB
+    gpu_kept: float = 0.92
+    cpu_compile: int = 61 * MIB
+    cpu_compile_equation: int = 415 * KIB
+    cpu_compile_repeated: int = 26 * KIB
     cpu_kept: float = 0.35
+    analysis: int = 6 * MIB
+    analysis_equation: int = 4 * KIB
+
+    def replaced(self, measured: Mapping[str, float]) -> HostRates:
+        """Returns the constants with those in `measured` (name of a field -> value) replaced. Raises ReportError for an
+        unknown name, and for a value that is not a number of 0 or more."""
+        shipped, values = vars(self), {}
+        for name, value in measured.items():
+            if name not in shipped:
+                fault = f"{name!r:.40} is an unknown constant of host memory"
+            elif not is_number(value) or value < 0:
+                fault = f"the constant {name} of host memory is {value!r:.40}, which is not a number of 0 or more"
+            else:
+                values[name] = type(shipped[name])(value)
+                continue
+            raise ReportError(f"{fault}: run bytescope calibrate --host again")
+        return dataclasses.replace(self, **values)
 
 
 RATES = HostRates()
+# The constants that this process uses, as a list with one item.
+_CURRENT = [RATES]
+
+
+def host_rates() -> HostRates:
+    """Returns the constants that this process uses: those of the file of --rates, if `bytescope calibrate --host` wrote
+    it, otherwise `RATES`."""
+    return _CURRENT[0]
+
+
+def use_host_rates(measured: Mapping[str, float] | None) -> None:
+    """Sets constants of this process: name of a field of `HostRates` -> measured value. Other constants keep the values
+    in `RATES`. None restores all of them. Raises ReportError if a name or a value is not valid."""
+    _CURRENT[:] = [RATES.replaced(measured or {})]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,15 +108,41 @@ class ProgramSize:
     """The size of a traced program, which is known before it is compiled.
 
     Fields:
-        equations: number of equations of its jaxpr. The body of a loop counts once, a function that is called twice
-            counts twice.
-        arguments: number of array arguments.
-        devices: number of devices that the program is compiled for.
+        distinct: number of different equations of its jaxpr: equations with the same primitive, and the same types of
+            operands and results, count once.
+        total: number of equations as XLA compiles them. A function that is called twice counts twice. The body of a
+            loop counts once, or as often as the loop is unrolled. The inside of a Pallas kernel does not count.
+        uses_cudnn: whether it contains attention of cuDNN.
     """
 
-    equations: int
-    arguments: int = 0
-    devices: int = 1
+    distinct: int
+    total: int
+    uses_cudnn: bool = False
+
+
+def program_size(jaxpr: Any) -> ProgramSize:
+    """Returns the size of a traced program, given its Jaxpr or ClosedJaxpr."""
+
+    def inner(equation: Any) -> tuple[Any, ...]:
+        return () if equation.primitive.name == "pallas_call" else tuple(bodies(equation))
+
+    totals: dict[int, int] = {}
+
+    def count(body: Any) -> int:
+        if id(body) not in totals:
+            totals[id(body)] = sum(
+                1 + max(int(equation.params.get("unroll", 1)), 1) * sum(map(count, inner(equation)))
+                for equation in body.eqns
+            )
+        return totals[id(body)]
+
+    kinds = set()
+    for body in distinct_jaxprs(jaxpr, inner):
+        for equation in body.eqns:
+            types = tuple(str(variable.aval) for variable in (*equation.invars, *equation.outvars))
+            kinds.add((equation.primitive.name, types))
+    uses_cudnn = any(name.startswith(_CUDNN_ATTENTION) for name, _ in kinds)
+    return ProgramSize(len(kinds), count(inner_jaxpr(jaxpr)), uses_cudnn)
 
 
 def start_terms(
@@ -89,9 +160,9 @@ def start_terms(
         phases: keys of `HOST_PHASES`.
         trainer: whether the process imports the trainer's libraries.
         gpu_present: whether the machine has a GPU of this platform.
-        rates: the constants; None for `RATES`.
+        rates: the constants; None for `host_rates()`.
     """
-    rates = rates or RATES
+    rates = rates or host_rates()
     size, parts = rates.python, ["Python and jax"]
     if trainer:
         size, parts = size + rates.trainer, [*parts, "the trainer's libraries"]
@@ -103,29 +174,54 @@ def start_terms(
 
 
 def compile_terms(
-    size: ProgramSize, platform: str, later: Iterable[str] = ("analyze",), *, rates: HostRates | None = None
+    size: ProgramSize, platform: str, later: Iterable[str] = (), *, rates: HostRates | None = None
 ) -> tuple[HostTerm, ...]:
-    """Returns the memory that tracing and compiling a program adds to the libraries, in the phases "trace" and
-    "compile" and in the phases after them.
+    """Returns the memory that tracing, compiling and analyzing a program adds to the libraries, in the phases "trace",
+    "compile" and "analyze", and the part that remains in later phases.
 
     Args:
         size: the traced program.
         platform: the platform that the program is compiled for, such as "cpu" or "cuda".
-        later: phases after the compile, keys of `HOST_PHASES`.
-        rates: the constants; None for `RATES`.
+        later: other phases after the compile, keys of `HOST_PHASES`.
+        rates: the constants; None for `host_rates()`.
     """
-    rates = rates or RATES
-    count = f"{size.equations:,} equations"
-    traced = rates.traced + rates.traced_equation * size.equations
+    rates = rates or host_rates()
     if platform == "cpu":
-        compiled = rates.cpu_compile + rates.cpu_compile_equation * size.equations
-        kept = int(compiled * rates.cpu_kept)
+        base, distinct, each = rates.cpu_compile, rates.cpu_compile_equation, rates.cpu_compile_repeated
+        share = rates.cpu_kept
     else:
-        compiled = rates.gpu_compile + rates.gpu_compile_equation * size.equations
-        kept = int(compiled * rates.gpu_kept)
+        base, distinct, each = rates.gpu_compile, rates.gpu_compile_equation, rates.gpu_compile_repeated
+        share = rates.gpu_kept
+    compiled = base + distinct * size.distinct + each * size.total
+    kept = int(compiled * share)
+    traced = rates.traced + rates.traced_equation * size.distinct
+    read = rates.analysis + rates.analysis_equation * size.total
+    count = f"{size.total:,} equations, {size.distinct:,} distinct"
+    later = tuple(dict.fromkeys(("analyze", *later)))
+    terms = [HostTerm(phase, TRACED, traced, f"jax's caches, {count}") for phase in ("trace", "compile", *later)]
+    if size.uses_cudnn and platform in _GPUS:
+        library = "libcudnn_graph.so, loaded to trace attention"
+        terms += [HostTerm(phase, CUDNN, rates.cudnn, library) for phase in ("trace", "compile", *later)]
+    terms.append(HostTerm("compile", COMPILER, compiled, f"linear model of {count}"))
+    terms += [HostTerm(phase, KEPT, kept, "memory that XLA's compiler does not free") for phase in later]
+    terms += [HostTerm(phase, ANALYSIS, read, f"records of the report, {count}") for phase in later]
+    return tuple(terms)
+
+
+def shared_terms(
+    size: ProgramSize,
+    platform: str,
+    later: Iterable[str] = (),
+    *,
+    trainer: bool = True,
+    gpu_present: bool = False,
+) -> tuple[HostTerm, ...]:
+    """Returns the terms of a process that compiles one program: `start_terms` for all its phases, and `compile_terms`.
+
+    The arguments are those of the two functions. For a run on the devices of a described target, `gpu_present` is True
+    if they are GPUs: jax then loads NVIDIA's libraries. The compiler needs the same memory with and without the GPU.
+    """
     later = tuple(later)
-    return (
-        *(HostTerm(phase, TRACED, traced, f"jax's caches for {count}") for phase in ("trace", "compile", *later)),
-        HostTerm("compile", COMPILER, compiled, f"a linear model of XLA's compiler, {count}"),
-        *(HostTerm(phase, KEPT, kept, "memory that XLA's compiler does not free") for phase in later),
-    )
+    phases = dict.fromkeys(("start", "trace", "compile", "analyze", *later))
+    start = start_terms(platform, phases, trainer=trainer, gpu_present=gpu_present)
+    return (*start, *compile_terms(size, platform, later))

@@ -31,6 +31,13 @@ def cgroup_room(root: str = "/") -> int | None:
     return min(_cgroup_rooms(root), default=None)
 
 
+def cgroup_limit(root: str = "/") -> int | None:
+    """Returns the smallest memory limit, in bytes, of this process's cgroups; None if there is no limit. root: the root
+    of the file system to read, for tests."""
+    limits = (_number(os.path.join(group, _CGROUP_FILES[version][0])) for version, group in _cgroups(root))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def address_space_limit() -> int | None:
     """Returns the maximum bytes of address space for this process (`ulimit -v`); None if there is no limit."""
     try:
@@ -54,8 +61,16 @@ def physical_bytes(root: str = "/") -> int:
 
 
 def _cgroup_rooms(root: str) -> Iterator[int]:
-    """Yields the free bytes of this process's memory cgroup and of each of its ancestors. Supports cgroup versions 1
-    and 2."""
+    """Yields the free bytes of each of this process's cgroups that has a memory limit."""
+    for version, group in _cgroups(root):
+        room = _cgroup_free_bytes(group, *_CGROUP_FILES[version])
+        if room is not None:
+            yield room
+
+
+def _cgroups(root: str) -> Iterator[tuple[int, str]]:
+    """Yields this process's memory cgroup and each of its ancestors, as the version of cgroups (1 or 2) and the
+    path of the cgroup's folder."""
     for line in _lines(os.path.join(root, "proc/self/cgroup")):
         if line.count(":") < 2:
             continue
@@ -69,9 +84,7 @@ def _cgroup_rooms(root: str) -> Iterator[int]:
         parts = [part for part in path.split("/") if part not in ("", "..")]
         # Inside a container the path is the host's and may not exist, but its ancestors do.
         for depth in range(len(parts), -1, -1):
-            room = _cgroup_free_bytes(os.path.join(mount, *parts[:depth]), *_CGROUP_FILES[version])
-            if room is not None:
-                yield room
+            yield version, os.path.join(mount, *parts[:depth])
 
 
 def _cgroup_free_bytes(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:

@@ -12,8 +12,11 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from bytescope.memory.records.host_record import HOST_PHASES
+
+T = TypeVar("T")
 
 
 def resident() -> tuple[int | None, int | None]:
@@ -36,6 +39,17 @@ def release_free_memory() -> None:
     hundreds of MiB this way. No-op with other C libraries.
     """
     _malloc_trim()(0)
+
+
+def return_large_arrays() -> None:
+    """Makes glibc give arrays of 1 MiB or more back to the system as soon as they are freed.
+
+    Otherwise the size from which glibc does so grows to 32 MiB as arrays are freed (mallopt(3), M_MMAP_THRESHOLD), and
+    smaller arrays leave unused memory between each other. Allocations become slower, so this is for commands that move
+    weights, and not for training. No-op with other C libraries.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # -3: M_MMAP_THRESHOLD in malloc.h
 
 
 @functools.cache
@@ -68,9 +82,21 @@ def host_phase(name: str) -> Iterator[None]:
         _RECORDER.enter("other" if before == "start" else before)
 
 
+def measure_growth(function: Callable[[], T]) -> tuple[T, int | None]:
+    """Calls a function. Returns its result, and the maximum of the resident bytes during the call minus the resident
+    bytes before it; None if the maximum cannot be reset on this system."""
+    _RECORDER.enter(_RECORDER.phase)
+    before = _status()[0]
+    result = function()
+    peak = _status()[1]
+    if before is None or peak is None or not _RECORDER.can_reset:
+        return result, None
+    return result, max(peak - before, 0)
+
+
 class _Recorder:
     def __init__(self) -> None:
-        self.phase, self.highest = "start", 0
+        self.phase, self.highest, self.can_reset = "start", 0, True
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> str:
@@ -92,12 +118,10 @@ class _Recorder:
         # Where the maximum cannot be reset, an older and higher maximum says nothing about this phase.
         self._peaks[self.phase] = max(self._peaks.get(self.phase, 0), peak if peak > self._unreset() else now)
         self.highest = max(self.highest, peak)
-        self._can_reset = _reset()
-
-    _can_reset = True
+        self.can_reset = _reset()
 
     def _unreset(self) -> int:
-        return 0 if self._can_reset else self.highest
+        return 0 if self.can_reset else self.highest
 
 
 def _status() -> tuple[int | None, int | None]:

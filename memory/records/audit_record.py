@@ -33,7 +33,7 @@ UNKNOWN = "unknown"
 # (every device holds the whole array).
 OTHER_OUTCOMES = ("ignored", "copied", "redrawn", "replicated")
 # Values of `undone_by`, in the order in which jax and XLA run these steps. "copies": XLA copies an array that is read
-# after its memory is overwritten.
+# after its memory is overwritten. "scheduler": XLA orders the instructions so that the request has no effect.
 STEPS = (
     "tracing",
     "autodiff",
@@ -43,8 +43,11 @@ STEPS = (
     "offloader",
     "rematerialization",
     "copies",
+    "scheduler",
     "runtime",
 )
+# Steps whose effect is read from the jaxpr. Effects of the other steps are inferred from the compiled program.
+_IN_JAXPR = ("tracing", "autodiff")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,3 +96,10 @@ class AuditRow:
         if UNKNOWN in (self.asked, self.done):
             return None
         return HONORED_BY[self.asked] == self.done
+
+    @property
+    def inferred(self) -> bool:
+        """True if `undone_by` is inferred: the compiled program shows that the request was not honored, but not which
+        step undid it. False if the jaxpr shows the step, or if `compiler_pass` names the pass of XLA."""
+        steps = ("", *_IN_JAXPR)
+        return self.honored is False and self.undone_by not in steps and not self.compiler_pass

@@ -26,6 +26,10 @@ def _subject(row: AuditRow) -> str:
     return f"{row.subject} ({row.count})" if row.count > 1 else row.subject
 
 
+def _undone_by(row: AuditRow) -> str:
+    return row.compiler_pass or (f"{row.undone_by} (inferred)" if row.inferred else row.undone_by)
+
+
 COLUMNS = (
     ColumnView("kind", "request", "text"),
     ColumnView("subject", "of", "name", read=_subject),
@@ -33,7 +37,7 @@ COLUMNS = (
     ColumnView("done", "done", "text", verdict=_verdict),
     ColumnView("bytes", "bytes", "bytes"),
     ColumnView("flops", "recomputed FLOPs", "flops", skip_zero=True, short="FLOPs"),
-    ColumnView("undone_by", "undone by", "text", read=lambda row: row.compiler_pass or row.undone_by),
+    ColumnView("undone_by", "undone by", "text", read=_undone_by),
     ColumnView("source", "at", "place", read=lambda row: short_place(row.source)),
 )
 

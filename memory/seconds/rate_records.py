@@ -13,6 +13,7 @@ from typing import Any
 from bytescope.memory.cost import roofline
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.host.host_terms import RATES
 from bytescope.memory.records import report_json
 from bytescope.memory.records.report_json import is_count, is_number
 
@@ -62,6 +63,8 @@ class DeviceRates:
         sources: name of a part of the rates -> source of its values.
         measured: where and when `bytescope calibrate` measured the rates: device (jax's device_kind), platform,
             devices, date and versions; {} for the built-in table.
+        host: constants of the host ledger that `bytescope calibrate --host` measured: name of a field of
+            `host.host_terms.HostRates` -> value; {} if they were not measured.
 
     Raises ReportError if a figure is not a positive number or a part is missing.
     """
@@ -80,8 +83,10 @@ class DeviceRates:
     cores: int = 0
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    host: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        RATES.replaced(self.host)  # refuses unknown names and values
         for name, curve in self._curves():
             if not _is_curve(curve):
                 raise ReportError(
@@ -290,5 +295,6 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
         _text(way): {int(width): _curve(points) for width, points in table.items()} for way, table in value.items()
     },
     "sources": lambda value: {_text(part): _text(source) for part, source in value.items()},
+    "host": lambda value: {_text(name): number for name, number in value.items()},
     "measured": lambda value: {_text(name): _text(word) for name, word in value.items()},
 }

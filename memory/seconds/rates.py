@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError, check_readable, in_one_line
+from bytescope.memory.host.host_terms import use_host_rates
 from bytescope.memory.records import report_json
 from bytescope.memory.records.report_json import is_count
 from bytescope.memory.records.result_envelope import unwrap
@@ -53,14 +54,16 @@ _CHOSEN: list[Path] = []
 
 
 def use(path: str | Path | None) -> DeviceRates | None:
-    """Sets the measured rates file that this process uses for predictions, and returns its rates. None restores the
-    built-in table of chips.
+    """Sets the measured rates file that this process uses for predictions, and returns its rates. If the file has
+    constants of the host ledger, the ledger uses them. None restores the built-in table of chips and the shipped
+    constants.
 
     Raises ReportError if the file does not contain rates.
     """
     rates = load(path) if path is not None else None
     _CHOSEN[:] = [Path(path).absolute()] if path is not None else []
     _loaded.cache_clear()
+    use_host_rates(rates.host if rates is not None else None)
     return rates
 
 

@@ -59,7 +59,7 @@ def run(config: str, keys: list) -> dict:
     import numpy as np
 
     from bytescope.memory.analysis import report_of
-    from bytescope.train.launch.runtime import return_freed_memory
+    from bytescope.memory.host.process_memory import release_free_memory
     from bytescope.train.program.config_files import load
     from bytescope.train.program.program import build
 
@@ -70,7 +70,7 @@ def run(config: str, keys: list) -> dict:
     del compilation
     jax.clear_caches()
     gc.collect()
-    return_freed_memory()
+    release_free_memory()
     before = _status("VmRSS") - sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     for step in range(STEPS):

@@ -25,7 +25,7 @@ from interleave import (
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.platform import choose_platform
-from bytescope.train.launch.runtime import return_freed_memory
+from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.train.program.config_files import override
 from bytescope.train.program.program import Program, build
 from bytescope.train.run.feed import calls
@@ -70,9 +70,9 @@ class Trainer:
         began = time.perf_counter()
         self.compiled = self.program.compile()
         self.compile_seconds = time.perf_counter() - began
-        return_freed_memory()
+        release_free_memory()
         self.state = jax.block_until_ready(self.program.init())
-        return_freed_memory()
+        release_free_memory()
         batch = self.program.batch
         self._tokens = random_tokens(batch.global_rows, batch.seq_len, config.model.vocab_size)
         self.loss: Any = None

@@ -72,7 +72,7 @@ BASE = {
 }
 WORDS = ("to", "be", "or", "not", "that", "is", "the", "question")
 STEPS = 160
-TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory")
+TIMED = ("tokens_per_s", "step_time_s", "data_wait_s", "mfu", "hfu", "memory", "host_memory")
 PATIENCE_S = 240.0
 STALL_S = 6.0
 CLOSE = 1e-4  # relative, of losses and norms across meshes: sums in another order

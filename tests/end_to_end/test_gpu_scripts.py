@@ -161,11 +161,10 @@ def test_rows_are_kept_as_they_come_and_not_run_twice(scripts, monkeypatch, tmp_
 
 
 @pytest.mark.exhaustive
-def test_a_row_really_runs_on_the_cpu(scripts, tmp_path):
+def test_a_row_really_runs_on_the_cpu(scripts, tmp_path, monkeypatch, capsys):
     """The command itself: one row of a grid, its answer on disk, nothing judged; a second time it is only read."""
     out = tmp_path / "a.jsonl"
     command = [
-        sys.executable,
         str(FOLDER / "accuracy.py"),
         "--grid=cpu",
         "--policies=full",
@@ -173,10 +172,14 @@ def test_a_row_really_runs_on_the_cpu(scripts, tmp_path):
         "--accumulations=2",
         f"--out={out}",
     ]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=scripts.rows.environment())
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert "tiny full fp32 x2" in done.stdout and "not judged" in done.stdout
+    env = scripts.rows.environment()
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(subprocess, "Popen", None)  # nothing may be run now
+    assert scripts.accuracy.main() == 0
+    for told in (done.stdout, capsys.readouterr().out):
+        assert "tiny full fp32 x2" in told and "not judged" in told
     (line,) = out.read_text().splitlines()
     found = json.loads(line)["answer"]
     assert len(found["losses"]) == 2 and 5 < found["losses"][0] < 6.5

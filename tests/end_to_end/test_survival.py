@@ -83,7 +83,9 @@ def terminate_at(process, landmark):
 def rows(workdir):
     """Metrics without what a clock says."""
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in TIMED} for line in lines]
+    return [
+        {key: value for key, value in json.loads(line).items() if key not in (*TIMED, "host_memory")} for line in lines
+    ]
 
 
 def last_checksums(workdir):
@@ -123,7 +125,7 @@ def test_the_user_sees_everything_in_order(uninterrupted):
         "updates 1 to 30 of 30",
         "memory ",
         "predicted",
-        "the process grew by",
+        "of arrays and temporaries on",
         "checkpoint ",
         "checkpoints/30",
         "for more steps",
@@ -151,6 +153,28 @@ def test_metrics_rows_have_the_promised_keys(uninterrupted):
     assert steps[-1]["loss"] < steps[0]["loss"]
     report = ReportRecord.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
     assert sum(report.breakdown.values()) == report.allocated_bytes and report.breakdown["accumulator"] > 0
+
+
+def test_the_last_row_has_the_host_memory_of_each_phase(uninterrupted):
+    last = json.loads((uninterrupted[1] / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 30 and last["host_memory"]["processes"] == 1
+    predicted, measured = last["host_memory"]["predicted"], last["host_memory"]["measured"]
+    for phase in ("initialize", "train", "evaluate"):
+        assert measured[phase] == pytest.approx(predicted[phase], rel=0.2), phase
+    page = (uninterrupted[1] / "index.html").read_text()
+    assert all(f">{phase}<" in page for phase in ("initialize", "train", "evaluate"))
+
+
+def test_device_bytes_of_cpus_are_measured_apart_from_the_process(uninterrupted):
+    """Arrays alone in each row; with temporaries after the second update."""
+    lines = [json.loads(line) for line in (uninterrupted[1] / "metrics.jsonl").read_text().splitlines()]
+    rows = [row["memory"] for row in lines if "loss" in row]
+    report = ReportRecord.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
+    # While a checkpoint is written, its copies are arrays too.
+    assert min(row["in_use_bytes"] for row in rows) == pytest.approx(report.xla.argument_bytes, rel=0.05)
+    for row in rows[2:]:
+        assert row["in_use_bytes"] < row["peak_bytes"] < row["host_rss_bytes"] / 2
+    assert "of arrays and temporaries on 1 CPU device" in " ".join(uninterrupted[0].stdout.split())
 
 
 @pytest.mark.exhaustive

@@ -97,14 +97,14 @@ def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
     from interleave import forget_peak, peak_resident
 
     from bytescope.memory.devices import live
-    from bytescope.train.launch.runtime import return_freed_memory
+    from bytescope.memory.host.process_memory import release_free_memory
     from bytescope.train.run.feed import feed
 
     device = jax.local_devices()[0]
-    return_freed_memory()
+    release_free_memory()
     before = live.sample(device)
     state, batches = jax.block_until_ready(program.init()), feed(program, tokens_for(program))
-    return_freed_memory()
+    release_free_memory()
     forget_peak()  # of the process: what compiling `init` took
     pending, losses, seconds, began = None, [], [], time.perf_counter()
     for _ in range(steps):

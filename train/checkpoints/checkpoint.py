@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy
 
 from bytescope.memory.errors import one_line
+from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.train.checkpoints.stored_array import StoredArray
 from bytescope.train.launch.failures import store_library_log
@@ -33,7 +34,7 @@ from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import captured_stderr
 from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
 from bytescope.train.source import CHECKPOINTS
-from bytescope.train.step.optimizer.host_offload import fetch, is_hosted
+from bytescope.train.step.optimizer.host_offload import fetch
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import UserError
 
@@ -52,6 +53,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 # Maximum seconds for reading back the values of a run's first checkpoint. The remaining arrays are only opened.
 READ_BACK_S = 10.0
 _PIECE_BYTES = 64 * 2**20  # maximum bytes of an array that are read at once
+_GB = 10**9  # Orbax counts the bytes in flight in units of 1e9 bytes
 
 
 def _checksum(x: jax.Array) -> jax.Array:
@@ -65,20 +67,18 @@ def _checksum(x: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [_checksum(leaf) for leaf in fetch(leaves)]
+def _checksum_on_device(leaf: jax.Array) -> jax.Array:
+    return _checksum(fetch(leaf))
 
 
 def checksums(state: Any) -> jax.Array:
     """Returns one uint32 checksum per leaf of `state`, [leaves] in tree order. Checksums do not depend on the
-    mesh, nor on whether a leaf is in device or host memory."""
-    leaves = jax.tree.leaves(state)
-    on_device = [place for place, leaf in enumerate(leaves) if not is_hosted(leaf)]
-    sums = dict(zip(on_device, _checksums([leaves[place] for place in on_device])))
-    for place, leaf in enumerate(leaves):
-        if place not in sums:  # computed one after the other, because they may not fit the device together
-            sums[place] = jax.block_until_ready(_checksums([leaf])[0])
-    return jnp.stack([sums[place] for place in range(len(leaves))])
+    mesh, nor on whether a leaf is in device or host memory.
+
+    The leaves are summed one after the other. XLA for CPUs materializes the products of a sum, so that all leaves at
+    once would need the bytes of the whole state; leaves in host memory may not fit the device together.
+    """
+    return jnp.stack([jax.block_until_ready(_checksum_on_device(leaf)) for leaf in jax.tree.leaves(state)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +158,23 @@ def complete(saved: Saved, abstract: TrainState) -> TrainState:
     return TrainState(saved.step, params, opt_state, saved.tally, saved.loss_scale, biases)
 
 
+def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes of one shard of an array with a sharding."""
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
+def write_limit(state: TrainState, processes: int = 1) -> int:
+    """Returns the maximum bytes of arrays that one process compresses and writes at once: an eighth of its part of the
+    state, at least twice the largest shard, rounded up to whole GB. Compressed chunks are in host memory until they are
+    written, beside the copy of the arrays.
+
+    `state`: shapes and shardings of the training state. `processes`: number of processes of the run.
+    """
+    leaves = jax.tree.leaves(portable(state))
+    part = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) // processes
+    return (max(2 * max(map(shard_bytes, leaves)), part // 8) // _GB + 1) * _GB
+
+
 def describe(state: Any) -> dict[str, str]:
     """Returns the dtype and shape of every leaf: path of the leaf in the tree -> text such as "float32[4,8]"."""
     return {
@@ -234,13 +251,14 @@ class Checkpoints:
     lowest held-out loss are kept.
 
     Every process of the run calls every method, in the same order. Each process writes and reads its own shards.
-    `processes`: the processes of the run.
+    `processes`: the processes of the run. `state`: shapes and shardings of the training state, which limit the memory
+    of a save (`write_limit`); without them, Orbax's own limit is used, 96 GB.
 
     Raises:
       UserError: `keep` is below 1.
     """
 
-    def __init__(self, workdir: Path, keep: int, processes: Processes = ALONE):
+    def __init__(self, workdir: Path, keep: int, processes: Processes = ALONE, state: TrainState | None = None):
         if keep < 1:
             raise UserError(f"train.keep={keep}: keep at least 1 checkpoint, or a run cannot be resumed")
         self.root, self.aside, self._processes = workdir / CHECKPOINTS, workdir / "damaged", processes
@@ -260,7 +278,12 @@ class Checkpoints:
         # Done before Orbax lists the checkpoints.
         self._damage_notes = processes.from_first(self._repair_listing() if processes.first else None)
         store_library_log()
-        self._manager = ocp.CheckpointManager(self.root.absolute(), options=self._options)
+        limit = {} if state is None else {"save_concurrent_gb": write_limit(state, jax.process_count()) // _GB}
+        self._manager = ocp.CheckpointManager(
+            self.root.absolute(),
+            options=self._options,
+            item_handlers={"state": ocp.StandardCheckpointHandler(**limit), "meta": ocp.JsonCheckpointHandler()},
+        )
         self._inode = self.root.stat().st_ino
         self._was_read = False  # True once a checkpoint of this run was read back
 
@@ -294,6 +317,7 @@ class Checkpoints:
         """Returns the steps that have a checkpoint, in ascending order. All processes use the list of process 0."""
         return self._processes.from_first(sorted(self._manager.all_steps()))
 
+    @host_phase("save")
     def save(self, state: Any, position: Position, eval_loss: float | None = None, order: Order = LAYERS) -> None:
         """Starts writing a checkpoint of `state`. Returns once the arrays are copied from the device, so that `state`
         may be donated.
@@ -309,6 +333,8 @@ class Checkpoints:
         Raises:
           UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
         """
+        if not self.saving():
+            release_free_memory()  # memory freed after the previous checkpoint was written
         state = portable(state)
         meta = {
             **dataclasses.asdict(position),
@@ -349,6 +375,7 @@ class Checkpoints:
             )
         self._was_read = True
 
+    @host_phase("restore")
     def restore(self, abstract: Any, warn: Callable[[str], None], order: Order = LAYERS) -> tuple[Any, Position] | None:
         """Returns the state and position of the newest undamaged checkpoint; None if there is none.
 
@@ -379,6 +406,7 @@ class Checkpoints:
             steps = self.steps()
         return None
 
+    @host_phase("restore")
     def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
         """Describes the damage of a step's checkpoint, which `restore` would also find, without moving files. Returns
         "" for an undamaged checkpoint.
@@ -457,6 +485,7 @@ class Checkpoints:
         """Returns True if a checkpoint is being written in the background."""
         return self._manager.is_saving_in_progress()
 
+    @host_phase("save")
     def wait(self) -> None:
         """Waits until every started save is complete.
 
@@ -464,8 +493,10 @@ class Checkpoints:
         """
         with self._checking_folder():
             self._manager.wait_until_finished()
+        release_free_memory()  # of compressed chunks
         self._processes.gather(None)  # process 0 renames the folder last
 
+    @host_phase("save")
     def close(self) -> None:
         """Waits until every started save is complete, then ends the writer threads."""
         self._manager.close()

@@ -80,6 +80,7 @@ class DiffResult(TypedDict):
 
 class HonoredKeys(TypedDict):
     honored: bool | None
+    inferred: bool
 
 
 class ProposalKeys(TypedDict):

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from bytescope.memory.commands.arguments import Parser, add_json, keep_old_flag, user_path
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.host.process_memory import return_large_arrays
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.generate.generate_flags import add_dtype
-from bytescope.train.launch.runtime import TRAIN_FRACTION, return_large_arrays
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\

@@ -31,7 +31,7 @@ exit codes: 0 done, or saved after the first Ctrl-C; 2 mistake, 3 does not fit,
 
 def make_parser() -> Parser:
     """Returns the argument parser of `bytescope train`."""
-    from bytescope.memory.commands.arguments import Parser, add_rates, user_path
+    from bytescope.memory.commands.arguments import Parser, add_host_memory, add_rates, user_path
     from bytescope.train.commands.config_arguments import add_lora
     from bytescope.train.launch.processes import add_flags
 
@@ -67,6 +67,7 @@ def make_parser() -> Parser:
         help="updates to profile: a number (3) or a range (100-103)",
     )
     add_rates(parser)
+    add_host_memory(parser)
     parser.add_argument(
         "--show-data",
         action="store_true",
@@ -156,7 +157,9 @@ def _train(args: argparse.Namespace) -> int:
     from bytescope.train.launch.signals import Stop
 
     with processes.together(), disk_explained():
+        from bytescope.memory.devices.node_size import node_memory_of
         from bytescope.memory.devices.targets import parse as parse_target
+        from bytescope.memory.host.host_ledger import set_node
         from bytescope.memory.seconds import rates
         from bytescope.memory.view.console import make_console
         from bytescope.train.checkpoints.workdir import interrupted_note, new_workdir
@@ -164,6 +167,7 @@ def _train(args: argparse.Namespace) -> int:
         from bytescope.train.run import loop
         from bytescope.train.source import title_of
 
+        set_node(*node_memory_of(None), processes.on_this_node())
         if args.rates is not None:
             rates.select(parse_target("local"))  # refuses rates of another device before anything is compiled
         workdir = args.workdir or Path(processes.from_first(str(new_workdir(title_of(args.config)))))

@@ -15,7 +15,7 @@ from rich.console import Console
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of, limit_bytes
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.host.process_memory import host_phase
+from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
@@ -29,7 +29,6 @@ from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_
 from bytescope.train.generate.score import Scorer
 from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
-from bytescope.train.launch.runtime import return_freed_memory
 from bytescope.train.source import title_of
 from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.load import bytes_on_host
@@ -218,7 +217,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
         console.print(host_line(host), highlight=False)
     with host_phase("load"), progress(None, "reading weights", "bytes", console) as bar:
         params = source.read(steps.model, bar.show)
-    return_freed_memory()
+    release_free_memory()
     return Engine(steps, params, with_pages(sizes, planned.pages))
 
 

@@ -150,6 +150,12 @@ class Processes:
         """Returns the `value` of process 0, a JSON value. All processes must call it, in the same order."""
         return self.gather(value if self.first else None)[0]
 
+    def on_this_node(self) -> int:
+        """Returns the number of processes of the run on this node, itself included: those with the same host name and
+        start of the operating system. All processes must call it, in the same order."""
+        node = [socket.gethostname(), _boot_id()]
+        return self.gather(node).count(node)
+
     def at(self, doing: str) -> None:
         """Records that this process makes progress, and its current activity, such as "in step 12".
 
@@ -198,6 +204,14 @@ class Processes:
 
 
 ALONE = Processes()
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:  # not Linux: the host name alone tells nodes apart
+        return ""
 
 
 def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:

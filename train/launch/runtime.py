@@ -1,7 +1,6 @@
 """Checks process limits and applies settings before jax starts, and works around two library problems."""
 
 import contextlib
-import ctypes
 import gc
 import inspect
 import os
@@ -145,39 +144,6 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
         jax.config.update("jax_compilation_cache_dir", str(cache_dir or default))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
         compile_cache.remove_damaged_entries(lambda line: print(f"note: {line}", file=sys.stderr))
-
-
-def return_freed_memory() -> None:
-    """Gives the host memory that compilation has freed back to the operating system.
-
-    Otherwise glibc keeps about 200 MB after a compilation until the process ends. Does nothing without glibc.
-    """
-    if sys.platform == "linux":
-        try:
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
-        except (OSError, AttributeError):  # another C library
-            return
-
-
-def return_large_arrays() -> None:
-    """Makes glibc give arrays of 1 MiB or more back to the operating system as soon as they are freed.
-
-    Otherwise the size from which it does so grows to 32 MiB as arrays are freed (mallopt(3), M_MMAP_THRESHOLD), and
-    smaller arrays leave unused memory between each other. Allocations become slower, so this is for commands that move
-    weights, and not for training. Does nothing without glibc.
-    """
-    if sys.platform == "linux":
-        try:
-            ctypes.CDLL("libc.so.6").mallopt(-3, 2**20)  # -3: M_MMAP_THRESHOLD in malloc.h
-        except (OSError, AttributeError):  # another C library
-            return
-
-
-def forget_peak() -> None:
-    """Resets the recorded peak of this process's resident memory. Does nothing if the system does not support or
-    permit it."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 class CapturedStderr:

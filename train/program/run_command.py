@@ -28,10 +28,10 @@ class Command:
         """Returns the command that the user gave. With --fit, its overrides are the config values chosen by the search
         for a run that fits in device memory."""
         flags = []
-        for name in ("rates", "coordinator", "process", "processes"):
+        for name in ("rates", "host_memory", "coordinator", "process", "processes"):
             value = getattr(args, name)
             if value is not None:
-                flags.append(f"--{name}={value}")
+                flags.append(f"--{name.replace('_', '-')}={value}")
         return cls(args.config, tuple(args.overrides), tuple(flags), args.verbose)
 
     def resume(self, workdir: Path, changes: Mapping[str, str] | None = None, *more: str) -> str:

@@ -17,6 +17,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import versions
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.host.host_ledger import ledger
+from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
@@ -25,7 +26,7 @@ from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import local_limit
 from bytescope.train.generate.text import Prompts, read_tokens
 from bytescope.train.launch.host_notice import expect_host, resident_term
-from bytescope.train.launch.runtime import TRAIN_FRACTION, return_freed_memory
+from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program.config_files import load
 from bytescope.train.quantize.origin import check_model, open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
@@ -107,7 +108,7 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
     layer_on_disk = 0
     if isinstance(origin.source.origin, Folder):
         layer_on_disk = sum(one.nbytes for one in origin.source.origin.tensors.values()) // origin.model.n_layers
-    return_freed_memory()  # after compiling, and after the whole text was tokenized
+    release_free_memory()  # after compiling, and after the whole text was tokenized
     host = expect_host([resident_term("quantize"), *host_terms(memory, programs, device, layer_on_disk)])
     return PreparedQuantization(quantization, memory, tokens, host)
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.model.quantized import groups
-from bytescope.train.launch.runtime import return_freed_memory
 from bytescope.train.quantize.folds import Fold, fold_in
 from bytescope.train.quantize.origin import Origin
 from bytescope.train.quantize.output import Output
@@ -129,7 +129,7 @@ class Quantization:
         for layer in range(self.origin.model.n_layers):
             self._layer(layer, streams)
             folders.close()  # otherwise all pages that were read would count as memory of this process
-            return_freed_memory()
+            release_free_memory()
         before = self._perplexity(put(self._outside_parameters(), self.programs.shell_shapes), streams.original)
         return Outcome(
             self.output.done, before, self._perplexity(self._load_written_non_layer_parameters(), streams.written)

@@ -64,6 +64,7 @@ def _format_metrics(row: Mapping[str, Any]) -> dict[str, str]:
     memory = row["memory"]
     if memory.get("in_use_bytes") is not None:
         parts["in use"] = f"{memory['in_use_bytes'] / GIB:.2f}"
+    if memory.get("peak_bytes") is not None:
         parts["peak"] = f"{memory['peak_bytes'] / GIB:.2f}"
     return parts
 

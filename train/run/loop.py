@@ -16,14 +16,16 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from bytescope.memory.devices.live import LiveMemory, predicted_in_use, sample
+from bytescope.memory.devices.live import LiveMemory, measure_call, on_cpu_devices, predicted_in_use, sample
+from bytescope.memory.host.host_ledger import ledger
+from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
 from bytescope.train.checkpoints.workdir import Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.generate.training_sample import sample_text
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import ALONE, Processes
-from bytescope.train.launch.runtime import forget_peak, return_freed_memory
 from bytescope.train.launch.signals import Stop
 from bytescope.train.plan import refusal
 from bytescope.train.plan.remat_auto import settled_program
@@ -89,6 +91,8 @@ class Run:
       stop: names of signals that this process received.
       prompts: generates the answers to the evaluation prompts.
       answers: the file to which the answers to the evaluation prompts are written.
+      device_peak: measured bytes of arrays and temporaries of the step on the CPU devices of this process; None on
+        accelerators, and before the measurement.
       agreed: names of the signals, received by any process, that all processes have agreed to act on.
       evaluated: (step, held-out loss) of this start's last evaluation, None before it.
     """
@@ -107,6 +111,7 @@ class Run:
     stop: list[str]
     prompts: EvalPrompts
     answers: MetricsLog
+    device_peak: int | None = None
     agreed: list[str] = dataclasses.field(default_factory=list)
     evaluated: tuple[int, float] | None = None
 
@@ -136,7 +141,17 @@ class Run:
         self.display.show(row)
 
 
+def measure(program: Program, device_peak: int | None = None) -> LiveMemory | None:
+    """Measures the memory of this process's first device, or of all its devices together if they are CPU devices.
+
+    device_peak: measured bytes of arrays and temporaries of the step on CPU devices; None if unknown.
+    """
+    live = sample(program.mesh.local_devices[0])
+    return on_cpu_devices(live, device_peak) if live and live.source == "host" else live
+
+
 @profile.hosted("evaluation")
+@host_phase("evaluate")
 def evaluate(run: Run, state: TrainState, step: int) -> float | None:
     """Evaluates after `step`, and records the loss and the answers to the prompts.
 
@@ -188,7 +203,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     flops_per_token = model_flops_per_token(run.program.model, batch.seq_len, run.program.frozen, adapters)
     tokens_per_s = lap.tokens / lap.seconds
     mfu = tokens_per_s * flops_per_token / (run.peak_flops * mesh.size) if run.peak_flops else None
-    live = sample(mesh.local_devices[0])
+    live = measure(run.program, run.device_peak)
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
     run.record(
         {
@@ -208,6 +223,24 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
         },
         values,
     )
+
+
+def record_host_memory(run: Run, step: int) -> None:
+    """Writes a row to metrics.jsonl with the host memory of this start by phase, in bytes of one process: "predicted"
+    and "measured". If there are several processes, each value is that of the process with the most.
+
+    All processes must call it at the same point. `step`: the last update of this start.
+    """
+    host = ledger()
+    predicted = {phase: host.predicted(phase) for phase in host.phases() if host.predicted(phase) is not None}
+    rows = run.processes.gather([predicted, dict(host.measured)])
+    highest: list[dict[str, int]] = [{}, {}]
+    for row in rows:
+        for values, own in zip(highest, row):
+            for phase, size in own.items():
+                values[phase] = max(size, values.get(phase, 0))
+    memory = {"processes": len(rows), "predicted": highest[0], "measured": highest[1]}
+    run.log.write({"step": step, "host_memory": memory})
 
 
 def _non_finite_error(run: Run, step: int, loss: float, norm: float, scaling: dict[str, float]) -> NonFinite:
@@ -238,6 +271,18 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         start.step,
     )
     pending, step, saved = None, start.step, start.step
+    # The update whose memory is measured on CPU devices: the second one of this start, because the first also starts
+    # threads.
+    measured = min(start.step + 2, config.steps) if program.mesh.devices.flat[0].platform == "cpu" else None
+
+    def update(state: Any, micro_batches: list[Any]) -> Any:
+        with jax.transfer_guard("disallow"):
+            for batch in micro_batches:
+                state, metrics = run.compiled.step(state, batch)  # the compiled `train_step`
+        return state, metrics
+
+    def measured_update(state: Any, micro_batches: list[Any]) -> Any:
+        return jax.block_until_ready(update(state, micro_batches))
 
     def eval_due() -> bool:
         return step > 0 and (step == config.steps or _every(config.eval_every, step))
@@ -270,9 +315,13 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
             with clock.reading(), profile.host("wait_for_data"):
                 micro_batches = next(batches)
             run.processes.at(f"in step {step + 1}")
-            with jax.transfer_guard("disallow"):
-                for batch in micro_batches:
-                    state, metrics = run.compiled.step(state, batch)  # the compiled `train_step`
+            if step + 1 == measured:
+                finish_pending()
+                jax.block_until_ready(state)  # on all devices
+                called = measure_call(partial(measured_update, state, micro_batches))
+                (state, metrics), run.device_peak = called
+            else:
+                state, metrics = update(state, micro_batches)
             clock.dispatched(metrics["loss"])
             finish_pending()
         step += 1
@@ -348,7 +397,7 @@ def run(
     with (
         contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
         claimed(workdir, identity, extend=extend, processes=processes) as notes,
-        contextlib.closing(Checkpoints(workdir, config.train.keep, processes)) as checkpoints,
+        contextlib.closing(Checkpoints(workdir, config.train.keep, processes, program.state)) as checkpoints,
         processes.together(),
     ):  # closing waits for the other processes, which are informed of an error before that
         for note in notes:
@@ -356,6 +405,7 @@ def run(
         done = checkpoints.steps()
         finished = bool(done) and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1])
         if processes.from_first(finished):
+            _expect_restore(program, checkpoints, console)
             _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
             summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.train.steps)})
@@ -400,12 +450,14 @@ def _train_and_sample(
     """Restores or creates the state, opens the logs, trains, and prints a sample of generated text at the end."""
     console, first, report = start.console, start.processes.first, compiled.report
     metrics_file, steps = start.workdir / METRICS, program.config.train.steps
-    return_freed_memory()  # memory freed after compiling
-    forget_peak()
-    before = sample(program.mesh.local_devices[0])
-    state, position = start_state(program, checkpoints, console)
+    release_free_memory()  # memory freed after compiling
+    before = measure(program)
+    _expect_saves(program, checkpoints)
+    _expect_restore(program, checkpoints, console)
+    with host_phase("initialize"):
+        state, position = start_state(program, checkpoints, console)
     traced = start.traced.updates(position.step, steps) if first else range(0)
-    return_freed_memory()  # memory freed after restoring
+    release_free_memory()  # memory freed after restoring
     # The answers of an interrupted evaluation are written again by the next evaluation.
     answered = position.step - (not has_evaluation(metrics_file, position.step))
     with (
@@ -441,10 +493,28 @@ def _train_and_sample(
             answers,
         )
         start.stop.watch()
-        with contextlib.closing(Clock(checkpoints.saving)) as clock:
+        with contextlib.closing(Clock(checkpoints.saving)) as clock, host_phase("train"):
             state = train(run, state, position, clock)
         display.close()
         _show_end(start, run, position.step + 1, before, state, clock)
+
+
+def _expect_saves(program: Program, checkpoints: Checkpoints) -> None:
+    """Tells the ledger of host memory what saving will hold."""
+    config, done = program.config.train, checkpoints.steps()
+    overlaps = saves_overlap(config.steps, config.checkpoint_every, done[-1] if done else None)
+    expect_saves(program.state, program.mesh.devices.flat[0].platform, jax.process_count(), overlaps)
+
+
+def _expect_restore(program: Program, checkpoints: Checkpoints, console: Console) -> None:
+    """Tells the ledger of host memory what restoring the newest checkpoint will hold, and warns if the processes of a
+    node read the same bytes."""
+    done = checkpoints.steps()
+    if not done:
+        return
+    platform, folder = program.mesh.devices.flat[0].platform, checkpoints.root / str(done[-1])
+    for finding in expect_restore(program.state, platform, jax.process_count(), folder):
+        summary.say(console, f"warning: {finding.message}; {finding.remedy}")
 
 
 def _show_end(
@@ -459,7 +529,12 @@ def _show_end(
     """
     program, console, checkpoints = run.program, start.console, run.checkpoints
     last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved
-    text = "" if run.agreed else sample_text(program, run.data, state.model_params)
+    text = ""
+    if run.config.train.sample_tokens and not run.agreed:
+        release_free_memory()  # temporaries of updates
+        with host_phase("sample"):
+            text = sample_text(program, run.data, state.model_params)
+    record_host_memory(run, max(last, first_step - 1))
     end = summary.End(
         first_step,
         last,
@@ -469,7 +544,7 @@ def _show_end(
         clock.tokens_per_s(),
         run.compiled.report,
         before,
-        sample(program.mesh.local_devices[0]),
+        measure(program, run.device_peak),
         checkpoints.root / str(last) if last else None,
         start.workdir / PAGE,
     )

@@ -16,7 +16,9 @@ from bytescope.model.frozen import dotted
 from bytescope.model.layers import MLPS
 from bytescope.train.checkpoints.workdir import write_atomically
 
-KINDS = ("loss", "eval_loss")  # every row of metrics has one of these keys
+# Every row of metrics has one of these keys, except for the last row of a start, with "host_memory". A resumed run
+# removes that row, because it has the memory of an earlier process.
+KINDS = ("loss", "eval_loss")
 
 
 def _attention_parameter_counts(model: ModelConfig) -> dict[str, int]:

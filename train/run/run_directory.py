@@ -13,6 +13,8 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.records import report_record
+from bytescope.memory.records.host_record import HOST_PHASES, HostMemory, HostTerm
+from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.result_envelope import unwrap
 from bytescope.train.source import CONFIG, MEMORY, METRICS, is_run
 
@@ -56,6 +58,7 @@ class RunDirectory:
       rows: the rows of metrics.jsonl, {"step": ..., "loss": ...}, with finite numbers; nested objects have dotted
         names such as "memory.in_use_bytes".
       evaluations: the rows with a held-out loss.
+      host: host memory of the run's last start by phase, in bytes of one process; None if it was not recorded.
       report: the memory report of the step, None if there is no report.
       breakdown: the content of profile.json (the traced time of each operation category), None if there is no such
         file.
@@ -67,6 +70,7 @@ class RunDirectory:
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     rows: tuple[Mapping[str, float], ...] = ()
     evaluations: tuple[Mapping[str, float], ...] = ()
+    host: HostMemory | None = None
     report: report_record.ReportRecord | None = None
     breakdown: Mapping[str, Any] | None = None
     problems: tuple[str, ...] = ()
@@ -114,7 +118,7 @@ def read(place: str | Path) -> RunDirectory:
 
     config = part(CONFIG, _read_config, f"There is no {CONFIG}: the config is unknown.")
     metrics = part(METRICS, _read_metrics, f"There is no {METRICS}: no update was recorded yet.")
-    rows, evaluations, damaged = ([], [], 0) if metrics is None else metrics
+    rows, evaluations, host, damaged = ([], [], None, 0) if metrics is None else metrics
     if damaged:
         problems.append(f"{METRICS}: {damaged} damaged line{'s are' if damaged > 1 else ' is'} left out.")
     return RunDirectory(
@@ -122,6 +126,7 @@ def read(place: str | Path) -> RunDirectory:
         config or {},
         tuple(rows),
         tuple(evaluations),
+        host,
         part(MEMORY, report_record.load, f"There is no {MEMORY}: the step was not compiled yet."),
         part(PROFILE, _read_breakdown, ""),
         tuple(problems),
@@ -145,23 +150,32 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _read_metrics(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], int]:
-    """Reads metrics.jsonl. Returns (rows of updates, rows of evaluations, number of damaged lines).
+def _read_metrics(path: Path) -> tuple[list[dict[str, float]], list[dict[str, float]], HostMemory | None, int]:
+    """Reads metrics.jsonl. Returns (rows of updates, rows of evaluations, host memory, number of damaged lines).
 
     Rows are sorted by step. If a step has several rows, only its last row is returned.
     """
     trained: dict[int, dict[str, float]] = {}
     evaluated: dict[int, dict[str, float]] = {}
-    damaged = 0
+    host, damaged = None, 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            row = _flatten_finite_numbers(json.loads(line))
+            value = json.loads(line)
+            if isinstance(value, dict) and "host_memory" in value:
+                host = _read_host_memory(value["host_memory"])
+                continue
+            row = _flatten_finite_numbers(value)
             step = int(row["step"])
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged += 1
             continue
         (evaluated if "eval_loss" in row else trained)[step] = row
-    return [trained[step] for step in sorted(trained)], [evaluated[step] for step in sorted(evaluated)], damaged
+    return [trained[step] for step in sorted(trained)], [evaluated[step] for step in sorted(evaluated)], host, damaged
+
+
+def _read_host_memory(value: Any) -> HostMemory:
+    terms = [HostTerm(phase, HOST_PHASES[phase], size) for phase, size in value["predicted"].items()]
+    return HostMemory.from_json({"terms": [plain(term) for term in terms], "measured": value["measured"]})
 
 
 def _flatten_finite_numbers(value: Any, prefix: str = "") -> dict[str, float]:

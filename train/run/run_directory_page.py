@@ -16,7 +16,9 @@ from urllib.parse import quote
 
 from bytescope.memory.files import write_whole
 from bytescope.memory.profile import trace_page
+from bytescope.memory.records.host_record import HOST_PHASES
 from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.report import host_view
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view import prediction_text as times_text
@@ -99,6 +101,7 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
         findings=_findings(run),
+        host=_host_table(run),
         trace=trace
         and {
             "where": trace_page.where_text(trace),
@@ -211,7 +214,7 @@ def _figures(run: RunDirectory) -> list[HeaderFigure]:
             )
     peaks = [row["memory.peak_bytes"] for row in run.rows if "memory.peak_bytes" in row]
     if peaks:
-        owner = "of the process" if run.report and _on_cpu(run.report) else "of a device"
+        owner = "of all CPU devices of the process" if run.report and _on_cpu(run.report) else "of a device"
         predicted = predicted_bytes(run)
         note = f"; predicted {human(predicted)}" if predicted is not None else ""
         figures.append(HeaderFigure("measured memory", human(max(peaks)), owner + note, f"{max(peaks):,.0f} bytes"))
@@ -281,6 +284,19 @@ def _memory(report: ReportRecord) -> list[HeaderFigure]:
         figure("predicted", report.predicted_bytes),
         figure("limit", report.limit_bytes),
     ]
+
+
+def _host_table(run: RunDirectory) -> PageTable | None:
+    # Process 0 wrote the values of the process with the most.
+    if run.host is None:
+        return None
+    columns = (
+        ("phase", "name", lambda row: row.phase),
+        ("happens", "text", lambda row: HOST_PHASES.get(row.phase, "")),
+        ("predicted", "num", lambda row: _number_cell(row.predicted, "bytes")),
+        ("measured", "num", lambda row: _number_cell(row.measured, "bytes")),
+    )
+    return table(columns, host_view.phase_rows(run.host))
 
 
 def _runs_table(runs: Sequence[RunDirectory]) -> PageTable:

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig
 from bytescope.model.quantized.quantized_formats import Matrix, parts_of
-from bytescope.train.launch.runtime import return_freed_memory
 from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
@@ -96,11 +96,11 @@ def load_leaves(
         for number in job.write():
             if done // RELEASED != (done + number) // RELEASED:
                 folders.close()  # otherwise all pages that were read would count as memory of this process
-                return_freed_memory()
+                release_free_memory()
             done += number
             tell(done, total)
     folders.close()
-    return_freed_memory()
+    release_free_memory()
     return jax.tree.unflatten(tree, [target.array() for target in targets.values()])
 
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
+from bytescope.memory.devices.compiler import trial_options
 from bytescope.memory.program.compilation import compiled_for
 from support.described import described
 from support.exhaustive import exhaustive
@@ -60,8 +61,8 @@ def mlp(x, weights, named="result"):
     return checkpoint_name(x, "residual") if named == "result" else x
 
 
-def layers_step(policy, named="result", scanned=True):
-    """The SGD step of a stack of blocks under `jax.checkpoint`, and its arguments."""
+def layers_step(policy, named="result", scanned=True, scale=1):
+    """The SGD step of a stack of blocks under `jax.checkpoint`, and its arguments. `scale`: factor of all sizes."""
     block = jax.checkpoint(functools.partial(mlp, named=named), policy=policy, prevent_cse=not scanned)
 
     def loss(weights, x):
@@ -77,8 +78,9 @@ def layers_step(policy, named="result", scanned=True):
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
 
     spec = jax.ShapeDtypeStruct
-    weights = spec((LAYERS, WIDTH, HIDDEN), jnp.float32), spec((LAYERS, HIDDEN, WIDTH), jnp.float32)
-    return step, weights, spec((ROWS, WIDTH), jnp.float32)
+    width, hidden = scale * WIDTH, scale * HIDDEN
+    weights = spec((LAYERS, width, hidden), jnp.float32), spec((LAYERS, hidden, width), jnp.float32)
+    return step, weights, spec((scale * ROWS, width), jnp.float32)
 
 
 # ---- names of a policy -------------------------------------------------------------------------------------------
@@ -107,6 +109,40 @@ def test_a_named_value_inside_a_block_is_offloaded_on_a_gpu_and_kept_on_the_cpu(
     (row,) = offload_rows(*step)
     assert only([row]) == ("hidden", "offload", "kept", size, LAYERS, "lowering")
     assert "compile for a GPU" in row.message
+
+
+def test_a_move_that_starts_just_before_the_move_back_frees_nothing():
+    """Unrolled layers: XLA:GPU 0.10.2 keeps each value in device memory until it is moved back. If XLA estimates the
+    time of each instruction, it moves the values early, and the request is honored."""
+    described("h200")
+    step, *arguments = layers_step(offloading("hidden"), scanned=False, scale=32)
+    size = 4 * LAYERS * 32 * ROWS * 32 * HIDDEN
+    traced = jax.jit(step).trace(*arguments)
+    (row,) = rows_of(memory.analyze(traced, target="h200"))
+    assert only([row]) == ("hidden", "offload", "kept", size, LAYERS, "scheduler")
+    assert row.inferred and "frees nothing" in row.message
+    with trial_options({"xla_gpu_enable_analytical_latency_estimator": True}):
+        assert only(rows_of(memory.analyze(traced, target="h200"))) == (
+            "hidden",
+            "offload",
+            "offloaded",
+            size,
+            LAYERS,
+            "",
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.oracle("tpu")
+@pytest.mark.parametrize(
+    ("scanned", "done", "undone_by"),
+    [(False, "kept", "scheduler"), (True, "offloaded", "")],
+    ids=["unrolled", "scanned"],
+)
+def test_offloads_on_a_tpu(scanned, done, undone_by):
+    size = 4 * LAYERS * 64 * ROWS * 64 * HIDDEN
+    rows = offload_rows(*layers_step(offloading("hidden"), scanned=scanned, scale=64), target="v5e:1x1")
+    assert only(rows) == ("hidden", "offload", done, size, LAYERS, undone_by)
 
 
 def test_matrix_products_of_a_policy_are_named_by_their_operation_and_line():

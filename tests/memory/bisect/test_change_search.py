@@ -23,8 +23,9 @@ def report_of(size):
     return ReportRecord(size, size, rows, buffers=buffers, target={"name": "cpu"}, program="jit_step")
 
 
-def bisect(changes, size_of, bound="+5%", is_sequence=True, measure_all=False):
-    """(outcome, names of the measured candidates). `size_of`: MiB of a state, None if it cannot be measured."""
+def bisect(changes, size_of, bound="+5%", is_sequence=True, measure_all=False, recorded=()):
+    """(outcome, names of the measured candidates). `size_of`: MiB of a state, None if it cannot be measured.
+    `recorded`: candidates that are measured already."""
     axis = Axis("jax", changes, is_sequence, lambda state, point: Candidate(point, "m:f", {"state": state}))
     asked = []
 
@@ -35,7 +36,9 @@ def bisect(changes, size_of, bound="+5%", is_sequence=True, measure_all=False):
             return Measurement(candidate.point, "SyntaxError: invalid syntax")
         return Measurement(candidate.point, "ok", report_of(round(size * MIB)))
 
-    return run_bisection(axis, parse_bound("bytes", "allocated", bound), measure, measure_all), asked
+    return run_bisection(
+        axis, parse_bound("bytes", "allocated", bound), measure, measure_all, recorded.__contains__
+    ), asked
 
 
 def versions(*sizes, **keywords):
@@ -71,6 +74,29 @@ def test_the_result_has_the_change_and_both_reports():
     assert outcome.change == ("v3",) and (outcome.before.point, outcome.after.point) == ("v2", "v3")
     assert outcome.after.report.allocated_bytes == 120 * MIB and outcome.notes == ()
     assert asked == ["v0", "v5", "v2", "v3"]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "compiled"),
+    [
+        ((), ["v4", "v6", "v5"]),
+        (("v5",), ["v6"]),  # as low as v0: begins behind it
+        (("v5", "v6"), []),
+        (("v1", "v7"), ["v4", "v5", "v6"]),
+    ],
+)
+def test_recorded_versions_shorten_the_search(recorded, compiled):
+    outcome, asked = versions(*[100] * 6, *[120] * 3, recorded=recorded)
+    assert outcome.change == ("v6",) and outcome.before.point == "v5" and outcome.notes == ()
+    assert asked == ["v0", "v8", *recorded, *compiled]
+
+
+def test_recorded_versions_that_failed_or_that_exceed_the_bound_between_the_ends():
+    outcome, asked = versions(100, 100, None, 120, 120, recorded=("v1", "v2", "v3"))
+    assert outcome.change == ("v2", "v3") and asked == ["v0", "v4", "v1", "v2", "v3"]
+    outcome, asked = versions(100, 100, 120, 100, recorded=("v2",))
+    assert outcome.change == ("v2",) and asked == ["v0", "v3", "v2", "v1"]
+    assert outcome.notes[0].startswith("not monotonic: the bound is crossed at v2, v3")
 
 
 def test_a_saving_is_found_with_a_negative_bound():

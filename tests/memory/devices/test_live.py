@@ -4,10 +4,12 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from bytescope.memory.devices import live
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.units import MIB, human
 from support.described import described
 
 GIB = 2**30
@@ -104,6 +106,25 @@ def test_what_a_sample_is_compared_with():
     assert live.predicted_in_use(_report(GIB), host) == 5 * GIB
     card = live.LiveMemory("NVIDIA H200", "allocator", in_use_bytes=3 * GIB)
     assert live.predicted_in_use(_report(GIB), card) == live.predicted_in_use(_report(GIB), None) == GIB
+
+
+def test_cpu_devices_are_measured_without_the_rest_of_the_process():
+    """A program whose argument has 64 MiB and whose temporaries have about as much."""
+    argument = jax.block_until_ready(jnp.ones(16 * MIB, jnp.float32))
+    program = jax.jit(lambda x: jnp.sort(x + 1.0)[-1])
+    jax.block_until_ready(program(argument))
+    arrays = live.array_bytes()
+    assert arrays >= 64 * MIB
+    temporaries = program.lower(argument).compile().memory_analysis().temp_size_in_bytes
+    _, peak = live.measure_call(lambda argument=argument: jax.block_until_ready(program(argument)))
+    assert peak - arrays == pytest.approx(temporaries, rel=0.15) and temporaries >= 64 * MIB
+    seen = live.on_cpu_devices(live.sample(jax.local_devices(backend="cpu")[0]), peak)
+    assert seen.in_use_bytes < 2 * arrays and seen.peak_bytes == peak < seen.host_peak_rss_bytes
+    assert live.predicted_in_use(_report(GIB), seen) == seen.sharing * GIB
+    line = live.predicted_against_measured(_report(GIB), seen, seen)
+    assert f"measured {human(peak)} of arrays and temporaries on {seen.sharing} CPU devices" in line
+    del argument
+    assert live.array_bytes() <= arrays - 64 * MIB
 
 
 def test_the_line_gives_the_error_in_per_cent():

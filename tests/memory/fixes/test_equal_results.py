@@ -101,6 +101,18 @@ def test_a_program_that_does_not_repeat_is_not_checked():
     assert equality.outcome == "not checked" and "different results on each run" in equality.sentence
 
 
+def test_other_arguments_and_results_that_are_only_noise():
+    """A change of the batch size is not compared. A sum that is zero without rounding hides no real difference."""
+    spec = jax.ShapeDtypeStruct
+    step = run(lambda x: {"mean": x.mean(), "zero": (x - x.mean()).sum()}, spec((64, 8), jnp.float32))
+    other = run(lambda x: {"mean": x.mean(), "zero": (x - x.mean()).sum()}, spec((32, 8), jnp.float32))
+    equality = compare_results(step, other)
+    assert equality.outcome == "not checked" and "has the shape [64, 8]" in equality.sentence
+    changed = {"['mean']": step.values["['mean']"] * (1 + 1e-6), "['zero']": -step.values["['zero']"]}
+    equality = compare_results(step, dataclasses.replace(step, values=changed))
+    assert (equality.outcome, equality.path) == ("equal", "['mean']") and equality.difference < 1e-5
+
+
 def test_nnx_remat_computes_the_same():
     """flax#4626 reports wrong results of nnx.remat. flax 0.12.8 computes the same with and without it: the loss and all
     gradients of the step, with dropout, are equal, also if models of both kinds exist."""

@@ -48,6 +48,34 @@ def test_names_of_policies(tmp_path):
     assert edited(tmp_path, "x = checkpoint_name(x, 'hiden')\n", "rename", "hiden", "hidden") == ""
 
 
+OFFLOADING = """p = save_and_offload_only_these_names(
+    names_which_can_be_saved=["attention"],
+    names_which_can_be_offloaded=["residal", 'hiden'],
+    offload_src="device", offload_dst="pinned_host")
+"""
+
+
+def test_names_of_policies_that_offload(tmp_path):
+    """A name is replaced in either list, and never by a name of the same policy."""
+    changed = edited(tmp_path, OFFLOADING, "rename", "hiden", "hidden")
+    assert changed == OFFLOADING.replace("'hiden'", "'hidden'")
+    changed = edited(tmp_path, OFFLOADING, "rename", "attention", "attn")
+    assert changed == OFFLOADING.replace('"attention"', '"attn"')
+    assert edited(tmp_path, OFFLOADING, "rename", "residal", "attention") == ""
+    listed = OFFLOADING.replace("""["residal", 'hiden']""", "NAMES") + "NAMES = ['hiden']\n"
+    assert edited(tmp_path, listed, "rename", "hiden", "hidden") == ""
+
+
+def test_an_offloaded_name_is_saved_instead(tmp_path):
+    changed = edited(tmp_path, OFFLOADING, "save_on_device", "residal")
+    assert changed == OFFLOADING.replace('["attention"]', '["attention", "residal"]').replace(
+        """["residal", 'hiden']""", '["hiden"]'
+    )
+    assert edited(tmp_path, OFFLOADING, "save_on_device", "attention") == ""
+    assert edited(tmp_path, OFFLOADING * 2, "save_on_device", "residal") == ""
+    assert edited(tmp_path, OFFLOADING.replace('["attention"]', "NAMES"), "save_on_device", "residal") == ""
+
+
 def test_the_protection_of_a_recomputation(tmp_path):
     text = "f = jax.checkpoint(layer, prevent_cse=False, policy=p)\ng = checkpoint(other, prevent_cse=False)\n"
     assert edited(tmp_path, text, "prevent_cse", "layer") == text.replace("False", "True", 1)

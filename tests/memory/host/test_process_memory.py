@@ -34,6 +34,7 @@ HOST = HostMemory(
 def recorder(monkeypatch):
     monkeypatch.setattr(process_memory, "_RECORDER", process_memory._Recorder())
     monkeypatch.setattr(host_ledger, "_EXPECTED", {})
+    monkeypatch.setattr(host_ledger, "_NODES", [])
 
 
 def test_each_phase_has_its_own_peak(recorder):
@@ -109,3 +110,13 @@ def test_a_damaged_record_is_refused(damage):
     value = {**HOST.to_json(), **damage} if isinstance(damage, dict) else damage
     with pytest.raises(TypeError):
         HostMemory.from_json(value)
+
+
+def test_the_ledger_has_the_node_of_its_process(recorder):
+    assert host_ledger.ledger().verdict == "unknown" and host_ledger.ledger().processes == 1
+    host_ledger.set_node(2 * GIB, "the limit of a cgroup", 3)
+    host_ledger.expect([HostTerm("train", "batches", GIB)])
+    found = host_ledger.ledger()
+    assert (found.node_bytes, found.node_source, found.processes) == (2 * GIB, "the limit of a cgroup", 3)
+    assert found.verdict == "exceeds" and found.predicted_node_bytes == 3 * GIB
+    assert host_ledger.ledger(HOST).node_bytes == 16 * GIB  # the node of a given record is not replaced

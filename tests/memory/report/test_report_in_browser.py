@@ -8,6 +8,7 @@ import re
 import pytest
 
 from bytescope.memory.messages.post_mortem import HeldArrays, PostMortem
+from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import Buffer, ReportRecord
 from bytescope.memory.report import report_data as report_data_page
 from bytescope.memory.report import report_page
@@ -232,7 +233,40 @@ def test_the_page_is_sound_when_it_is_used(report, browser):
         buffers=report.buffers + narrow,
         breakdown={**report.breakdown, "outputs": report.breakdown["outputs"] + size},
     )
-    check_page(browser, report_page.render(with_seconds(changed)))
+    check_page(browser, report_page.render(with_seconds(dataclasses.replace(changed, audit=REQUESTS))))
+
+
+REQUESTS = (
+    AuditRow("offload", "hidden", "/w/model.py:7", "offload", "kept", 2**29, 0, "scheduler", f"kept: {HOSTILE}", 4),
+    AuditRow(
+        "checkpoint", "layer " * 12, "/w/model.py:9", "recompute", "kept", 0, 10**12, "cse", "merged", 12, 0, "p/cse"
+    ),
+    AuditRow("checkpoint", "head", "/w/model.py:9", "recompute", "recomputed", 2**30),
+    AuditRow("donation", "state", done="reused", bytes=2**20),
+)
+
+
+def test_the_requests_of_the_audit_in_a_browser(report, browser):
+    """Each request has a row with its outcome in colour. Hovering over a row shows its message, and the sentences below
+    the table say what was not done. Nothing is on the console after the pointer was on each row and clicked it."""
+    browser.open(report_page.render(dataclasses.replace(report, audit=REQUESTS)), 1440)
+    rows = browser.call("""[...document.querySelectorAll("#audit tbody tr")].map((row) =>
+        [[...row.cells].map((cell) => cell.innerText), row.title, getComputedStyle(row.cells[3]).color])""")
+    assert [row[0][3] for row in rows] == ["kept", "kept", "recomputed", "reused"]
+    assert [row[0][6] for row in rows] == ["scheduler (inferred)", "p/cse", "", ""]
+    assert [row[1] for row in rows] == [f"kept: {HOSTILE}", "merged", "", ""]
+    colours = [row[2] for row in rows]
+    assert colours[0] == colours[1] and len(set(colours)) == 3
+    facts = browser.call('[...document.querySelectorAll("#audit .fact")].map((fact) => fact.innerText)')
+    assert len(facts) == 2 and facts[0].startswith("offload hidden at model.py:7: kept:") and "7 * 6" in facts[0]
+    for k, _ in enumerate(rows):
+        x, y = browser.call(f"""(row => {{ row.scrollIntoView({{ block: "center", behavior: "instant" }});
+            const box = row.getBoundingClientRect(); return [box.x + 20, box.y + box.height / 2]; }})(
+            document.querySelectorAll("#audit tbody tr")[{k}])""")
+        browser.move(x, y)
+        assert browser.call(f"document.querySelectorAll('#audit tbody tr')[{k}].matches(':hover')")
+        browser.click(x, y)
+    assert browser.errors() == []
 
 
 @pytest.mark.exhaustive

@@ -11,10 +11,11 @@ from bytescope.memory.commands import calibration_text as view
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
+from bytescope.memory.host import host_terms
 from bytescope.memory.records.report_json import plain
 from bytescope.memory.seconds import rates
 from bytescope.memory.seconds.calibration import cases as calibration_cases
-from bytescope.memory.seconds.calibration import measure
+from bytescope.memory.seconds.calibration import host_measure, measure
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
     CALL,
@@ -318,3 +319,57 @@ def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
     case = CalibrationCase(PRODUCTS, ("fp8",), 64, 1.0, 1, fails)
     with pytest.raises(ReportError, match="products fp8 64 failed: no such unit"):
         measure.measure([case], h200, 8, 0.01)
+
+
+# ---- host memory ------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_is_measured_in_a_process_of_its_own_and_used_with_the_file(tmp_path, monkeypatch, capsys, used):
+    monkeypatch.setattr(calibration_cases, "HOST", TINY)
+    few = {"libraries": host_measure.MEASUREMENTS["libraries"], "Orbax": lambda: host_measure.run_case("none")}
+    monkeypatch.setattr(host_measure, "MEASUREMENTS", few)
+    file = tmp_path / "rates.json"
+    assert cli.main(["calibrate", "--seconds=0.01", "--host", f"--out={file}"]) == 0
+    shown = capsys.readouterr().out
+    assert "Python and jax" in shown and "not measured: Orbax: KeyError: 'none'" in shown, shown
+    measured = rates.load(file).host
+    assert set(measured) == {"python", "trainer"}
+    assert 50 * MIB < measured["python"] < 2000 * MIB and MIB < measured["trainer"] < 2000 * MIB
+    assert host_terms.host_rates() == host_terms.RATES
+    (before,) = host_terms.start_terms("cpu")
+    used(file)
+    (now,) = host_terms.start_terms("cpu")
+    assert now.bytes - before.bytes == sum(measured[name] - getattr(host_terms.RATES, name) for name in measured)
+    assert host_terms.host_rates().cpu_compile == host_terms.RATES.cpu_compile
+    used(None)
+    assert host_terms.host_rates() == host_terms.RATES
+
+
+@pytest.mark.quick
+def test_constants_change_by_the_ratio_of_sizes_here_and_there(monkeypatch):
+    def run_case(name, layers, target):  # a compiler that takes twice the bytes per layer, and the same for any program
+        return {"peak": 101_700_000 + 2 * 1_510_000 * layers, "traced": 0}
+
+    monkeypatch.setattr(host_measure, "run_case", run_case)
+    few = {"XLA's compiler for GPUs": host_measure.MEASUREMENTS["XLA's compiler for GPUs"]}
+    monkeypatch.setattr(host_measure, "MEASUREMENTS", few)
+    calls = []
+    samples, left_out = host_measure.measure_host(lambda *call: calls.append(call))
+    assert not left_out and calls == [(["XLA's compiler for GPUs"], 0)]
+    found = host_measure.constants_of(samples)
+    assert found == {
+        "gpu_compile": host_terms.RATES.gpu_compile,
+        "gpu_compile_equation": 2 * host_terms.RATES.gpu_compile_equation,
+    }
+    assert host_terms.RATES.replaced(found).gpu_compile_equation == found["gpu_compile_equation"]
+    assert host_measure.line_through([(1, 7), (1, 9)]) == (8, 0)
+    assert host_measure.line_through([(1, 9), (2, 5)])[1] == 0  # memory does not shrink with the program
+
+
+@pytest.mark.exhaustive
+def test_all_sizes_of_host_memory_are_measured():
+    samples, left_out = host_measure.measure_host(lambda names, done: None)
+    assert not left_out and {sample.words for sample in samples} == set(host_measure._REFERENCES)
+    for sample in samples:
+        assert 0.3 < sample.bytes / sample.reference < 3, sample
+    assert set(host_measure.constants_of(samples)) <= set(vars(host_terms.RATES))

@@ -14,7 +14,7 @@ import pytest
 from bytescope.memory.devices.platform import THREADS_VARIABLE
 from bytescope.train.checkpoints.workdir import Identity, claim, claim_together
 from bytescope.train.generate.training_sample import generate, read_part
-from bytescope.train.launch.processes import Address, add_flags, find
+from bytescope.train.launch.processes import Address, Processes, add_flags, find
 from bytescope.train.user_errors import UserError
 from support.exhaustive import exhaustive
 from support.models import weights
@@ -408,3 +408,13 @@ def test_a_directory_that_is_not_shared_is_told(tmp_path, monkeypatch):
     answers = [{"config": {"train.steps": 1, "data.source": "there"}, "global_rows": 8, "data": "abc"}, []]
     with pytest.raises(UserError, match="give a --workdir on a file system"):
         claim_together(tmp_path, identity, extend=False, processes=Second())
+
+
+@pytest.mark.quick
+def test_processes_of_one_node_have_the_same_host_name_and_start_of_the_system(monkeypatch):
+    class Others:
+        def gather(self, value):
+            return [["another", value[1]], value, [value[0], "before a restart"], value]
+
+    assert Processes().on_this_node() == 1
+    assert Processes(1, 4, Others()).on_this_node() == 2

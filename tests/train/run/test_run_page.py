@@ -71,6 +71,7 @@ def make_run(folder, steps=4, planned=4, config=None):
     (folder / "config.json").write_text(json.dumps({"config": config, "global_rows": 8, "data": "abc"}))
     rows = [row(step) for step in range(1, steps + 1)]
     rows += [{"step": step, "eval_loss": abs(step - 3.0), "eval_tokens": 9} for step in range(2, steps + 1, 2)]
+    rows.append({"step": steps, "host_memory": {"predicted": {"train": 2 * GIB}, "measured": {"train": 7 * GIB // 4}}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     REPORT.save(folder / "memory.json")
     (folder / "profile.json").write_text(json.dumps(BREAKDOWN))
@@ -106,7 +107,7 @@ def test_the_page_shows_the_run(folder):
         "train loss 2.0000 at step 4",
         "tokens/s 250 500 ms per update, medians",
         "predicted update 0.721 s 0.65 to 0.82 s; rates: by hand",
-        "measured memory 6.00 GiB of the process; predicted 7.50 GiB",
+        "measured memory 6.00 GiB of all CPU devices of the process; predicted 7.50 GiB",
         "the full report of the step",
         "logits are alive chunk the loss --config.loss.kind=chunked",
         "jit_step · update 3 · 1 device",
@@ -114,6 +115,7 @@ def test_the_page_shows_the_run(folder):
         "model d_ff 48",
         "remat save none",
         "bytescope diff memory.json",
+        "train updates run, and batches are prepared for them 2.00 GiB 1.75 GiB",
     ):
         assert expected in words, expected
     data = one_file(text, ["memory.html"]).data

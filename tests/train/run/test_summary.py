@@ -268,6 +268,7 @@ def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
         "--profile=3",
         "--verbose",
         "--rates=my rates.json",
+        "--host-memory=64 GiB",
         "--processes=2",
         "--process=0",
         "--coordinator=a:1",
@@ -276,7 +277,7 @@ def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
     resumed = shlex.split(command.resume(tmp_path / "my run"))
     assert resumed[:2] == ["bytescope", "train"] and command.verbose
     again, before = parse(resumed[2:]), parse(words)
-    for name in ("config", "overrides", "rates", "process", "processes", "coordinator"):
+    for name in ("config", "overrides", "rates", "host_memory", "process", "processes", "coordinator"):
         assert getattr(again, name) == getattr(before, name)
     assert again.workdir == tmp_path / "my run" and not again.extend
     longer = parse(shlex.split(command.extend(tmp_path, 40))[2:])

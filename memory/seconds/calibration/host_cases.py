@@ -1,0 +1,104 @@
+"""Small programs whose host memory `bytescope calibrate --host` measures, each in a process of its own.
+
+    JAX_PLATFORMS=cpu python -m bytescope.memory.seconds.calibration.host_cases imports
+
+prints a JSON object of bytes and counts. A process of its own is needed because memory that a process once allocated
+stays in it: the second compile of a process needs less new memory than the first one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bytescope.memory.host.process_memory import host_phase, phase_peaks, resident
+
+# Layers of the three compiled programs.
+LAYERS = (4, 16, 48)
+
+
+def imports() -> dict[str, int]:
+    """Measures the resident bytes of a process: `jax` after jax and its CPU device, `trainer` after the libraries of
+    the trainer too. Libraries that are not installed are left out."""
+    from bytescope.memory.devices.platform import choose_platform
+
+    choose_platform()
+    import jax
+
+    jax.devices()
+    sizes = {"jax": _resident()}
+    try:
+        import flax.nnx
+        import optax
+        import orbax.checkpoint
+    except ImportError:
+        return sizes
+    del flax, optax, orbax
+    sizes["trainer"] = _resident()
+    return sizes
+
+
+def plugin(target: str) -> dict[str, int]:
+    """Measures the resident `bytes` that the described devices of a target, such as "h100", add to a process that has
+    jax and its CPU device: jax's plugin for these devices with its libraries."""
+    from bytescope.memory.devices import targets
+    from bytescope.memory.devices.platform import choose_platform
+
+    choose_platform()
+    import jax
+
+    jax.devices()
+    before = _resident()
+    targets.parse(target).devices()
+    return {"bytes": max(_resident() - before, 0)}
+
+
+def compiler(layers: int, target: str) -> dict[str, int]:
+    """Traces and compiles the gradient of a program with unrolled layers. Returns bytes by which the resident memory of
+    the process grows: `traced` after tracing and lowering, and `peak` at most while XLA compiles.
+
+    layers: number of layers. target: a name of `devices.targets`, such as "cpu" or "h100".
+    """
+    from bytescope.memory.devices import targets
+    from bytescope.memory.devices.compiler import compile_lowered
+    from bytescope.memory.devices.platform import choose_platform
+
+    choose_platform()
+    import jax
+    import jax.numpy as jnp
+
+    place = jax.sharding.SingleDeviceSharding(targets.parse(target).devices()[0])
+
+    def loss(weights: Any, x_BD: Any) -> Any:
+        for up_DF, down_FD in weights:
+            scaled_BD = x_BD * jax.lax.rsqrt(jnp.mean(x_BD * x_BD, -1, keepdims=True) + 1e-6)
+            x_BD = x_BD + jax.nn.silu(scaled_BD @ up_DF) @ down_FD
+        return jnp.mean(x_BD * x_BD)
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+
+    weights = [(array(256, 512), array(512, 256)) for _ in range(layers)]
+    start = _resident()
+    lowered = jax.jit(jax.grad(loss)).trace(weights, array(128, 256)).lower()
+    before = _resident()
+    with host_phase("compile"):
+        compile_lowered(lowered)
+    return {"traced": before - start, "peak": phase_peaks()["compile"] - before}
+
+
+def _resident() -> int:
+    return resident()[0] or 0
+
+
+CASES: Mapping[str, Callable[..., dict[str, int]]] = {
+    "imports": imports,
+    "plugin": plugin,
+    "compiler": lambda layers, target: compiler(int(layers), target),
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(CASES[sys.argv[1]](*sys.argv[2:])))

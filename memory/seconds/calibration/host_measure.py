@@ -1,0 +1,138 @@
+"""Measures how much host memory libraries and compilers take on this machine (`bytescope calibrate --host`).
+
+The shipped constants (`host.host_terms.HostRates`) come from whole commands. A calibration compiles three small
+programs instead, and changes each constant by the ratio of a size here to the same size where the shipped constants
+come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from bytescope.memory.errors import ReportError, in_one_line
+from bytescope.memory.host.host_terms import RATES
+from bytescope.memory.seconds.calibration.host_cases import LAYERS
+
+# Maximum seconds of one case.
+_TIMEOUT_S = 600
+
+
+class CaseError(ReportError):
+    """A case failed; the text is its last line of output."""
+
+
+def run_case(name: str, *arguments: object) -> dict[str, int]:
+    """Runs a case of `host_cases` in a process of its own. Returns its bytes and counts. Raises CaseError if it
+    fails."""
+    words = [sys.executable, "-m", "bytescope.memory.seconds.calibration.host_cases", name, *map(str, arguments)]
+    # The cases run on the CPU, without a compilation cache, which would replace the compiler.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
+    environment["JAX_PLATFORMS"] = "cpu"
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise CaseError(f"it took more than {_TIMEOUT_S} s") from error
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        raise CaseError(in_one_line((done.stderr.strip().splitlines() or ["no output"])[-1])[:120])
+    return dict(json.loads(lines[-1]))
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Returns the line with the least squared error through points (x, y), as (y at 0, slope). Neither is negative."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = max(sum((x - mean_x) * (y - mean_y) for x, y in points) / spread, 0.0) if spread else 0.0
+    return max(mean_y - slope * mean_x, 0.0), slope
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSample:
+    """A measured size of host memory.
+
+    Fields:
+        words: what was measured.
+        bytes: the size here. reference: the size where the shipped constants were measured.
+        constants: fields of `HostRates` that are proportional to this size.
+    """
+
+    words: str
+    bytes: float
+    reference: float
+    constants: tuple[str, ...]
+
+
+# What is measured, in words -> (its size in bytes where the shipped constants of `HostRates` were measured, the
+# constants that are proportional to it): x86-64 Linux, Python 3.11, jax 0.10.2, CUDA 13, glibc 2.36, November 2026.
+# Three runs differed by 6 % at most.
+_REFERENCES: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "Python and jax": (172_800_000, ("python",)),
+    "flax, optax and Orbax": (48_300_000, ("trainer",)),
+    "jax's CUDA plugin": (83_300_000, ("gpu_plugin",)),
+    "a traced program": (17_230_000, ("traced",)),
+    "a traced program, per layer": (69_000, ("traced_equation",)),
+    "XLA's compiler for CPUs": (55_700_000, ("cpu_compile",)),
+    "XLA's compiler for CPUs, per layer": (455_000, ("cpu_compile_equation",)),
+    "XLA's compiler for GPUs": (101_700_000, ("gpu_compile",)),
+    "XLA's compiler for GPUs, per layer": (1_510_000, ("gpu_compile_equation",)),
+}
+
+
+def constants_of(samples: Iterable[HostSample]) -> dict[str, float]:
+    """Returns constants for this machine: name of a field of `HostRates` -> the shipped bytes, multiplied by the ratio
+    of the size here to the size where the shipped constants were measured."""
+    constants: dict[str, float] = {}
+    for sample in samples:
+        for name in sample.constants:
+            constants[name] = round(getattr(RATES, name) * sample.bytes / sample.reference)
+    return constants
+
+
+def _imports() -> dict[str, float]:
+    sizes = run_case("imports")
+    measured: dict[str, float] = {"Python and jax": sizes["jax"]}
+    if "trainer" in sizes:
+        measured["flax, optax and Orbax"] = sizes["trainer"] - sizes["jax"]
+    return measured
+
+
+def _compiler(target: str, name: str, traced: str = "") -> dict[str, float]:
+    sizes = [run_case("compiler", layers, target) for layers in LAYERS]
+    measured: dict[str, float] = {}
+    for part, words in (("peak", name), ("traced", traced)):
+        if words:
+            at_zero, per_layer = line_through([(layers, each[part]) for layers, each in zip(LAYERS, sizes)])
+            measured |= {words: at_zero, f"{words}, per layer": per_layer}
+    return measured
+
+
+# What a measurement is about, in words -> function that returns sizes: key of `_REFERENCES` -> bytes.
+MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
+    "libraries": _imports,
+    "XLA's compiler for CPUs": lambda: _compiler("cpu", "XLA's compiler for CPUs", "a traced program"),
+    "jax's CUDA plugin": lambda: {"jax's CUDA plugin": run_case("plugin", "h100")["bytes"]},
+    "XLA's compiler for GPUs": lambda: _compiler("h100", "XLA's compiler for GPUs"),
+}
+
+
+def measure_host(report_progress: Callable[[Sequence[str], int], None]) -> tuple[list[HostSample], dict[str, str]]:
+    """Measures host memory on this machine, each case in a process of its own. Returns the samples, and what could not
+    be measured (words -> reason).
+
+    report_progress: is called before each measurement with its words and the number of finished measurements.
+    """
+    samples: list[HostSample] = []
+    left_out: dict[str, str] = {}
+    for done, (name, measurement) in enumerate(MEASUREMENTS.items()):
+        report_progress([name], done)
+        try:
+            samples += [HostSample(words, size, *_REFERENCES[words]) for words, size in measurement().items()]
+        except CaseError as error:
+            left_out[name] = str(error)
+    return samples, left_out

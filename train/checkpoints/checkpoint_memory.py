@@ -1,0 +1,314 @@
+"""Predicts the host memory of saving and restoring checkpoints, and finds restores that read the same bytes many times.
+
+Everything follows from the shapes and shardings of the training state: nothing is read, written or allocated, so the
+devices may be described ones. The names of functions are those of Orbax 0.12 (orbax/checkpoint/_src/serialization).
+
+Save: `transfer_arrays_to_host` copies the shards that this process writes off its devices, before `save` returns. On a
+CPU it takes views instead, except for a replicated array, of which each replica writes a slice. A thread then
+compresses the shards; the compressed chunks stay in memory until they are in a file (`async_serialize_from_host`),
+limited by `save_concurrent_gb` (`checkpoint.write_limit`).
+
+Restore: `_read_and_create_array` reads each different shard of a process once, into a buffer (`_read_shard`) from which
+it is copied to all devices that hold this shard. All arrays are requested at once, limited by `restore_concurrent_gb`.
+Each thread of tensorstore decodes one chunk, that is, all that one device has written of an array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bytescope.memory.host.host_ledger import expect, ledger
+from bytescope.memory.records.host_record import HostTerm
+from bytescope.memory.records.report_record import Finding
+from bytescope.memory.units import human
+from bytescope.train.checkpoints.checkpoint import portable, shard_bytes, write_limit
+from bytescope.train.launch.host_notice import resident_term
+from bytescope.train.step.state import TrainState
+
+# Orbax's `StandardCheckpointHandler`: maximum bytes that one process reads at once.
+READ_LIMIT = 96 * 10**9
+# Compressed bytes of a chunk, relative to the chunk: zstd on the mantissas of float32 parameters and moments.
+_COMPRESSED = 0.92
+# Bytes that the process takes after the compilation besides arrays, measured in runs of a model of 80M parameters on
+# the CPU (Orbax 0.12, tensorstore 0.1.86, November 2026): by tensorstore's threads and caches, and by the input
+# pipeline, metrics and logs of the updates before a save.
+_TENSORSTORE, _TRAINING_LOOP = 60 * 2**20, 90 * 2**20
+# Minimum bytes that a node reads too much, and minimum ratio to the bytes that it needs, of a finding.
+_MIN_EXCESS, _MIN_RATIO = 2**30, 2
+
+# Path of a saved array, such as "params.w_head" -> shape of its chunks on disk.
+Chunks = Mapping[str, Sequence[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayShare:
+    """The share of one array of a checkpoint that one process and its node hold, in bytes.
+
+    Fields:
+      path: dotted path of the array.
+      shard: one shard.
+      on_devices: all shards on the devices of the process; equal shards count several times.
+      read: the different shards on the devices of the process: what the process reads in a restore.
+      chunk: one chunk on disk.
+      decoded: the chunks on disk that contain these shards. Chunks are decoded as a whole.
+      written: what the process writes in a save.
+      sliced: True if replicas write a slice each.
+      read_by_node: sum of `read` over the processes of a node.
+      needed_by_node: the different shards on the devices of a node.
+    """
+
+    path: str
+    shard: int
+    on_devices: int
+    read: int
+    chunk: int
+    decoded: int
+    written: int
+    sliced: bool
+    read_by_node: int
+    needed_by_node: int
+
+
+def array_shares(
+    saved: Any, processes: int = 1, per_node: int = 1, chunks: Chunks | None = None
+) -> tuple[ArrayShare, ...]:
+    """Returns the share of process 0 and of its node in each array of a checkpoint. No process has more.
+
+    Args:
+      saved: the tree of a checkpoint's arrays (`portable`), as shapes with shardings.
+      processes: number of processes of the run. Each has as many devices, in the order of their ids.
+      per_node: number of processes on one node.
+      chunks: chunk shapes of the checkpoint to restore; None if the same mesh has saved it.
+    """
+    shares = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(saved):
+        name = ".".join(re.findall(r"[^.\[\]']+", jax.tree_util.keystr(path)))
+        placed = leaf.sharding.devices_indices_map(leaf.shape)
+        boxes = [_box(placed[device], leaf.shape) for device in sorted(placed, key=lambda device: device.id)]
+        count = max(len(boxes) // processes, 1)  # devices of a process
+        own, shard = boxes[:count], shard_bytes(leaf)
+        node = [set(boxes[first : first + count]) for first in range(0, count * per_node, count)]
+        replicas = len(boxes) // len(set(boxes))
+        sizes = leaf.sharding.shard_shape(leaf.shape)
+        stored = (chunks or {}).get(name, sizes)
+        chunk = math.prod(stored) * leaf.dtype.itemsize
+        sliced = replicas > 1 and shard > 0 and any(size % replicas == 0 for size in sizes)
+        shares.append(
+            ArrayShare(
+                path=name,
+                shard=shard,
+                on_devices=shard * count,
+                read=shard * len(set(own)),
+                chunk=chunk,
+                decoded=chunk * _touched(set(own), stored),
+                written=shard * count // replicas if sliced else shard * len(set(own)),
+                sliced=sliced,
+                read_by_node=shard * sum(len(boxes_of_process) for boxes_of_process in node),
+                needed_by_node=shard * len(set().union(*node)),
+            )
+        )
+    return tuple(shares)
+
+
+def _box(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+
+
+def _touched(boxes: set[tuple[tuple[int, int], ...]], chunk: Sequence[int]) -> int:
+    """Returns the number of chunks that contain an element of one of the boxes (a box: first and end index by axis)."""
+    touched: set[tuple[int, ...]] = set()
+    for box in boxes:
+        touched.update(
+            itertools.product(*(range(a // max(size, 1), -(-b // max(size, 1))) for (a, b), size in zip(box, chunk)))
+        )
+    return len(touched)
+
+
+def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]] | None:
+    """Returns the chunk shapes of a checkpoint by array, from Orbax's own metadata; None if they cannot be read.
+
+    folder: the folder of the checkpoint's arrays, with a file `array_metadatas/process_N` for each process that saved.
+    """
+    try:
+        rows = [
+            row["array_metadata"]
+            for path in folder.glob("array_metadatas/process_*")
+            for row in json.loads(path.read_bytes())["array_metadatas"]
+        ]
+        return {row["param_name"]: tuple(row["chunk_shape"]) for row in rows} or None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def save_terms(state: TrainState, platform: str, processes: int = 1, overlaps: bool = False) -> tuple[HostTerm, ...]:
+    """Returns what one process holds on the host while it saves a checkpoint, besides Python and its libraries.
+
+    Args:
+      state: shapes and shardings of the training state.
+      platform: platform of the devices, such as "cuda" or "cpu".
+      processes: number of processes of the run.
+      overlaps: True if updates go on while a checkpoint is written. The phase "train" then has terms too.
+    """
+    shares = array_shares(portable(state), processes)
+    written = sum(share.written for share in shares)
+    sliced = sum(share.written for share in shares if share.sliced)
+    limit = min(write_limit(state, processes), written)
+    terms = [
+        HostTerm(
+            "save",
+            "compressed chunks that are not yet written",
+            int(_COMPRESSED * limit),
+            "Orbax async_serialize_from_host: at most save_concurrent_gb of chunks at once",
+        )
+    ]
+    if platform == "cpu":
+        terms.append(_state_on_cpu("save", state, processes))
+        copied, why = sliced, "Orbax get_replica_slices: one slice per replica of a replicated array"
+    else:
+        copied, why = written, "Orbax transfer_arrays_to_host: all shards that this process writes"
+    terms.append(HostTerm("save", "copy of the state for the checkpoint", copied, why))
+    if overlaps:
+        # A donated array whose view is being written is not overwritten: the update writes a new one.
+        kept = sum(share.on_devices for share in shares) if platform == "cpu" else copied
+        terms.append(HostTerm("train", "copy of the state for the checkpoint", kept, why))
+        terms.append(dataclasses.replace(terms[0], phase="train"))
+    return tuple(terms)
+
+
+def saves_overlap(steps: int, every: int, done: int | None) -> bool:
+    """Returns True if updates go on while a checkpoint is written: at every save but the last, and but the first of a
+    run, which is read back at once.
+
+    Args:
+      steps: number of updates of the run.
+      every: number of updates between two checkpoints; 0 for a checkpoint at the end only.
+      done: updates that are done at the start; None for a new run.
+    """
+    if every <= 0:
+        return False
+    return (steps - 1) // every - (done or 0) // every > (0 if done else 1)
+
+
+def restore_terms(
+    state: TrainState, platform: str, processes: int = 1, chunks: Chunks | None = None, threads: int | None = None
+) -> tuple[HostTerm, ...]:
+    """Returns what one process holds on the host while it restores a checkpoint, besides Python and its libraries.
+
+    Args:
+      state: shapes and shardings of the training state.
+      platform: platform of the devices, such as "cuda" or "cpu".
+      processes: number of processes of the run.
+      chunks: chunk shapes of the checkpoint (`stored_chunks`); None if the same mesh has saved it.
+      threads: number of threads that decode chunks: the CPU cores of the node; None if it is unknown, for all arrays
+        at once.
+    """
+    shares = array_shares(portable(state), processes, chunks=chunks)
+    largest = sorted((share.chunk for share in shares), reverse=True)[:threads]
+    terms = [
+        HostTerm(
+            "restore",
+            "chunks that are being decoded",
+            int((1 + _COMPRESSED) * min(sum(largest), READ_LIMIT)),
+            "tensorstore: a thread per CPU core decodes a chunk; compressed and decoded bytes",
+        )
+    ]
+    if platform == "cpu":
+        terms.append(_state_on_cpu("restore", state, processes))
+    else:
+        terms.append(
+            HostTerm(
+                "restore",
+                "arrays on their way to the devices",
+                min(sum(share.read for share in shares), READ_LIMIT),
+                "Orbax _read_shard: each different shard of the process once, at most restore_concurrent_gb",
+            )
+        )
+    return tuple(terms)
+
+
+def _state_on_cpu(phase: str, state: TrainState, processes: int) -> HostTerm:
+    size = sum(share.on_devices for share in array_shares(state, processes))
+    return HostTerm(phase, "training state", size, "shapes and shardings; the device is the CPU")
+
+
+def restore_findings(
+    state: TrainState, processes: int, per_node: int, chunks: Chunks | None = None
+) -> tuple[Finding, ...]:
+    """Returns the findings about a restore in which the processes of a node together read or decode far more bytes than
+    the arrays on the node have.
+
+    Args:
+      state: shapes and shardings of the training state.
+      processes: number of processes of the run. per_node: number of processes on one node.
+      chunks: chunk shapes of the checkpoint to restore; None if the same mesh has saved it.
+    """
+    shares = array_shares(portable(state), processes, per_node, chunks)
+    needed = sum(share.needed_by_node for share in shares)
+    read = sum(share.read_by_node for share in shares)
+    found = []
+    if read - needed >= _MIN_EXCESS and read >= _MIN_RATIO * needed:
+        found.append(
+            Finding(
+                "replicated_restore",
+                read - needed,
+                f"restoring a checkpoint takes {human(read)} of host memory on each node: each of its {per_node} "
+                f"processes holds {human(read // per_node)}, because the arrays are replicated over the processes; "
+                f"without copies they have {human(needed)}",
+                "run one process per node, which reads each array once for all of its devices; or shard the state "
+                "(mesh.strategy=zero3)",
+            )
+        )
+    decoded = sum(share.decoded for share in shares)
+    own = sum(share.read for share in shares)
+    if (decoded - own) * per_node >= _MIN_EXCESS and decoded >= _MIN_RATIO * own:
+        found.append(
+            Finding(
+                "whole_file_restore",
+                (decoded - own) * per_node,
+                f"restoring the checkpoint decodes {human(decoded * per_node)} on each node for "
+                f"{human(own * per_node)} of arrays: its chunks are larger than the shards of this mesh, and each "
+                f"process decodes {human(decoded)} of whole chunks and keeps {human(own)}",
+                "restore with fewer processes per node, or continue with the mesh that saved the checkpoint",
+            )
+        )
+    return tuple(found)
+
+
+def expect_saves(state: TrainState, platform: str, processes: int, overlaps: bool) -> None:
+    """Adds the terms of this run's saves to the ledger of this process's host memory. Call it when the step is compiled
+    and the training state does not exist yet.
+
+    Args:
+      state: shapes and shardings of the training state.
+      platform: platform of the devices, such as "cuda" or "cpu".
+      processes: number of processes of the run.
+      overlaps: True if updates go on while a checkpoint is written.
+    """
+    loop = HostTerm("save", "tensorstore and the training loop", _TENSORSTORE + _TRAINING_LOOP, "measured")
+    expect([resident_term("save"), loop, *save_terms(state, platform, processes, overlaps)])
+
+
+def expect_restore(state: TrainState, platform: str, processes: int, folder: Path) -> tuple[Finding, ...]:
+    """Adds the terms of a restore to the ledger of this process's host memory. Returns the findings about the restore.
+    Call it before the training state exists.
+
+    Args:
+      state: shapes and shardings of the training state.
+      platform: platform of the devices, such as "cuda" or "cpu".
+      processes: number of processes of the run.
+      folder: the folder of the checkpoint to restore.
+    """
+    chunks = stored_chunks(folder / "state")
+    opened = HostTerm("restore", "tensorstore", _TENSORSTORE, "measured")
+    expect([resident_term("restore"), opened, *restore_terms(state, platform, processes, chunks, os.cpu_count())])
+    return restore_findings(state, processes, ledger().processes, chunks)

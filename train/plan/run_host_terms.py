@@ -1,0 +1,139 @@
+"""Predicts the host memory of a training run in the phases "initialize", "train", "evaluate" and "sample".
+
+On a CPU the arrays and temporaries of all simulated devices of a process are host memory. On an accelerator only
+offloaded arrays, batches and metrics are.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from bytescope.memory.allocators.pinned_pool import devices_of_process, pinned_terms
+from bytescope.memory.devices.node_size import node_memory_of, processes_per_node
+from bytescope.memory.devices.targets import Target
+from bytescope.memory.host.host_terms import ProgramSize, compile_terms, start_terms
+from bytescope.memory.jaxprs import bodies
+from bytescope.memory.records.host_record import HostMemory, HostTerm
+from bytescope.memory.records.report_record import POOL, Finding, ReportRecord
+from bytescope.memory.units import MIB
+from bytescope.train.checkpoints.checkpoint import shard_bytes
+from bytescope.train.checkpoints.checkpoint_memory import restore_findings, restore_terms, save_terms, saves_overlap
+from bytescope.train.program.program import Program
+from bytescope.train.step.optimizer.host_offload import device_bytes
+
+RUN_PHASES = ("initialize", "train", "evaluate", "sample")
+# Phase -> bytes that a process gains by compiling and loading the small programs of the phase on a CPU, and by what it
+# keeps of earlier phases. Measured: `tests/bench/host_memory.py train`, x86-64, jax 0.10.2, November 2026.
+_SMALL_PROGRAMS = {"initialize": 110 * MIB, "train": 45 * MIB, "evaluate": 75 * MIB, "sample": 120 * MIB}
+# TensorBoard's writer and grain's reader, which are imported when a run begins.
+_RECORDERS = 15 * MIB
+
+
+def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[HostTerm, ...]:
+    """Returns what one process holds in the phases of a run, in addition to the libraries and the compiled step.
+
+    Args:
+      program: the training program. Its devices may be described devices.
+      report: the memory report of its step.
+      devices: number of devices of one process.
+    """
+    return tuple(_terms(program, report, devices))
+
+
+def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxpr: Any) -> HostMemory:
+    """Predicts the host memory of `bytescope train` on a target, for one process with all devices of a node, or the
+    share of one of several processes per node.
+
+    Args:
+      program: the training program.
+      report: the memory report of its step.
+      target: the devices, which need not be present.
+      jaxpr: the closed jaxpr of the step. Its equations are counted.
+    """
+    processes = processes_per_node()
+    devices = devices_of_process(target.to_json(), processes)
+    total = max(program.mesh.size // devices, 1)
+    config = program.config.train
+    overlaps = saves_overlap(config.steps, config.checkpoint_every, None)
+    terms = (
+        *step_terms(target.platform, jaxpr, (*RUN_PHASES, "restore", "save")),
+        *run_terms(program, report, devices),
+        *restore_terms(program.state, target.platform, total),
+        *save_terms(program.state, target.platform, total, overlaps),
+    )
+    if not program.config.train.sample_tokens:
+        terms = tuple(term for term in terms if term.phase != "sample")
+    node, source = node_memory_of(target)
+    return HostMemory(terms, processes, node or None, source)
+
+
+def checkpoint_findings(program: Program, target: Target) -> tuple[Finding, ...]:
+    """Returns the findings about restoring a checkpoint of the program on a target, if several processes per node have
+    saved it with the same mesh."""
+    processes = processes_per_node()
+    total = max(program.mesh.size // devices_of_process(target.to_json(), processes), 1)
+    return restore_findings(program.state, total, processes)
+
+
+def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
+    """Returns what the libraries, tracing and compiling the step take in a process on the target, in the phases "start"
+    to "analyze" and in `later` phases. `jaxpr`: the closed jaxpr of the step."""
+    size = ProgramSize(_count_equations(jaxpr.jaxpr), len(jaxpr.in_avals))
+    return (
+        *start_terms(platform, ("start", "trace", "compile", "analyze", *later), gpu_present=True),
+        *compile_terms(size, platform, ("analyze", *later)),
+    )
+
+
+def _count_equations(jaxpr: Any) -> int:
+    return sum(1 + sum(_count_equations(body) for body in bodies(equation)) for equation in jaxpr.eqns)
+
+
+def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[HostTerm]:
+    simulated = devices if report.target.get("platform") == "cpu" else 0
+    measured = "measured, train/plan/run_host_terms.py"
+    state, batch = device_bytes(program.state), device_bytes(program.batch_shapes)
+    hosted = sum(shard_bytes(leaf) for leaf in jax.tree.leaves(program.state)) - state
+    for phase in RUN_PHASES:
+        if phase == "sample" and not program.config.train.sample_tokens:
+            continue
+        if simulated:
+            yield HostTerm(
+                phase, "training state", state * simulated, f"shapes of the state, on {simulated} CPU devices"
+            )
+        if hosted and phase != "train":
+            yield HostTerm(phase, "offloaded state", hosted * devices, f"shapes of the state, of {devices} devices")
+        yield HostTerm(phase, "programs besides the step", _SMALL_PROGRAMS[phase], measured)
+        if program.config.train.tensorboard and phase != "initialize":
+            yield HostTerm(phase, "TensorBoard", _RECORDERS, measured)
+
+    offloaded = pinned_terms(report, True, processes_per_node())
+    if report.host_bytes and not offloaded:  # not a GPU
+        offloaded = (HostTerm("train", "offloaded arrays", report.host_bytes * devices, "host_bytes of the report"),)
+    yield from offloaded
+
+    # One more batch than the buffer has is being read by each thread, and one is being copied to the devices.
+    options = program.config.data
+    readers = min(options.workers, options.prefetch)
+    read = batch * devices * (program.batch.read_steps if not program.scanned else 1)
+    yield HostTerm(
+        "train",
+        "batches in host memory",
+        read * (options.prefetch + readers + 1),
+        f"data.prefetch={options.prefetch}, {readers} readers, train/data/batches.py",
+    )
+    if not simulated:
+        return
+    step = report.allocated_bytes - state - batch
+    waiting = batch + report.overhead(POOL)
+    yield HostTerm("train", "temporaries of the step", step * simulated, "the report, less the arguments")
+    yield HostTerm("train", "batches on the devices", waiting * simulated, "train/run/feed.py")
+    if not program.config.init.folder:
+        # XLA:CPU keeps the random bits of all parameters at once: jax draws two words for each, and half are freed.
+        random = device_bytes(program.state.model_params) * 3 // 2
+        yield HostTerm("initialize", "random bits of all parameters", random * simulated, "temporaries of init")
+    rows = report.breakdown
+    layers = max(program.model.n_layers, 1)
+    working = rows.get("workspace", 0) + rows.get("logits_loss", 0) + rows.get("residuals", 0) // layers
+    yield HostTerm("evaluate", "temporaries of evaluation", working * simulated, "the step's, without gradients")
