@@ -30,9 +30,9 @@ import jax
 from bytescope.memory.host.host_ledger import expect, ledger
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import Finding
+from bytescope.memory.report.host_notice import resident_term
 from bytescope.memory.units import human
 from bytescope.train.checkpoints.checkpoint import portable, shard_bytes, write_limit
-from bytescope.train.launch.host_notice import resident_term
 from bytescope.train.step.state import TrainState
 
 # Orbax's `StandardCheckpointHandler`: maximum bytes that one process reads at once.
