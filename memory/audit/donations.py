@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.cost.host_transfers import HOST_SPACE
 from bytescope.memory.devices.signature import Signature, SignatureLeaf
 from bytescope.memory.findings.evidence import TOY, spec_words
 from bytescope.memory.hlo.buffers import Allocation
@@ -144,15 +145,11 @@ def _copied_parameters(module: Module) -> set[int]:
     for index, parameter, _ in module.aliases:
         result = module.operand(root, index[0]) if index else root
         results[parameter] = result.id if result is not None else root.id
-    copies: dict[int, int] = {}  # id of a copy -> parameter
     users: dict[int, list[int]] = {}
     for id in entry.instructions:
-        instruction = module.instructions[id]
-        for operand in instruction.operands:
+        for operand in module.instructions[id].operands:
             users.setdefault(operand, []).append(id)
-        source = module.operand(instruction, 0)
-        if instruction.opcode == "copy" and source is not None and source.opcode == "parameter":
-            copies[id] = source.parameter
+    copies = dict(_parameter_copies(module, entry.parameters, users))
     copied = set()
     for id, parameter in copies.items():
         if parameter in results and results[parameter] != id:
@@ -165,6 +162,31 @@ def _copied_parameters(module: Module) -> set[int]:
             if computed_from_new.intersection(users.get(id, ())):
                 copied.add(parameter)
     return copied
+
+
+def _parameter_copies(
+    module: Module, parameters: Mapping[int, int], users: Mapping[int, Sequence[int]]
+) -> Iterator[tuple[int, int]]:
+    """Yields (id of a copy, parameter number) for the copies of entry parameters in the main device memory. A TPU may
+    copy an array in several steps, through its on-chip memory.
+
+    Args:
+        module: the compiled module.
+        parameters: parameter number -> id of its instruction.
+        users: id of an instruction -> ids of the instructions that read its result.
+    """
+    for number, id in parameters.items():
+        pending = [id]
+        while pending:
+            for user in users.get(pending.pop(), ()):
+                instruction = module.instructions[user]
+                if instruction.opcode not in ("copy", "copy-start", "copy-done"):
+                    continue
+                space = module.shape(instruction).memory_space
+                if instruction.opcode != "copy-start" and space == 0:
+                    yield user, number
+                elif space != HOST_SPACE:
+                    pending.append(user)
 
 
 def _line_of_step(jaxpr: Any) -> str:

@@ -7,7 +7,6 @@ XLA writes a dump for each pass that changes the module. The file name contains 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,8 @@ from bytescope.memory.audit.checkpoint_requests import KERNELS
 from bytescope.memory.cost import host_transfers
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import buffers, dumps, scopes
-from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.module import Metadata, Module
+from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.records.audit_record import AuditRow
 
 _DUMP = re.compile(r"module_(\d+)\..*\.(\d{4,})\.([^.]+)\.after_([^.]+?)(?:\.before_[^.]+)?\.hlo\.pb(?:\.gz)?$")
@@ -96,7 +96,7 @@ def _counted(row: AuditRow) -> _Counted | None:
         return None
     match row.kind, row.undone_by:
         case "checkpoint", "cse" if row.source:
-            return _Counted(functools.partial(_computations, source=row.source))
+            return _Counted(_RegionKernels(row.source))
         case "offload", "offloader":
             return _Counted(_moves)
         case "name", "rematerialization":
@@ -145,27 +145,42 @@ def _read(path: Path) -> Module:
         raise ReportError(f"the dump {path.name} of a compiler pass is damaged: {error}") from error
 
 
-def _computations(module: Module, source: str) -> int:
-    """Returns the number of kernels, such as matrix products, that the jax.checkpoint calls in one source line have in
-    the forward pass and the recomputation together; if they have no kernels, returns the number of all their
-    instructions. The number falls when a compiler pass merges the two. `source`: "file.py:line" of the calls."""
-    kernels, others = 0, 0
-    for operation in _operations_at(module, source):
-        kernels += operation in KERNELS
-        others += 1
-    return kernels or others
+class _RegionKernels:
+    """Counts the kernels, such as matrix products, that the jax.checkpoint calls in one source line have in the forward
+    pass and the recomputation together; if they have no kernels, counts all their instructions. The number falls when a
+    compiler pass merges the two.
+
+    Only instructions of the recomputation have the source line of the calls. The first module that is counted shows at
+    which lines the recomputed values are computed, and the instructions at these lines are counted in all modules. XLA
+    may keep the metadata of either instruction when it merges two.
+
+    source: "file.py:line" of the calls.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lines: set[str] = set()
+
+    def __call__(self, module: Module) -> int:
+        found = list(_computations(module))
+        if not self._lines:
+            for metadata, _ in found:
+                if any(f"{frame.file}:{frame.line}" == self._source for frame in metadata.frames):
+                    self._lines.add(source_line(metadata))
+        operations = [operation for metadata, operation in found if source_line(metadata) in self._lines]
+        return sum(operation in KERNELS for operation in operations) or len(operations)
 
 
-def _operations_at(module: Module, source: str) -> Iterator[str]:
+def _computations(module: Module) -> Iterator[tuple[Metadata, str]]:
+    """Yields (metadata, jax primitive) for each instruction of the forward pass or of a recomputation that computes
+    something."""
     for instruction in module.instructions.values():
         if instruction.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "fusion"):
             continue
         metadata = module.metadata(instruction)
         scope = scopes.parse(metadata.op_name)
-        if scope.phase not in ("forward", "recompute"):
-            continue
-        if any(f"{frame.file}:{frame.line}" == source for frame in metadata.frames):
-            yield scope.operation
+        if scope.phase in ("forward", "recompute"):
+            yield metadata, scope.operation
 
 
 def _moves(module: Module) -> int:

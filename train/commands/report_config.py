@@ -103,7 +103,7 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
-    from bytescope.train.plan.run_host_terms import run_host_memory
+    from bytescope.train.plan.run_host_terms import checkpoint_findings, run_host_memory
     from bytescope.train.program import config_files as configs
 
     target = targets.parse(args.target, TRAIN_FRACTION)
@@ -115,7 +115,13 @@ def _report_step(args: argparse.Namespace) -> int:
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
     if compilation.jaxpr is not None:
+<<<<<<< HEAD
+        host = run_host_memory(program, report, target, compilation.jaxpr)
+        findings = (*report.findings, *checkpoint_findings(program, target))
+        report = dataclasses.replace(report, host_memory=host, findings=findings)
+=======
         report = with_host_memory(report, run_host_memory(program, report, target, compilation.jaxpr))
+>>>>>>> hostcal
     if args.try_remedies:
         report = with_tried_remedies(args, target, prepared, report)
     report_command.show(report, args.verbose, prepared.choices)

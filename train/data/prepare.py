@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -244,7 +245,8 @@ def _prepare(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", args.special_tokens)
     host = expect_host(host_terms(tokenizer))
     warn_if_too_large(host, "end other programs")
-    print(host_line(host))
+    if sys.stderr.isatty():
+        print(host_line(host), file=sys.stderr)
     with host_phase("prepare"), progress(text.text_bytes, "tokenizing", "bytes") as bar:
         index = write_shards(text, tokenizer, args.out, args.shard_tokens, bar.advance)
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}

@@ -155,3 +155,16 @@ def test_a_dump_lists_the_reused_arrays():
     compilation, _ = compiled_for(jax.jit(lambda state: 2 * state, donate_argnums=0).trace(ARRAY), target="cpu")
     (row,) = donation_rows(memory.analyze(compilation.proto)).values()
     assert (row.asked, row.done, row.bytes, row.honored) == ("unknown", "reused", SIZE, None)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.oracle("tpu")
+@pytest.mark.parametrize(
+    ("step", "done"),
+    [(lambda state, x: (state - x.sum(), state), "copied"), (lambda state, x: state - x, "reused")],
+    ids=["returned", "updated"],
+)
+def test_a_tpu_copies_a_donated_array_through_its_on_chip_memory(step, done):
+    array = jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+    report = memory.analyze(step, array, array, target="v5e:1x1", donate_argnums=0)
+    assert donation_rows(report)["state"].done == done

@@ -132,6 +132,19 @@ def test_a_move_that_starts_just_before_the_move_back_frees_nothing():
         )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.oracle("tpu")
+@pytest.mark.parametrize(
+    ("scanned", "done", "undone_by"),
+    [(False, "kept", "scheduler"), (True, "offloaded", "")],
+    ids=["unrolled", "scanned"],
+)
+def test_offloads_on_a_tpu(scanned, done, undone_by):
+    size = 4 * LAYERS * 64 * ROWS * 64 * HIDDEN
+    rows = offload_rows(*layers_step(offloading("hidden"), scanned=scanned, scale=64), target="v5e:1x1")
+    assert only(rows) == ("hidden", "offload", done, size, LAYERS, undone_by)
+
+
 def test_matrix_products_of_a_policy_are_named_by_their_operation_and_line():
     policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     (row,) = offload_rows(*layers_step(policy))

@@ -34,6 +34,23 @@ def test_cse_merges_unrolled_layers(tmp_path):
     assert numbers == sorted(numbers) and len(numbers) > 20
 
 
+@pytest.mark.exhaustive
+@pytest.mark.oracle("tpu")
+def test_cse_on_a_tpu(tmp_path, monkeypatch):
+    """XLA:TPU keeps the metadata of the recomputation, so that its source lines do not show what was merged. Smaller
+    values are in the on-chip memory, and waste no device memory."""
+    for name, size in (("ROWS", 2**15), ("WIDTH", 512), ("HIDDEN", 2048)):
+        monkeypatch.setattr(programs, name, size)
+    with pass_dumps(tmp_path):
+        step, arguments = programs.unrolled(prevent_cse=False)
+        report = memory.analyze(step, *arguments, target="v5e:1x1")
+    rows = with_passes(report.audit, tmp_path)
+    assert {(row.kind, row.done, row.compiler_pass) for row in rows} == {
+        ("checkpoint", "kept", "simplification-1/cse"),
+        ("name", "kept", "simplification-1/cse"),
+    }
+
+
 def test_the_pass_that_removes_a_move_to_the_host(tmp_path):
     array = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
     (row,) = rows_with_passes(tmp_path, round_trip, (array,), "h200")

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from bytescope.memory.records.host_record import HostMemory
 from bytescope.train import cli
 from bytescope.train.generate.request import Request
 from bytescope.train.quantize import quantize_work
@@ -97,6 +98,16 @@ def test_perplexities_are_those_of_the_folders(made, capsys):
         assert found["before"] == pytest.approx(wide, rel=1e-5)
         assert found["after"] == pytest.approx(perplexity(capsys, name), rel=1e-4)
         assert found["after"] != pytest.approx(wide, rel=1e-4)
+
+
+def test_host_memory_is_predicted_and_measured(made):
+    for result in made.values():
+        host = HostMemory.from_json(result["host_memory"])
+        counted = {term.name: term.bytes for term in host.terms_of("quantize")}
+        assert counted["activations between two layers"] == result["memory"]["streams"]
+        assert counted["a layer, or the tables"] == result["memory"]["layer"]
+        assert max(result["memory"]["device"].values()) in counted.values()  # a CPU's memory is the host's
+        assert host.measured["quantize"] >= counted["Python, jax and libraries"] > 2**20
 
 
 def test_scales_make_less_error_than_rounding_and_both_layouts_hold_the_same(made):
