@@ -6,10 +6,10 @@
 
 The cases, their kinds, and the kinds whose measurements may set a constant of the ledger (`FITTED`) were written down
 before anything was fitted. Changed since then, before their first row: the cases of `load` compute in float32 and
-without accumulation, because bfloat16 takes hours on a CPU. Each case runs in a process of its own, with an empty compilation cache. A case with several
-processes has the figures of the process with the highest peak. A case is within the bar if the predicted peak of the
-whole command is within 15 % of the measured peak; --assert: 90 % of the cases are, and none is predicted more than 10 %
-too low. --work: folder of runs and weights, which later calls use again.
+without accumulation, because bfloat16 takes hours on a CPU. Each case runs in a process of its own, with an empty
+compilation cache. A case with several processes has the figures of the process with the highest peak. A case is within
+the bar if the predicted peak of the whole command is within 15 % of the measured peak; --assert: 90 % of the cases are,
+and none is predicted more than 10 % too low. --work: folder of runs and weights, which later calls use again.
 """
 
 import argparse

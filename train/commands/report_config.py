@@ -115,9 +115,8 @@ def _report_step(args: argparse.Namespace) -> int:
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
     if compilation.jaxpr is not None:
-        host = run_host_memory(program, report, target, compilation.jaxpr)
-        findings = (*report.findings, *checkpoint_findings(program, target))
-        report = with_host_memory(dataclasses.replace(report, findings=findings), host)
+        report = with_host_memory(report, run_host_memory(program, report, target, compilation.jaxpr))
+        report = dataclasses.replace(report, findings=(*report.findings, *checkpoint_findings(program, target)))
     if args.try_remedies:
         report = with_tried_remedies(args, target, prepared, report)
     report_command.show(report, args.verbose, prepared.choices)
