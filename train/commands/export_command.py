@@ -139,12 +139,12 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
       shard_bytes: maximum bytes per file of weights.
       merge: True to merge the adapters into the weights.
     """
+    from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
     from bytescope.model import ModelConfig
     from bytescope.train.checkpoints.saved_run import began_from
     from bytescope.train.export import peft, tensors, tokenizer_files
     from bytescope.train.export.config_json import config_json
     from bytescope.train.export.model_folder import Files
-    from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
     from bytescope.train.weights.families import FAMILIES
 
     folder = began_from(run)

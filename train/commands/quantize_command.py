@@ -227,10 +227,10 @@ def quantize(args: argparse.Namespace) -> None:
     """
     from bytescope.memory.commands.arguments import write
     from bytescope.memory.host.process_memory import host_phase
+    from bytescope.memory.report.host_notice import host_line, warn_if_too_large
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
     from bytescope.train.export.model_folder import refuse_used
-    from bytescope.train.launch.host_notice import host_line, warn_if_too_large
     from bytescope.train.quantize.quantize_setup import make_result, open_quantization
     from bytescope.train.quantize.quantize_view import memory_view, result_page, result_view
 

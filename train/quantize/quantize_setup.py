@@ -19,13 +19,13 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostMemory, HostTerm
+from bytescope.memory.report.host_notice import expect_host, resident_term
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import local_limit
 from bytescope.train.generate.text import Prompts, read_tokens
-from bytescope.train.launch.host_notice import expect_host, resident_term
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program.config_files import load
 from bytescope.train.quantize.origin import check_model, open_origin

@@ -25,6 +25,7 @@ from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostMemory
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import host_view, report_page, report_text
+from bytescope.memory.report.host_notice import resident_term
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.text_layout import Prose
 from bytescope.model.frozen import ROUTER_BIAS
@@ -32,7 +33,6 @@ from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.launch.failures import explained
-from bytescope.train.launch.host_notice import resident_term
 from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import refusal
 from bytescope.train.plan.config_factory import prepare_program, subject_of

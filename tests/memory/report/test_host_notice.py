@@ -4,7 +4,7 @@ import pytest
 
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.records.host_record import HostTerm
-from bytescope.train.launch import host_notice
+from bytescope.memory.report import host_notice
 
 pytestmark = pytest.mark.quick
 GIB = 2**30
