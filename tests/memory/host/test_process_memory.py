@@ -32,6 +32,7 @@ HOST = HostMemory(
 
 @pytest.fixture
 def recorder(monkeypatch):
+    process_memory._reset()  # the maximum of earlier tests
     monkeypatch.setattr(process_memory, "_RECORDER", process_memory._Recorder())
     monkeypatch.setattr(host_ledger, "_EXPECTED", {})
     monkeypatch.setattr(host_ledger, "_NODES", [])
