@@ -108,12 +108,23 @@ def term_rows(host: HostMemory) -> Sequence[dict[str, Any]]:
     for phase in host.phases():
         for term in host.terms_of(phase):
             phases.setdefault((term.name, term.bytes), []).append(term)
-    every = len({term.phase for term in host.terms})
     rows = []
     for (name, size), terms in sorted(phases.items(), key=lambda item: -item[0][1]):
-        where = "all phases" if len(terms) == every > 1 else ", ".join(term.phase for term in terms)
+        where = _phase_range(
+            [term.phase for term in terms], [phase for phase in host.phases() if host.predicted(phase)]
+        )
         rows.append({"name": name, "bytes": size, "phases": where, "source": terms[0].source})
     return rows
+
+
+def _phase_range(found: Sequence[str], every: Sequence[str]) -> str:
+    """Returns the phases as text: "all phases", "trace to save" if no phase between the two is missing, or a list."""
+    if found == every and len(found) > 1:
+        return "all phases"
+    first = every.index(found[0])
+    if len(found) > 2 and list(every[first : first + len(found)]) == list(found):
+        return f"{found[0]} to {found[-1]}"
+    return ", ".join(found)
 
 
 def page_rows(host: HostMemory | None) -> PageTable | None:

@@ -29,6 +29,8 @@ HOST = HostMemory(
     {"compile": 1100 * MIB},
 )
 
+LATER = ("compile", "train", "save")
+
 
 @pytest.fixture
 def recorder(monkeypatch):
@@ -103,6 +105,8 @@ def test_a_report_keeps_its_host_memory_in_its_json_and_shows_it():
     assert 'title="XLA compiles the program: XLA&#39;s compiler 900.00 MiB' in page and "width:25.08%" in page
     terms = [(row["name"], row["phases"]) for row in host_view.term_rows(HOST)]
     assert terms == [("XLA's compiler", "compile"), ("Python, jax and libraries", "all phases"), ("a batch", "train")]
+    kept = HostMemory(tuple(HostTerm(*row) for row in (("start", "a", 2), *((at, "kept", 1) for at in LATER))))
+    assert [row["phases"] for row in host_view.term_rows(kept)] == ["start", "compile to save"]
     assert host_view.line(None) == host_view.line(HostMemory()) == ""
 
 
