@@ -204,7 +204,8 @@ def make_environment(interpreter: str, version: str, jax: Sequence[str], more: S
     try:
         if not _copy_with_links(siblings, partial):
             _run([interpreter, "-m", "venv", str(partial)], f"{interpreter} -m venv")
-        _run([str(partial / python), *_PIP, "install", *jax, *more], f"pip install {jax[0]}")
+        # Bytecode is written for what a worker imports, when it imports it: a small part of jax and scipy.
+        _run([str(partial / python), *_PIP, "install", "--no-compile", *jax, *more], f"pip install {jax[0]}")
         # The interpreter finds its packages relative to itself, so the folder can be renamed.
         with contextlib.suppress(OSError):  # another process was faster
             partial.rename(folder)

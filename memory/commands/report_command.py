@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
         )
     program, subject = open_program(args)
     report, compilation = make_report(program, subject)
+    if compilation.jaxpr is not None and report.target:
+        report = _with_host_memory(report, compilation.jaxpr)
     if args.try_remedies:
         report = with_tried_remedies(report, functools.partial(report_with_options, program, subject_of=subject))
     show(report, args.verbose)
@@ -116,6 +119,15 @@ def run(args: argparse.Namespace) -> int:
     elif code == DOES_NOT_FIT:
         show_missing(report, [])
     return code
+
+
+def _with_host_memory(report: ReportRecord, jaxpr: Any) -> ReportRecord:
+    from bytescope.memory.devices import targets
+    from bytescope.memory.findings.host_findings import with_host_memory
+    from bytescope.memory.report.program_host_memory import program_host_memory
+
+    target = targets.parse(report.target["name"])
+    return with_host_memory(report, program_host_memory(report, jaxpr, target, "flax" in sys.modules))
 
 
 def open_program(args: argparse.Namespace) -> tuple[PreparedProgram, Callable[[int], Subject] | None]:

@@ -32,6 +32,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.host.host_ledger import expect
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_json import is_count, is_number
 from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord
 
@@ -252,6 +254,8 @@ def machine_rates() -> tuple[float, float]:
     """
     import numpy as np
 
+    size = 2 * _COPY + 3 * 4 * _SIDE**2
+    expect([HostTerm("analyze", "arrays to measure this machine", size, "cost/roofline.py, machine_rates")])
     left, right = np.ones((2, _SIDE, _SIDE), np.float32)
     source = np.ones(_COPY // 4, np.float32)
     copy = np.zeros_like(source)

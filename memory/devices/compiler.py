@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
@@ -24,10 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bytescope.memory.devices import compile_cache, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import FullRemat, RematLog, hold_back_log, read_full_remats, read_remat_log
+from bytescope.memory.devices.platform import accelerator
 from bytescope.memory.devices.signature import Signature, read_signature
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.hlo.jax_types import CompiledStage, JaxDevice, LoweredStage
 from bytescope.memory.hlo.wire import write_field
+from bytescope.memory.host.host_ledger import expect
+from bytescope.memory.host.host_terms import program_size, shared_terms
 from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.jaxprs import distinct_jaxprs
 from bytescope.memory.records.report_record import XlaStats
@@ -199,13 +203,17 @@ def compile_lowered(
             compiled again. If `exact` is not set, lifetimes are derived from the schedule.
         options: compiler options, as in `Lowered.compile(compiler_options=)`. Raises ReportError if XLA does not know
             an option or its value.
-        jaxpr, notes: fields of the Compilation. Notes of the compiler come first.
+        jaxpr, notes: fields of the Compilation. Notes of the compiler come first. If the jaxpr is given, the ledger of
+            the process's host memory (`host.host_ledger`) gets the terms of this compile.
         device_memory_bytes: bytes of the pool that jax would have on a GPU that is not present. XLA then plans with
             this size, as on a real GPU. None lets XLA plan with 80 % of the device's memory.
     """
     if options and not str(options.get(SLOP, 0)).isdecimal():
         raise ReportError(f"{SLOP}={options[SLOP]} is not valid for XLA: give a whole number")
-    described = described or any(map(is_described, devices_of(lowered)[:1]))
+    devices = devices_of(lowered)
+    described = described or any(map(is_described, devices[:1]))
+    if jaxpr is not None and devices:
+        _expect_host_memory(jaxpr, devices[0].platform)
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
         settings.enter_context(host_phase("compile"))
@@ -231,6 +239,11 @@ def compile_lowered(
         remat_log=read_remat_log(log),
         full_remats=read_full_remats(log),
     )
+
+
+def _expect_host_memory(jaxpr: Any, platform: str) -> None:
+    size, trainer = program_size(jaxpr), "flax" in sys.modules
+    expect(shared_terms(size, platform, ("other",), trainer=trainer, gpu_present=accelerator() == "cuda"))
 
 
 def read_compiled(compiled: CompiledStage) -> Compilation:

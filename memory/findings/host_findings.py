@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from bytescope.memory.allocators.pinned_pool import (
     devices_of_process,
     pinned_buffers,
@@ -11,9 +13,10 @@ from bytescope.memory.allocators.pinned_pool import (
 )
 from bytescope.memory.devices.platform import HOST_LIMIT_VARIABLE, PREALLOCATE_HOST_VARIABLE
 from bytescope.memory.findings.evidence import RuleResult
+from bytescope.memory.host.host_terms import LIBRARIES
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.host_record import HostMemory
-from bytescope.memory.records.report_record import Finding, JudgedProgram
+from bytescope.memory.records.report_record import Finding, JudgedProgram, ReportRecord
 from bytescope.memory.units import GIB, human
 
 
@@ -67,20 +70,32 @@ def host_findings(host: HostMemory) -> tuple[Finding, ...]:
     largest = host.terms_of(host.peak_phase)[0]
     excess = host.predicted_node_bytes - host.node_bytes
     who = f"the {host.processes} processes of a node need" if host.processes > 1 else "a process needs"
-    what = f'reduce "{largest.name}", use a node with more memory, or give the size of the node with --host-memory'
+    ways = []
     if host.processes > 1 and host.process_bytes <= host.node_bytes:
         fitting = host.node_bytes // host.process_bytes
-        what = f"run at most {fitting} per node: jax can use all devices of a node in one process; or {what}"
+        ways.append(f"run at most {fitting} per node (one process can use all devices of a node)")
+    if largest.name != LIBRARIES:
+        ways.append(f'reduce "{largest.name}"')
+    ways.append("use a node with more memory")
+    if host.node_source != "--host-memory":
+        ways.append("give the size of your node with --host-memory")
     return (
         Finding(
             "node_memory",
             excess,
             f"{who} {human(host.predicted_node_bytes)} of host memory in the phase {host.peak_phase}, but the node has "
-            f"{human(host.node_bytes)} ({host.node_source}); most of it is {largest.name}, {human(largest.bytes)} per "
-            "process",
-            what,
+            f"{human(host.node_bytes)} ({host.node_source}); the largest part is {largest.name}, "
+            f"{human(largest.bytes)} per process",
+            f"{', '.join(ways[:-1])}, or {ways[-1]}" if ways[1:] else ways[0],
         ),
     )
+
+
+def with_host_memory(report: ReportRecord, host: HostMemory) -> ReportRecord:
+    """Returns the report with the host memory of its program, and with the findings about it. The finding with most
+    bytes comes first."""
+    findings = sorted((*report.findings, *host_findings(host)), key=lambda finding: -finding.bytes)
+    return dataclasses.replace(report, host_memory=host, findings=tuple(findings))
 
 
 def _is_run_by_trainer(program: PlacedProgram) -> bool:

@@ -1,4 +1,4 @@
-"""Predicts the host memory of the phases "start", "trace", "compile" and "analyze", which all commands share.
+"""Predicts the host memory of the phases "start", "trace", "compile" and "analyze", which many commands share.
 
 A process keeps most of what these phases allocate, so each later phase has terms for it too: the libraries, the traced
 program, and the part of the compiler's memory that XLA does not free.
@@ -12,18 +12,29 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_json import is_number
 from bytescope.memory.units import KIB, MIB
 
 _GPUS = ("cuda", "rocm", "gpu")
-LIBRARIES, TRACED, COMPILER, KEPT = (
+# jax's primitives of cuDNN's attention (jax/_src/cudnn/fused_attention_stablehlo.py).
+_CUDNN_ATTENTION = "dot_product_attention"
+# Primitives that only move values, or only call a function that is counted itself.
+_NO_ARITHMETIC = {
+    *("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "transpose", "slice", "copy"),
+    *("jit", "pjit", "name"),
+}
+LIBRARIES, TRACED, CUDNN, COMPILER, KEPT, ANALYSIS = (
     "Python, jax and libraries",
     "traced program",
+    "cuDNN",
     "XLA's compiler",
     "kept after compiling",
+    "reading the compiled program",
 )
 
 
@@ -32,30 +43,37 @@ class HostRates:
     """Host memory in bytes from which the terms of one process are computed.
 
     Fields:
-        python: Python with jax, numpy and the modules of a command: VmRSS at the end of the phase "start" of
-            `report --program=... h100`, less `gpu_plugin`.
-        trainer: flax, optax, orbax, tensorstore, grain and the tokenizers: the increase of "start" in a report of a
-            config.
-        gpu_plugin: jax's CUDA plugin, loaded without NVIDIA's libraries.
+        python: Python with jax, numpy and the modules of a command: "start" of `report --program=plain_jax.py:rnn`.
+        trainer: flax, optax, Orbax and tensorstore: "start" of `report tiny cpu`, less `python`.
+        gpu_plugin: jax's CUDA plugin without NVIDIA's libraries: "start" of `report tiny h100`, less that on a CPU.
         gpu_libraries: NVIDIA's libraries, which jax loads before the plugin on a machine with a GPU.
-        traced, traced_equation: jax's caches after tracing and lowering, and the bytes per equation.
-        gpu_compile, gpu_compile_equation: peak of XLA:GPU's compiler, and the bytes per equation.
-        gpu_kept: the fraction of this peak that remains after the compile.
-        cpu_compile, cpu_compile_equation, cpu_kept: the same for XLA:CPU, whose code generator is LLVM.
+        cudnn: libcudnn_graph.so, which jax loads when it traces attention of cuDNN.
+        traced, traced_equation: jax's caches after tracing and lowering, and the bytes per distinct equation.
+        gpu_compile: peak of XLA:GPU's compiler for an empty program: its code, MLIR's dialects and LLVM's targets.
+        gpu_compile_equation, gpu_compile_repeated: bytes by which the peak grows, per distinct equation and per
+            equation. Kernels are compiled once for equal computations, so distinct equations count most.
+        gpu_kept: the fraction of the peak that remains after the compile.
+        cpu_compile, cpu_compile_equation, cpu_compile_repeated, cpu_kept: the same for XLA:CPU, on two cores.
+        analysis, analysis_equation: records of a report and its text, and the bytes per equation.
     """
 
-    python: int = 178 * MIB
-    trainer: int = 70 * MIB
+    python: int = 200 * MIB
+    trainer: int = 45 * MIB
     gpu_plugin: int = 75 * MIB
     gpu_libraries: int = 270 * MIB
-    traced: int = 10 * MIB
-    traced_equation: int = 16 * KIB
-    gpu_compile: int = 115 * MIB
-    gpu_compile_equation: int = 140 * KIB
-    gpu_kept: float = 0.95
-    cpu_compile: int = 130 * MIB
-    cpu_compile_equation: int = 100 * KIB
+    cudnn: int = 60 * MIB
+    traced: int = 16 * MIB
+    traced_equation: int = 65 * KIB
+    gpu_compile: int = 107 * MIB
+    gpu_compile_equation: int = 615 * KIB
+    gpu_compile_repeated: int = 22 * KIB
+    gpu_kept: float = 0.92
+    cpu_compile: int = 52 * MIB
+    cpu_compile_equation: int = 743 * KIB
+    cpu_compile_repeated: int = 27 * KIB
     cpu_kept: float = 0.35
+    analysis: int = 6 * MIB
+    analysis_equation: int = 4 * KIB
 
     def replaced(self, measured: Mapping[str, float]) -> HostRates:
         """Returns the constants with those in `measured` (name of a field -> value) replaced. Raises ReportError for an
@@ -95,15 +113,44 @@ class ProgramSize:
     """The size of a traced program, which is known before it is compiled.
 
     Fields:
-        equations: number of equations of its jaxpr. The body of a loop counts once, a function that is called twice
-            counts twice.
-        arguments: number of array arguments.
-        devices: number of devices that the program is compiled for.
+        distinct: number of different equations of its jaxpr that compute floats. Equations with the same primitive, and
+            the same types of operands and results, count once.
+        total: number of equations as XLA compiles them. A function that is called twice counts twice. The body of a
+            loop counts once, or as often as the loop is unrolled. The inside of a Pallas kernel does not count.
+        uses_cudnn: whether it contains attention of cuDNN.
     """
 
-    equations: int
-    arguments: int = 0
-    devices: int = 1
+    distinct: int
+    total: int
+    uses_cudnn: bool = False
+
+
+def program_size(jaxpr: Any) -> ProgramSize:
+    """Returns the size of a traced program, given its Jaxpr or ClosedJaxpr."""
+
+    def inner(equation: Any) -> tuple[Any, ...]:
+        return () if equation.primitive.name == "pallas_call" else tuple(bodies(equation))
+
+    totals: dict[int, int] = {}
+
+    def count(body: Any) -> int:
+        if id(body) not in totals:
+            totals[id(body)] = sum(
+                1 + max(int(equation.params.get("unroll", 1)), 1) * sum(map(count, inner(equation)))
+                for equation in body.eqns
+            )
+        return totals[id(body)]
+
+    kinds, uses_cudnn = set(), False
+    for body in distinct_jaxprs(jaxpr, inner):
+        for equation in body.eqns:
+            name = equation.primitive.name
+            uses_cudnn = uses_cudnn or name.startswith(_CUDNN_ATTENTION)
+            results = tuple(str(variable.aval) for variable in equation.outvars)
+            # Python's constants have weak types, which begin with "~". XLA folds most of them.
+            if name not in _NO_ARITHMETIC and any(result.startswith(("float", "bfloat")) for result in results):
+                kinds.add((name, tuple(str(variable.aval) for variable in equation.invars), results))
+    return ProgramSize(len(kinds), count(inner_jaxpr(jaxpr)), uses_cudnn)
 
 
 def start_terms(
@@ -135,29 +182,54 @@ def start_terms(
 
 
 def compile_terms(
-    size: ProgramSize, platform: str, later: Iterable[str] = ("analyze",), *, rates: HostRates | None = None
+    size: ProgramSize, platform: str, later: Iterable[str] = (), *, rates: HostRates | None = None
 ) -> tuple[HostTerm, ...]:
-    """Returns the memory that tracing and compiling a program adds to the libraries, in the phases "trace" and
-    "compile" and in the phases after them.
+    """Returns the memory that tracing, compiling and analyzing a program adds to the libraries, in the phases "trace",
+    "compile" and "analyze", and the part that remains in later phases.
 
     Args:
         size: the traced program.
         platform: the platform that the program is compiled for, such as "cpu" or "cuda".
-        later: phases after the compile, keys of `HOST_PHASES`.
+        later: other phases after the compile, keys of `HOST_PHASES`.
         rates: the constants; None for `host_rates()`.
     """
     rates = rates or host_rates()
-    count = f"{size.equations:,} equations"
-    traced = rates.traced + rates.traced_equation * size.equations
     if platform == "cpu":
-        compiled = rates.cpu_compile + rates.cpu_compile_equation * size.equations
-        kept = int(compiled * rates.cpu_kept)
+        base, distinct, each = rates.cpu_compile, rates.cpu_compile_equation, rates.cpu_compile_repeated
+        share = rates.cpu_kept
     else:
-        compiled = rates.gpu_compile + rates.gpu_compile_equation * size.equations
-        kept = int(compiled * rates.gpu_kept)
+        base, distinct, each = rates.gpu_compile, rates.gpu_compile_equation, rates.gpu_compile_repeated
+        share = rates.gpu_kept
+    compiled = base + distinct * size.distinct + each * size.total
+    kept = int(compiled * share)
+    traced = rates.traced + rates.traced_equation * size.distinct
+    read = rates.analysis + rates.analysis_equation * size.total
+    count = f"{size.total:,} equations, {size.distinct:,} distinct"
+    later = tuple(dict.fromkeys(("analyze", *later)))
+    terms = [HostTerm(phase, TRACED, traced, f"jax's caches, {count}") for phase in ("trace", "compile", *later)]
+    if size.uses_cudnn and platform in _GPUS:
+        library = "libcudnn_graph.so, loaded to trace attention"
+        terms += [HostTerm(phase, CUDNN, rates.cudnn, library) for phase in ("trace", "compile", *later)]
+    terms.append(HostTerm("compile", COMPILER, compiled, f"linear model of {count}"))
+    terms += [HostTerm(phase, KEPT, kept, "memory that XLA's compiler does not free") for phase in later]
+    terms += [HostTerm(phase, ANALYSIS, read, f"records of the report, {count}") for phase in later]
+    return tuple(terms)
+
+
+def shared_terms(
+    size: ProgramSize,
+    platform: str,
+    later: Iterable[str] = (),
+    *,
+    trainer: bool = True,
+    gpu_present: bool = False,
+) -> tuple[HostTerm, ...]:
+    """Returns the terms of a process that compiles one program: `start_terms` for all its phases, and `compile_terms`.
+
+    The arguments are those of the two functions. For a run on the devices of a described target, `gpu_present` is True
+    if they are GPUs: jax then loads NVIDIA's libraries. The compiler needs the same memory with and without the GPU.
+    """
     later = tuple(later)
-    return (
-        *(HostTerm(phase, TRACED, traced, f"jax's caches for {count}") for phase in ("trace", "compile", *later)),
-        HostTerm("compile", COMPILER, compiled, f"a linear model of XLA's compiler, {count}"),
-        *(HostTerm(phase, KEPT, kept, "memory that XLA's compiler does not free") for phase in later),
-    )
+    phases = dict.fromkeys(("start", "trace", "compile", "analyze", *later))
+    start = start_terms(platform, phases, trainer=trainer, gpu_present=gpu_present)
+    return (*start, *compile_terms(size, platform, later))

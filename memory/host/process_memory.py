@@ -41,6 +41,17 @@ def release_free_memory() -> None:
     _malloc_trim()(0)
 
 
+def return_large_arrays() -> None:
+    """Makes glibc give arrays of 1 MiB or more back to the system as soon as they are freed.
+
+    Otherwise the size from which glibc does so grows to 32 MiB as arrays are freed (mallopt(3), M_MMAP_THRESHOLD), and
+    smaller arrays leave unused memory between each other. Allocations become slower, so this is for commands that move
+    weights, and not for training. No-op with other C libraries.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # -3: M_MMAP_THRESHOLD in malloc.h
+
+
 @functools.cache
 def _malloc_trim() -> Callable[[int], int]:
     try:

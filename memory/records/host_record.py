@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from bytescope.memory.errors import type_phrase
 from bytescope.memory.records.report_json import is_count, plain, read_item
@@ -59,6 +59,14 @@ class HostMemory:
         node_source: where `node_bytes` comes from, in words, such as "--host-memory" or "a cgroup".
         measured: phase -> maximum of the resident bytes of one process in this phase; {} if nothing was measured.
     """
+
+    # Keys of the JSON that are computed from the fields -> their types.
+    COMPUTED_KEYS: ClassVar[Mapping[str, type]] = {
+        "peak_phase": str,
+        "process_bytes": int,
+        "predicted_node_bytes": int,
+        "verdict": str,
+    }
 
     terms: tuple[HostTerm, ...] = ()
     processes: int = 1
@@ -116,13 +124,7 @@ class HostMemory:
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with four more keys: `peak_phase`, `process_bytes`,
         `predicted_node_bytes` and `verdict`."""
-        return {
-            **plain(self),
-            "peak_phase": self.peak_phase,
-            "process_bytes": self.process_bytes,
-            "predicted_node_bytes": self.predicted_node_bytes,
-            "verdict": self.verdict,
-        }
+        return {**plain(self), **{name: getattr(self, name) for name in self.COMPUTED_KEYS}}
 
     @classmethod
     def from_json(cls, value: Any) -> HostMemory:

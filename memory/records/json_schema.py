@@ -23,7 +23,8 @@ _PLAIN: Mapping[Any, Mapping[str, Any]] = {
 def schema_of(hint: Any) -> dict[str, Any]:
     """Returns the JSON Schema of the values that have the type annotation `hint`. Supported annotations: str, bool,
     int, float, None, Any, unions, lists, tuples, mappings from str, dataclasses and TypedDicts. A dataclass or a
-    TypedDict becomes an object with exactly its keys. `Annotated[Keys, Record]` becomes an object with the keys of
+    TypedDict becomes an object with exactly its keys; `COMPUTED_KEYS` of a dataclass (key -> annotation) are keys that
+    its JSON has in addition to its fields. `Annotated[Keys, Record]` becomes an object with the keys of
     the TypedDict `Keys` and of the dataclass `Record`. Raises TypeError for an unsupported annotation.
     """
     if hint in _PLAIN:
@@ -58,7 +59,8 @@ def schema_of(hint: Any) -> dict[str, Any]:
 def _keys_of(record: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(record, include_extras=True)
     if dataclasses.is_dataclass(record):
-        return {field.name: hints[field.name] for field in dataclasses.fields(record)}
+        own = {field.name: hints[field.name] for field in dataclasses.fields(record)}
+        return own | getattr(record, "COMPUTED_KEYS", {})
     return hints
 
 

@@ -30,9 +30,9 @@ import jax
 from bytescope.memory.host.host_ledger import expect, ledger
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import Finding
+from bytescope.memory.report.host_notice import resident_term
 from bytescope.memory.units import human
 from bytescope.train.checkpoints.checkpoint import portable, shard_bytes, write_limit
-from bytescope.train.launch.host_notice import resident_term
 from bytescope.train.step.state import TrainState
 
 # Orbax's `StandardCheckpointHandler`: maximum bytes that one process reads at once.
@@ -91,9 +91,15 @@ def array_shares(
       chunks: chunk shapes of the checkpoint to restore; None if the same mesh has saved it.
     """
     shares = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(saved):
+    leaves = jax.tree_util.tree_leaves_with_path(saved)
+    # Shardings in host memory have a mesh without devices if the devices are described (`host_offload.on_host`).
+    meshes = [mesh for _, leaf in leaves if isinstance(mesh := getattr(leaf.sharding, "mesh", None), jax.sharding.Mesh)]
+    for path, leaf in leaves:
         name = ".".join(re.findall(r"[^.\[\]']+", jax.tree_util.keystr(path)))
-        placed = leaf.sharding.devices_indices_map(leaf.shape)
+        sharding = leaf.sharding
+        if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+            sharding = jax.sharding.NamedSharding(meshes[0], sharding.spec)
+        placed = sharding.devices_indices_map(leaf.shape)
         boxes = [_box(placed[device], leaf.shape) for device in sorted(placed, key=lambda device: device.id)]
         count = max(len(boxes) // processes, 1)  # devices of a process
         own, shard = boxes[:count], shard_bytes(leaf)
@@ -185,6 +191,20 @@ def save_terms(state: TrainState, platform: str, processes: int = 1, overlaps: b
     return tuple(terms)
 
 
+def saves_overlap(steps: int, every: int, done: int | None) -> bool:
+    """Returns True if updates go on while a checkpoint is written: at every save but the last, and but the first of a
+    run, which is read back at once.
+
+    Args:
+      steps: number of updates of the run.
+      every: number of updates between two checkpoints; 0 for a checkpoint at the end only.
+      done: updates that are done at the start; None for a new run.
+    """
+    if every <= 0:
+        return False
+    return (steps - 1) // every - (done or 0) // every > (0 if done else 1)
+
+
 def restore_terms(
     state: TrainState, platform: str, processes: int = 1, chunks: Chunks | None = None, threads: int | None = None
 ) -> tuple[HostTerm, ...]:
@@ -270,24 +290,31 @@ def restore_findings(
     return tuple(found)
 
 
-def expect_checkpoints(
-    state: TrainState, platform: str, processes: int, newest: Path | None, overlaps: bool
-) -> tuple[Finding, ...]:
-    """Adds the terms of this run's saves and of its restore to the ledger of this process's host memory. Returns the
-    findings about the restore.
+def expect_saves(state: TrainState, platform: str, processes: int, overlaps: bool) -> None:
+    """Adds the terms of this run's saves to the ledger of this process's host memory. Call it when the step is compiled
+    and the training state does not exist yet.
 
     Args:
       state: shapes and shardings of the training state.
       platform: platform of the devices, such as "cuda" or "cpu".
       processes: number of processes of the run.
-      newest: the folder of the newest checkpoint; None if nothing will be restored.
       overlaps: True if updates go on while a checkpoint is written.
     """
-    opened = HostTerm("restore", "tensorstore", _TENSORSTORE, "measured")
     loop = HostTerm("save", "tensorstore and the training loop", _TENSORSTORE + _TRAINING_LOOP, "measured")
     expect([resident_term("save"), loop, *save_terms(state, platform, processes, overlaps)])
-    if newest is None:
-        return ()
-    chunks = stored_chunks(newest / "state")
+
+
+def expect_restore(state: TrainState, platform: str, processes: int, folder: Path) -> tuple[Finding, ...]:
+    """Adds the terms of a restore to the ledger of this process's host memory. Returns the findings about the restore.
+    Call it before the training state exists.
+
+    Args:
+      state: shapes and shardings of the training state.
+      platform: platform of the devices, such as "cuda" or "cpu".
+      processes: number of processes of the run.
+      folder: the folder of the checkpoint to restore.
+    """
+    chunks = stored_chunks(folder / "state")
+    opened = HostTerm("restore", "tensorstore", _TENSORSTORE, "measured")
     expect([resident_term("restore"), opened, *restore_terms(state, platform, processes, chunks, os.cpu_count())])
     return restore_findings(state, processes, ledger().processes, chunks)

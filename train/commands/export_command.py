@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,12 +139,12 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
       shard_bytes: maximum bytes per file of weights.
       merge: True to merge the adapters into the weights.
     """
+    from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
     from bytescope.model import ModelConfig
     from bytescope.train.checkpoints.saved_run import began_from
     from bytescope.train.export import peft, tensors, tokenizer_files
     from bytescope.train.export.config_json import config_json
     from bytescope.train.export.model_folder import Files
-    from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
     from bytescope.train.weights.families import FAMILIES
 
     folder = began_from(run)
@@ -165,7 +166,8 @@ def _write(run: SavedRun, out: Path, dtype: str | None, shard_bytes: int, merge:
     files = Files(out, planned, shard_bytes)
     host = expect_host([resident_term("export"), *tensors.host_terms(planned, run, model)])
     warn_if_too_large(host, "end other programs, or export on a computer with more memory")
-    print(host_line(host))
+    if sys.stderr.isatty():
+        print(host_line(host), file=sys.stderr)
     with host_phase("export"), progress(files.nbytes, "writing weights", "bytes") as bar:
         for tensor, pieces in tensors.arrays(planned, parameters, model):
             files.write(tensor, pieces)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from bytescope.memory.commands.arguments import Parser, add_json, keep_old_flag, user_path
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.host.process_memory import return_large_arrays
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.generate.generate_flags import add_dtype
@@ -189,6 +190,7 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.train.export.model_folder import disk_errors_explained
 
     choose_platform(fraction=TRAIN_FRACTION.value)  # before jax is imported
+    return_large_arrays()
     simulate_devices([args.target or "cpu:1"])
     from bytescope.configs import base
     from bytescope.train.launch.runtime import prepare
@@ -225,10 +227,10 @@ def quantize(args: argparse.Namespace) -> None:
     """
     from bytescope.memory.commands.arguments import write
     from bytescope.memory.host.process_memory import host_phase
+    from bytescope.memory.report.host_notice import host_line, warn_if_too_large
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
     from bytescope.train.export.model_folder import refuse_used
-    from bytescope.train.launch.host_notice import host_line, warn_if_too_large
     from bytescope.train.quantize.quantize_setup import make_result, open_quantization
     from bytescope.train.quantize.quantize_view import memory_view, result_page, result_view
 

@@ -98,11 +98,12 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
+    from bytescope.memory.findings.host_findings import with_host_memory
     from bytescope.memory.report.allocator_table import check_target
     from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
-    from bytescope.train.plan.run_host_terms import run_host_memory
+    from bytescope.train.plan.run_host_terms import checkpoint_findings, run_host_memory
     from bytescope.train.program import config_files as configs
 
     target = targets.parse(args.target, TRAIN_FRACTION)
@@ -114,8 +115,8 @@ def _report_step(args: argparse.Namespace) -> int:
     report, compilation = report_command.make_report(prepared, subject)
     report = with_remedies(report)
     if compilation.jaxpr is not None:
-        host = run_host_memory(program, report, target, compilation.jaxpr)
-        report = dataclasses.replace(report, host_memory=host)
+        report = with_host_memory(report, run_host_memory(program, report, target, compilation.jaxpr))
+        report = dataclasses.replace(report, findings=(*report.findings, *checkpoint_findings(program, target)))
     if args.try_remedies:
         report = with_tried_remedies(args, target, prepared, report)
     report_command.show(report, args.verbose, prepared.choices)

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import disk_remedy
 from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.records.host_record import HostTerm
+from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import PIECE_BYTES, RecordTexts, TextDocuments
@@ -22,7 +24,6 @@ from bytescope.train.data.records import RecordFiles
 from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import GROUP_CHARS, JsonTokenizer, Tokenizer, load_tokenizer, tokenize
-from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
 from bytescope.train.user_errors import UserError
 
 # Of the tokenizers library, for each byte of text that is encoded: the text, its normalized copy, and the alignment of
@@ -244,7 +245,8 @@ def _prepare(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.tokenizer, "--tokenizer", args.special_tokens)
     host = expect_host(host_terms(tokenizer))
     warn_if_too_large(host, "end other programs")
-    print(host_line(host))
+    if sys.stderr.isatty():
+        print(host_line(host), file=sys.stderr)
     with host_phase("prepare"), progress(text.text_bytes, "tokenizing", "bytes") as bar:
         index = write_shards(text, tokenizer, args.out, args.shard_tokens, bar.advance)
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}

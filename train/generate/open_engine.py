@@ -18,6 +18,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
 from bytescope.memory.units import human
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
@@ -28,7 +29,6 @@ from bytescope.train.generate.generate_flags import KV
 from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_model, reading_terms
 from bytescope.train.generate.score import Scorer
 from bytescope.train.generate.steps import EngineSizes, Steps
-from bytescope.train.launch.host_notice import expect_host, host_line, resident_term, warn_if_too_large
 from bytescope.train.source import title_of
 from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.load import bytes_on_host

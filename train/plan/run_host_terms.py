@@ -12,12 +12,12 @@ import jax
 from bytescope.memory.allocators.pinned_pool import devices_of_process, pinned_terms
 from bytescope.memory.devices.node_size import node_memory_of, processes_per_node
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.host.host_terms import ProgramSize, compile_terms, start_terms
-from bytescope.memory.jaxprs import bodies
+from bytescope.memory.host.host_terms import program_size, shared_terms
 from bytescope.memory.records.host_record import HostMemory, HostTerm
-from bytescope.memory.records.report_record import POOL, ReportRecord
+from bytescope.memory.records.report_record import POOL, Finding, ReportRecord
 from bytescope.memory.units import MIB
 from bytescope.train.checkpoints.checkpoint import shard_bytes
+from bytescope.train.checkpoints.checkpoint_memory import restore_findings, restore_terms, save_terms, saves_overlap
 from bytescope.train.program.program import Program
 from bytescope.train.step.optimizer.host_offload import device_bytes
 
@@ -52,25 +52,33 @@ def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxp
     """
     processes = processes_per_node()
     devices = devices_of_process(target.to_json(), processes)
-    terms = (*step_terms(target.platform, jaxpr, RUN_PHASES), *run_terms(program, report, devices))
+    total = max(program.mesh.size // devices, 1)
+    config = program.config.train
+    overlaps = saves_overlap(config.steps, config.checkpoint_every, None)
+    terms = (
+        *step_terms(target.platform, jaxpr, (*RUN_PHASES, "restore", "save")),
+        *run_terms(program, report, devices),
+        *restore_terms(program.state, target.platform, total),
+        *save_terms(program.state, target.platform, total, overlaps),
+    )
     if not program.config.train.sample_tokens:
         terms = tuple(term for term in terms if term.phase != "sample")
     node, source = node_memory_of(target)
     return HostMemory(terms, processes, node or None, source)
 
 
+def checkpoint_findings(program: Program, target: Target) -> tuple[Finding, ...]:
+    """Returns the findings about restoring a checkpoint of the program on a target, if several processes per node have
+    saved it with the same mesh."""
+    processes = processes_per_node()
+    total = max(program.mesh.size // devices_of_process(target.to_json(), processes), 1)
+    return restore_findings(program.state, total, processes)
+
+
 def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
     """Returns what the libraries, tracing and compiling the step take in a process on the target, in the phases "start"
     to "analyze" and in `later` phases. `jaxpr`: the closed jaxpr of the step."""
-    size = ProgramSize(_count_equations(jaxpr.jaxpr), len(jaxpr.in_avals))
-    return (
-        *start_terms(platform, ("start", "trace", "compile", "analyze", *later), gpu_present=True),
-        *compile_terms(size, platform, ("analyze", *later)),
-    )
-
-
-def _count_equations(jaxpr: Any) -> int:
-    return sum(1 + sum(_count_equations(body) for body in bodies(equation)) for equation in jaxpr.eqns)
+    return shared_terms(program_size(jaxpr), platform, later, gpu_present=platform != "cpu")
 
 
 def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[HostTerm]:

@@ -174,10 +174,10 @@ class Program(Choices):
                 exact=exact,
                 options=self.compiler_options if options is None else options,
                 device_memory_bytes=pool_bytes,
+                jaxpr=traced.jaxpr,
             )
         check_compiled(self, compilation)
-        notes = (*compilation.notes, *pipeline_notes(self, self.state))
-        return dataclasses.replace(compilation, jaxpr=traced.jaxpr, notes=notes)
+        return dataclasses.replace(compilation, notes=(*compilation.notes, *pipeline_notes(self, self.state)))
 
     def init(self) -> TrainState:
         """Creates the initial training state on the devices, sharded. Its values are the same on every mesh."""

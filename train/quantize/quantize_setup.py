@@ -19,13 +19,13 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostMemory, HostTerm
+from bytescope.memory.report.host_notice import expect_host, resident_term
 from bytescope.memory.units import human
 from bytescope.model import ModelConfig
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import local_limit
-from bytescope.train.generate.text import Prompts, read_texts
-from bytescope.train.launch.host_notice import expect_host, resident_term
+from bytescope.train.generate.text import Prompts, read_tokens
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program.config_files import load
 from bytescope.train.quantize.origin import check_model, open_origin
@@ -109,7 +109,7 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
     if isinstance(origin.source.origin, Folder):
         layer_on_disk = sum(one.nbytes for one in origin.source.origin.tensors.values()) // origin.model.n_layers
     release_free_memory()  # after compiling, and after the whole text was tokenized
-    host = expect_host([resident_term("quantize"), *host_terms(memory, device, layer_on_disk)])
+    host = expect_host([resident_term("quantize"), *host_terms(memory, programs, device, layer_on_disk)])
     return PreparedQuantization(quantization, memory, tokens, host)
 
 
@@ -146,7 +146,7 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
 def _cut_into_windows(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
     # int32 [windows, length]; the texts of the file are joined without separators.
     with Prompts(source, chat=False) as prompts:
-        tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
+        tokens = read_tokens(prompts, path, flag)
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
@@ -225,19 +225,22 @@ def _count_memory(
     return Memory(peaks, limit, streams, layer, held, folder)
 
 
-def host_terms(memory: Memory, device: jax.Device, layer_on_disk: int) -> list[HostTerm]:
+def host_terms(memory: Memory, programs: Programs, device: jax.Device, layer_on_disk: int) -> list[HostTerm]:
     """Returns the host memory that the layer-by-layer quantization needs.
 
     Args:
       memory: the memory that `_count_memory` has computed.
+      programs: the programs, which know the sizes of a layer's weights.
       device: the device that runs the programs. The memory of a CPU is host memory.
       layer_on_disk: bytes of a layer in the files of a folder of weights; 0 for a run.
     """
     name, peak = memory.peak
+    copies = 3 * 4 * max(math.prod(matrix.sizes) for matrix in programs.matrices.values())
     terms = [
         HostTerm("quantize", "activations between two layers", memory.streams, "Streams"),
         HostTerm("quantize", "a layer, or the tables", memory.layer, "as read, scaled and decoded, float32"),
         HostTerm("quantize", "pages of the weight files, mapped", layer_on_disk, "files are closed after each layer"),
+        HostTerm("quantize", "copies of a weight", copies, "as read, in memory order, and as codes"),
         HostTerm("quantize", "the checkpoint, decoded", memory.held, "stacks of layers, decoded as a whole"),
         HostTerm("quantize", f"the program '{name}'", peak if device.platform == "cpu" else 0, "its memory report"),
     ]

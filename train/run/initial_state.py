@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from bytescope.memory.host.process_memory import host_phase
+from bytescope.memory.report.host_notice import expect_host, resident_term, warn_if_too_large
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.frozen import merge_parameters, router_biases, split_parameters
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.launch.host_notice import expect_host, resident_term, warn_if_too_large
 from bytescope.train.program.program import Program
 from bytescope.train.step.state import TrainState
 from bytescope.train.weights.adapter_folder import adapter_leaves

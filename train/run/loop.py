@@ -20,7 +20,7 @@ from bytescope.memory.devices.live import LiveMemory, measure_call, on_cpu_devic
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
-from bytescope.train.checkpoints.checkpoint_memory import expect_checkpoints
+from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
 from bytescope.train.checkpoints.workdir import Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.generate.training_sample import sample_text
@@ -317,6 +317,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
             run.processes.at(f"in step {step + 1}")
             if step + 1 == measured:
                 finish_pending()
+                jax.block_until_ready(state)  # on all devices
                 called = measure_call(partial(measured_update, state, micro_batches))
                 (state, metrics), run.device_peak = called
             else:
@@ -404,7 +405,7 @@ def run(
         done = checkpoints.steps()
         finished = bool(done) and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1])
         if processes.from_first(finished):
-            _expect_checkpoints(program, checkpoints, console)
+            _expect_restore(program, checkpoints, console)
             _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
             summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.train.steps)})
@@ -451,7 +452,8 @@ def _train_and_sample(
     metrics_file, steps = start.workdir / METRICS, program.config.train.steps
     release_free_memory()  # memory freed after compiling
     before = measure(program)
-    _expect_checkpoints(program, checkpoints, console)
+    _expect_saves(program, checkpoints)
+    _expect_restore(program, checkpoints, console)
     with host_phase("initialize"):
         state, position = start_state(program, checkpoints, console)
     traced = start.traced.updates(position.step, steps) if first else range(0)
@@ -497,20 +499,21 @@ def _train_and_sample(
         _show_end(start, run, position.step + 1, before, state, clock)
 
 
-def _expect_checkpoints(program: Program, checkpoints: Checkpoints, console: Console) -> None:
-    """Tells the ledger of host memory what restoring and saving will hold, and warns of a wasteful restore."""
+def _expect_saves(program: Program, checkpoints: Checkpoints) -> None:
+    """Tells the ledger of host memory what saving will hold."""
     config, done = program.config.train, checkpoints.steps()
-    saves = 0
-    if config.checkpoint_every > 0:  # saves before the last update
-        saves = (config.steps - 1) // config.checkpoint_every - (done[-1] // config.checkpoint_every if done else 0)
-    findings = expect_checkpoints(
-        program.state,
-        program.mesh.devices.flat[0].platform,
-        jax.process_count(),
-        checkpoints.root / str(done[-1]) if done else None,
-        overlaps=saves > (0 if done else 1),  # updates wait for the first checkpoint of a run
-    )
-    for finding in findings:
+    overlaps = saves_overlap(config.steps, config.checkpoint_every, done[-1] if done else None)
+    expect_saves(program.state, program.mesh.devices.flat[0].platform, jax.process_count(), overlaps)
+
+
+def _expect_restore(program: Program, checkpoints: Checkpoints, console: Console) -> None:
+    """Tells the ledger of host memory what restoring the newest checkpoint will hold, and warns if the processes of a
+    node read the same bytes."""
+    done = checkpoints.steps()
+    if not done:
+        return
+    platform, folder = program.mesh.devices.flat[0].platform, checkpoints.root / str(done[-1])
+    for finding in expect_restore(program.state, platform, jax.process_count(), folder):
         summary.say(console, f"warning: {finding.message}; {finding.remedy}")
 
 
@@ -528,6 +531,7 @@ def _show_end(
     last = max(checkpoints.steps(), default=0)  # 0: stopped before the first update, so nothing is saved
     text = ""
     if run.config.train.sample_tokens and not run.agreed:
+        release_free_memory()  # temporaries of updates
         with host_phase("sample"):
             text = sample_text(program, run.data, state.model_params)
     record_host_memory(run, max(last, first_step - 1))

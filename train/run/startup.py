@@ -18,12 +18,14 @@ from rich.text import Text
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
+from bytescope.memory.findings.host_findings import with_host_memory
 from bytescope.memory.hlo.jax_types import CompiledStage
 from bytescope.memory.host.host_ledger import expect, ledger
 from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostMemory
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import host_view, report_page, report_text
+from bytescope.memory.report.host_notice import resident_term
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.text_layout import Prose
 from bytescope.model.frozen import ROUTER_BIAS
@@ -31,12 +33,11 @@ from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.launch.failures import explained
-from bytescope.train.launch.host_notice import resident_term
 from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import refusal
 from bytescope.train.plan.config_factory import prepare_program, subject_of
 from bytescope.train.plan.report_remedies import with_remedies
-from bytescope.train.plan.run_host_terms import RUN_PHASES, run_terms, step_terms
+from bytescope.train.plan.run_host_terms import run_terms, step_terms
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
@@ -199,12 +200,13 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     Raises:
       ValueError: the step cannot run, for one of the reasons listed in `Program.compile_for_report`.
     """
+    held = [resident_term(phase) for phase in ("trace", "compile", "analyze")]  # replace the measured constants
     began = time.perf_counter()
     with console.status("compiling the step"):
         compilation = program.compile_for_report()
     seconds = time.perf_counter() - began
     work = flops.count(compilation.jaxpr)
-    expect(step_terms(program.mesh.devices.flat[0].platform, compilation.jaxpr))
+    expect([*step_terms(program.mesh.devices.flat[0].platform, compilation.jaxpr), *held])
     target = parse("local")
     prepared = prepare_program(program, target, flatten(program.config))
     model_flops = round(prepared.model_flops(work.model_flops))
@@ -263,7 +265,7 @@ def compile_or_refuse(
     except ValueError as error:  # from `Program.compile_for_report`
         raise UserError(str(error)) from error
     host = _expect_run(program, compiled.report)
-    compiled = dataclasses.replace(compiled, report=dataclasses.replace(compiled.report, host_memory=host))
+    compiled = dataclasses.replace(compiled, report=with_host_memory(compiled.report, host))
     summary.show(console, [("host", host_view.line(host))])
     page = write_report(compiled.report, workdir) if processes.first else workdir
     summary.show(console, [("report", str(page))])
@@ -276,8 +278,8 @@ def compile_or_refuse(
 def _expect_run(program: Program, report: ReportRecord) -> HostMemory:
     """Adds the terms of this run to the ledger of this process's host memory. Returns the ledger."""
     release_free_memory()  # memory freed after compiling
-    expect(resident_term(phase) for phase in RUN_PHASES)
-    expect(run_terms(program, report, len(program.mesh.local_devices)))
+    terms = run_terms(program, report, len(program.mesh.local_devices))
+    expect([*terms, *map(resident_term, dict.fromkeys(term.phase for term in terms))])
     return ledger()
 
 

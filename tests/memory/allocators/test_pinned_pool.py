@@ -13,7 +13,8 @@ from bytescope.memory.devices.platform import (
     PREALLOCATE_HOST_VARIABLE,
     choose_platform,
 )
-from bytescope.memory.findings.host_findings import host_findings
+from bytescope.memory.findings.host_findings import host_findings, with_host_memory
+from bytescope.memory.host.host_terms import LIBRARIES
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord, XlaStats
 from bytescope.memory.units import GIB, MIB
@@ -125,8 +126,16 @@ def test_all_processes_of_a_node_beyond_the_node():
     (found,) = host_findings(host)
     assert found.kind == "node_memory" and found.bytes == 208 * GIB
     assert "the 8 processes of a node need 720.00 GiB" in found.message and "restore" in found.message
-    assert "run at most 5 per node" in found.remedy
+    assert found.remedy == (
+        'run at most 5 per node (one process can use all devices of a node), reduce "copies of the checkpoint", '
+        "or use a node with more memory"
+    )
     (alone,) = host_findings(dataclasses.replace(host, processes=1, node_bytes=64 * GIB))
     assert alone.message.startswith("a process needs 90.00 GiB") and "per node" not in alone.remedy
+    libraries = HostMemory((HostTerm("start", LIBRARIES, 2 * GIB),), 1, GIB, "the memory of this machine")
+    (found_small,) = host_findings(libraries)
+    assert found_small.remedy == "use a node with more memory, or give the size of your node with --host-memory"
+    assert with_host_memory(offloaded(), host).findings == (found,)
+    assert with_host_memory(offloaded(), host).host_memory == host
     assert not host_findings(dataclasses.replace(host, node_bytes=1024 * GIB))
     assert not host_findings(dataclasses.replace(host, node_bytes=None))

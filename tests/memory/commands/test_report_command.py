@@ -108,13 +108,19 @@ def their_folder(tmp_path, monkeypatch):
 
 
 def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
-    code, out, err = run(
-        capsys, "report", "--program=their_steps:program", "--json=r.json", "--html=r.html", "--export=x", "--github"
-    )
+    files = ("--json=r.json", "--html=r.html", "--export=x", "--github")
+    node = ("--host-memory=1GiB", "--processes-per-node=4")
+    code, out, err = run(capsys, "report", "--program=their_steps:program", *files, *node)
     assert (code, err) == (0, "") and out.startswith("jit_step on local (cpu)") and "FITS" in out
     report = memory.load("r.json")
     assert report.breakdown["optimizer"] >= 4 * 64 * 64 and report.xla.alias_bytes == 4 * 64 * 64, "roles, donation"
     assert report.roofline["total"] > 0 and report.fits
+    host = report.host_memory
+    assert (host.processes, host.node_bytes, host.node_source) == (4, 2**30, "--host-memory")
+    assert host.phases() == ("start", "trace", "compile", "train") and host.verdict == "exceeds"
+    arrays = next(term for term in host.terms_of("train") if "arrays" in term.name)
+    assert arrays.bytes == 2 * report.predicted_bytes, "of two of the eight devices"
+    assert report.findings[0].kind == "node_memory" and "the 4 processes of a node need" in out
     assert "<html" in Path("r.html").read_text() and Path("x", "m.hlo_proto.pb").stat().st_size
     assert "### Device memory: jit_step on local" in Path("summary.md").read_text()
     code, out, err = run(capsys, "report", "--program=their_steps.py:bare")

@@ -3,12 +3,16 @@
 import contextlib
 import io
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from bytescope.memory.host.host_ledger import ledger
 from bytescope.train import cli
+from bytescope.train.checkpoints.saved_run import SavedRun
+from bytescope.train.export.tensors import Parameters
 from bytescope.train.generate import answers
 from bytescope.train.generate.request import Request
 from bytescope.train.generate.text import Growing
@@ -223,7 +227,20 @@ def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch
     assert cli.main(["export", "run", "folder"]) == 0
     capsys.readouterr()
     command = ["--prompt=def train(", "--max-tokens=20", "--ignore-end"]
+    decoded, read = [], Parameters.read
+
+    def watched(parameters, name):
+        values = read(parameters, name)
+        decoded.append(len(parameters._open))
+        return values
+
+    monkeypatch.setattr(Parameters, "read", watched)
     ours = generate(capsys, "run", *command)
+    assert max(decoded) == 1 < len(decoded)  # one stack of layers is in memory at a time
+    terms = {term.name: term.bytes for term in ledger().terms if term.phase == "load"}
+    assert terms["largest stack of layers, decoded"] == 256 * 32 * 4  # the table of tokens
+    assert terms["parameters"] == sum(array.nbytes for array in SavedRun.open(Path("run")).arrays.values())
+    assert ledger().measured.keys() >= {"load", "sample"}
     assert ours[0] == 0 and len(ours[1]) > 5 and ours == generate(capsys, "folder", *command)
     for path in (tmp_path / "folder").glob("tokenizer*"):  # of a vocabulary of 256: bytes, as in training
         path.unlink()

@@ -8,7 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from bytescope.memory.records.host_record import HostMemory
 from bytescope.train import cli
+from bytescope.train.generate import text
+from bytescope.train.generate.model_source import open_source
 from bytescope.train.generate.request import Request
 from bytescope.train.quantize import quantize_work
 from bytescope.train.quantize.output import Output
@@ -97,6 +100,26 @@ def test_perplexities_are_those_of_the_folders(made, capsys):
         assert found["before"] == pytest.approx(wide, rel=1e-5)
         assert found["after"] == pytest.approx(perplexity(capsys, name), rel=1e-4)
         assert found["after"] != pytest.approx(wide, rel=1e-4)
+
+
+def test_host_memory_is_predicted_and_measured(made):
+    for result in made.values():
+        host = HostMemory.from_json(result["host_memory"])
+        counted = {term.name: term.bytes for term in host.terms_of("quantize")}
+        assert counted["activations between two layers"] == result["memory"]["streams"]
+        assert counted["a layer, or the tables"] == result["memory"]["layer"]
+        assert max(result["memory"]["device"].values()) in counted.values()  # a CPU's memory is the host's
+        assert host.measured["quantize"] >= counted["Python, jax and libraries"] > 2**20
+
+
+def test_a_long_text_has_the_tokens_of_the_whole_text(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "PIECE_CHARS", 300)
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(100)))
+    with text.Prompts(open_source(Path("wide")), chat=False) as prompts:
+        (whole,) = text.read_texts(prompts, path, "--calibrate")
+        tokens = text.read_tokens(prompts, path, "--calibrate")
+    assert tokens.dtype == np.int32 and tokens.tolist() == list(whole)
 
 
 def test_scales_make_less_error_than_rounding_and_both_layouts_hold_the_same(made):

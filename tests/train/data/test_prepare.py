@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from bytescope.memory.host.host_ledger import ledger
 from bytescope.train.data import prepare
 from bytescope.train.data.batches import open_data
 from bytescope.train.export.model_folder import disk_errors_explained
@@ -81,7 +82,8 @@ def test_a_large_vocabulary_takes_four_bytes(text, tmp_path):
 def test_the_whole_text_is_never_held(text, tmp_path, monkeypatch):
     waiting = []
     write(text, {"99.txt": "some more text\n" * 20_000})
-    monkeypatch.setattr("bytescope.train.data.documents.PIECE_BYTES", 5000)
+    for module in ("documents", "prepare"):
+        monkeypatch.setattr(f"bytescope.train.data.{module}.PIECE_BYTES", 5000)
     monkeypatch.setattr("bytescope.train.data.tokenizer.GROUP_CHARS", 9000)
     many = prepare.load_tokenizer("bytes").encode_many
     monkeypatch.setattr(
@@ -89,7 +91,18 @@ def test_the_whole_text_is_never_held(text, tmp_path, monkeypatch):
         lambda self, texts: waiting.append(sum(map(len, texts))) or many(texts),
     )
     assert main([f"--source={text}", f"--out={tmp_path / 'out'}"]) == 0
-    assert sum(waiting) > 300_000 and max(waiting) <= 15_000
+    assert sum(waiting) > 300_000 and max(waiting) <= 6_000  # one piece
+    counted = {term.name: term.bytes for term in ledger().terms if term.phase == "prepare"}
+    assert counted["text"] == 50_000 and counted["tokens"] == 20_000 and ledger().measured["prepare"] > 2**20
+
+
+@pytest.mark.parametrize(("first_id", "size"), [(0, 1), (300, 2), (70_000, 4)])
+def test_tokens_of_a_group_of_texts_are_counted(tmp_path, first_id, size):
+    path = tmp_path / "tokenizer.json"
+    save_tokenizer(path, first_id=first_id)
+    counted = {term.name: term.bytes for term in prepare.host_terms(prepare.load_tokenizer(str(path)))}
+    assert counted["tokens"] == prepare.GROUP_CHARS // 3 * (2 * size + max(size, 2))
+    assert counted["encodings of the tokenizer"] > 50 * prepare.GROUP_CHARS
 
 
 @pytest.mark.parametrize(
@@ -265,6 +278,7 @@ def test_a_failure_leaves_nothing_behind(text, tmp_path, monkeypatch, fails, cap
 KILLED = """
 import os, sys
 from bytescope.train import cli
+from bytescope.memory.host.host_ledger import ledger
 from bytescope.train.data import prepare
 real, left = os.replace, [int(sys.argv.pop())]
 def replace(*args):

@@ -14,9 +14,11 @@ import pytest
 import tensorstore
 from safetensors import safe_open
 
+from bytescope.memory.host.host_ledger import ledger
 from bytescope.model.frozen import split_parameters
 from bytescope.train import cli
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import StoredArray
 from bytescope.train.checkpoints.workdir import Identity
 from bytescope.train.data.tokenizer import ByteTokenizer
@@ -317,6 +319,16 @@ def test_nothing_is_overwritten_unasked(gpt2, tmp_path, capsys):
     assert {dtype for dtype, _ in tensors(out).values()} == {"BF16"} and tensors(out).keys() == first.keys()
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert sorted(os.listdir(tmp_path)) == ["out"] and not (out / "more.txt").exists()
+
+
+def test_host_memory_is_that_of_the_largest_stack(gpt2, tmp_path):
+    assert cli.main(["export", str(gpt2), str(tmp_path / "out")]) == 0
+    counted = {term.name: term.bytes for term in ledger().terms if term.phase == "export"}
+    # The table of tokens is larger than a stack of two layers; queries, keys and values are in one tensor.
+    sizes = {name: array.nbytes for name, array in SavedRun.open(gpt2).arrays.items()}
+    joined = sum(size for name, size in sizes.items() if name.rpartition(".")[2] in ("w_q", "w_k", "w_v"))
+    assert counted["largest stack of layers, decoded"] == max(joined, *sizes.values())
+    assert ledger().measured["export"] >= counted["Python, jax and libraries"] > 2**20
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(gpt2, tmp_path, monkeypatch, capsys):

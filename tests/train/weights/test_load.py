@@ -103,7 +103,7 @@ def way(request, monkeypatch):
         return jax.make_mesh((2, 4), ("a", "b"), axis_types=axes)
     monkeypatch.setattr(loading, "SMALL", -1)
     monkeypatch.setattr(loading, "PIECE", 512)
-    monkeypatch.setattr(loading, "TRIMMED", 4096)
+    monkeypatch.setattr(loading, "RELEASED", 4096)
     return jax.make_mesh((1, 2), ("a", "b"), devices=jax.devices()[:2], axis_types=axes)  # each piece compiles on each
 
 
@@ -121,6 +121,20 @@ def test_layers_on_their_own_and_replicas(folder, tensors):
     stacks = expected_llama(tensors)["blocks"]
     for n in range(2):
         assert_equal(found["blocks"][n], jax.tree.map(lambda stack, n=n: stack[n], stacks))
+
+
+def test_host_memory_is_that_of_all_copies_on_cpu_devices(folder):
+    shapes = shapes_of(model_of(folder))
+    one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    assert loading.bytes_on_host(shapes) == 8 * one
+    sharded = shapes_of(model_of(folder), rows)
+    expected = sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(loading.load_params(Folder.open(folder), model_of(folder), sharded))
+        for shard in leaf.addressable_shards
+    )
+    assert loading.bytes_on_host(sharded) == expected < 8 * one
+    assert loading.host_terms(sharded)[0].bytes == expected
 
 
 def test_gpt2_shares_a_tensor_among_queries_keys_and_values(tmp_path):
