@@ -23,6 +23,11 @@ from bytescope.memory.units import KIB, MIB
 _GPUS = ("cuda", "rocm", "gpu")
 # jax's primitives of cuDNN's attention (jax/_src/cudnn/fused_attention_stablehlo.py).
 _CUDNN_ATTENTION = "dot_product_attention"
+# Primitives that only move values, or only call a function that is counted itself.
+_NO_ARITHMETIC = {
+    *("broadcast_in_dim", "reshape", "squeeze", "convert_element_type", "transpose", "slice", "copy"),
+    *("jit", "pjit", "name"),
+}
 LIBRARIES, TRACED, CUDNN, COMPILER, KEPT, ANALYSIS = (
     "Python, jax and libraries",
     "traced program",
@@ -57,15 +62,15 @@ class HostRates:
     gpu_plugin: int = 75 * MIB
     gpu_libraries: int = 270 * MIB
     cudnn: int = 60 * MIB
-    traced: int = 18 * MIB
-    traced_equation: int = 30 * KIB
-    gpu_compile: int = 116 * MIB
-    gpu_compile_equation: int = 346 * KIB
+    traced: int = 16 * MIB
+    traced_equation: int = 65 * KIB
+    gpu_compile: int = 107 * MIB
+    gpu_compile_equation: int = 615 * KIB
     gpu_compile_repeated: int = 22 * KIB
     gpu_kept: float = 0.92
-    cpu_compile: int = 61 * MIB
-    cpu_compile_equation: int = 415 * KIB
-    cpu_compile_repeated: int = 26 * KIB
+    cpu_compile: int = 52 * MIB
+    cpu_compile_equation: int = 743 * KIB
+    cpu_compile_repeated: int = 27 * KIB
     cpu_kept: float = 0.35
     analysis: int = 6 * MIB
     analysis_equation: int = 4 * KIB
@@ -108,8 +113,8 @@ class ProgramSize:
     """The size of a traced program, which is known before it is compiled.
 
     Fields:
-        distinct: number of different equations of its jaxpr: equations with the same primitive, and the same types of
-            operands and results, count once.
+        distinct: number of different equations of its jaxpr that compute floats. Equations with the same primitive, and
+            the same types of operands and results, count once.
         total: number of equations as XLA compiles them. A function that is called twice counts twice. The body of a
             loop counts once, or as often as the loop is unrolled. The inside of a Pallas kernel does not count.
         uses_cudnn: whether it contains attention of cuDNN.
@@ -136,12 +141,15 @@ def program_size(jaxpr: Any) -> ProgramSize:
             )
         return totals[id(body)]
 
-    kinds = set()
+    kinds, uses_cudnn = set(), False
     for body in distinct_jaxprs(jaxpr, inner):
         for equation in body.eqns:
-            types = tuple(str(variable.aval) for variable in (*equation.invars, *equation.outvars))
-            kinds.add((equation.primitive.name, types))
-    uses_cudnn = any(name.startswith(_CUDNN_ATTENTION) for name, _ in kinds)
+            name = equation.primitive.name
+            uses_cudnn = uses_cudnn or name.startswith(_CUDNN_ATTENTION)
+            results = tuple(str(variable.aval) for variable in equation.outvars)
+            # Python's constants have weak types, which begin with "~". XLA folds most of them.
+            if name not in _NO_ARITHMETIC and any(result.startswith(("float", "bfloat")) for result in results):
+                kinds.add((name, tuple(str(variable.aval) for variable in equation.invars), results))
     return ProgramSize(len(kinds), count(inner_jaxpr(jaxpr)), uses_cudnn)
 
 

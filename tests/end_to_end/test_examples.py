@@ -9,12 +9,7 @@ import pytest
 from support.bench_scripts import bench_script
 
 FOLDER = Path(__file__).parents[2] / "memory" / "examples"
-CHEAPEST = "compare_policies_and_meshes"
-# The others compile more programs than the default set has time for.
-NOTEBOOKS = [
-    pytest.param(path, id=path.stem, marks=() if path.stem == CHEAPEST else pytest.mark.exhaustive)
-    for path in sorted(FOLDER.glob("*.ipynb"))
-]
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 @pytest.fixture
@@ -22,8 +17,10 @@ def examples():
     return bench_script("examples")
 
 
+# By default tests/memory/report/test_notebook.py runs a notebook; these compile more programs.
+@pytest.mark.exhaustive
 @pytest.mark.oracle("notebook", "cuda", "equinox")
-@pytest.mark.parametrize("path", NOTEBOOKS)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_with_the_figures_it_shows(examples, path):
     committed = examples.read(path)
     executed = examples.execute(committed)

@@ -91,9 +91,15 @@ def array_shares(
       chunks: chunk shapes of the checkpoint to restore; None if the same mesh has saved it.
     """
     shares = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(saved):
+    leaves = jax.tree_util.tree_leaves_with_path(saved)
+    # Shardings in host memory have a mesh without devices if the devices are described (`host_offload.on_host`).
+    meshes = [mesh for _, leaf in leaves if isinstance(mesh := getattr(leaf.sharding, "mesh", None), jax.sharding.Mesh)]
+    for path, leaf in leaves:
         name = ".".join(re.findall(r"[^.\[\]']+", jax.tree_util.keystr(path)))
-        placed = leaf.sharding.devices_indices_map(leaf.shape)
+        sharding = leaf.sharding
+        if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+            sharding = jax.sharding.NamedSharding(meshes[0], sharding.spec)
+        placed = sharding.devices_indices_map(leaf.shape)
         boxes = [_box(placed[device], leaf.shape) for device in sorted(placed, key=lambda device: device.id)]
         count = max(len(boxes) // processes, 1)  # devices of a process
         own, shard = boxes[:count], shard_bytes(leaf)

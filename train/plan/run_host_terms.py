@@ -12,8 +12,7 @@ import jax
 from bytescope.memory.allocators.pinned_pool import devices_of_process, pinned_terms
 from bytescope.memory.devices.node_size import node_memory_of, processes_per_node
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.host.host_terms import ProgramSize, compile_terms, start_terms
-from bytescope.memory.jaxprs import bodies
+from bytescope.memory.host.host_terms import program_size, shared_terms
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.records.report_record import POOL, Finding, ReportRecord
 from bytescope.memory.units import MIB
@@ -79,15 +78,7 @@ def checkpoint_findings(program: Program, target: Target) -> tuple[Finding, ...]
 def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
     """Returns what the libraries, tracing and compiling the step take in a process on the target, in the phases "start"
     to "analyze" and in `later` phases. `jaxpr`: the closed jaxpr of the step."""
-    size = ProgramSize(_count_equations(jaxpr.jaxpr), len(jaxpr.in_avals))
-    return (
-        *start_terms(platform, ("start", "trace", "compile", "analyze", *later), gpu_present=True),
-        *compile_terms(size, platform, ("analyze", *later)),
-    )
-
-
-def _count_equations(jaxpr: Any) -> int:
-    return sum(1 + sum(_count_equations(body) for body in bodies(equation)) for equation in jaxpr.eqns)
+    return shared_terms(program_size(jaxpr), platform, later, gpu_present=platform != "cpu")
 
 
 def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[HostTerm]:

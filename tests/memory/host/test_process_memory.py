@@ -100,6 +100,9 @@ def test_a_report_keeps_its_host_memory_in_its_json_and_shows_it():
     assert host_view.render(HOST, verbose=False) is None, "memory that suffices is no news"
     assert host_view.render(dataclasses.replace(HOST, node_bytes=GIB), verbose=False) is not None
     assert "8.38 GiB TOO MUCH" in host_view.line(dataclasses.replace(HOST, node_bytes=GIB))
+    assert 'title="XLA compiles the program: XLA&#39;s compiler 900.00 MiB' in page and "width:25.08%" in page
+    terms = [(row["name"], row["phases"]) for row in host_view.term_rows(HOST)]
+    assert terms == [("XLA's compiler", "compile"), ("Python, jax and libraries", "all phases"), ("a batch", "train")]
     assert host_view.line(None) == host_view.line(HostMemory()) == ""
 
 

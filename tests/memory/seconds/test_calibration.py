@@ -360,6 +360,7 @@ def test_constants_change_by_the_ratio_of_sizes_here_and_there(monkeypatch):
     assert found == {
         "gpu_compile": host_terms.RATES.gpu_compile,
         "gpu_compile_equation": 2 * host_terms.RATES.gpu_compile_equation,
+        "gpu_compile_repeated": 2 * host_terms.RATES.gpu_compile_repeated,
     }
     assert host_terms.RATES.replaced(found).gpu_compile_equation == found["gpu_compile_equation"]
     assert host_measure.line_through([(1, 7), (1, 9)]) == (8, 0)

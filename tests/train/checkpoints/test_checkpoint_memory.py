@@ -43,6 +43,7 @@ def large_state(spec, devices=8):
 
 
 REPLICATED, SHARDED, HALF = large_state(P()), large_state(P(None, ("data", "fsdp"))), large_state(P(None, "fsdp"))
+MOMENT = SHARDED.opt_state["mu"]["w"]
 ARRAYS = 3 * 4 * math.prod(SHAPE) + 4  # with the step
 
 
@@ -60,6 +61,13 @@ def test_a_process_writes_the_bytes_that_orbax_gives_it(spec):
         assert share.written == slices.nbytes == leaf.nbytes
         assert share.sliced == any(one.slice_args is not None for one in slices.replica_slices)
         assert share.on_devices == sum(shard.data.nbytes for shard in leaf.addressable_shards)
+
+
+def test_offloaded_arrays_of_described_devices_count_like_those_on_the_devices():
+    sharding = MOMENT.sharding
+    hosted = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
+    offloaded = jax.ShapeDtypeStruct(SHAPE, jnp.float32, sharding=hosted)
+    assert array_shares([offloaded, SHARDED.step])[0] == array_shares([MOMENT])[0]
 
 
 def test_processes_share_the_bytes_of_a_save():
