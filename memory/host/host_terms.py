@@ -55,6 +55,9 @@ class HostRates:
         gpu_kept: the fraction of the peak that remains after the compile.
         cpu_compile, cpu_compile_equation, cpu_compile_repeated, cpu_kept: the same for XLA:CPU, on two cores.
         analysis, analysis_equation: records of a report and its text, and the bytes per equation.
+        without_jax: Python with numpy, rich and the modules of a command that does not import jax: "start" of
+            `report --hlo=FILE h100:8`.
+        analysis_dump_byte: bytes of the records of a report per byte of the compiled program's HloProto.
     """
 
     python: int = 200 * MIB
@@ -74,6 +77,8 @@ class HostRates:
     cpu_kept: float = 0.35
     analysis: int = 6 * MIB
     analysis_equation: int = 4 * KIB
+    without_jax: int = 45 * MIB
+    analysis_dump_byte: int = 15
 
     def replaced(self, measured: Mapping[str, float]) -> HostRates:
         """Returns the constants with those in `measured` (name of a field -> value) replaced. Raises ReportError for an
@@ -214,6 +219,23 @@ def compile_terms(
     terms += [HostTerm(phase, KEPT, kept, "memory that XLA's compiler does not free") for phase in later]
     terms += [HostTerm(phase, ANALYSIS, read, f"records of the report, {count}") for phase in later]
     return tuple(terms)
+
+
+def dump_terms(size: int, imports_jax: bool) -> tuple[HostTerm, ...]:
+    """Returns the terms of a process that reads a compiled program from a dump and reports on it.
+
+    Args:
+        size: bytes of the HloProto.
+        imports_jax: whether the process imports jax, such as for the target "local".
+    """
+    rates = host_rates()
+    libraries = rates.python if imports_jax else rates.without_jax
+    source = "Python and jax" if imports_jax else "Python without jax"
+    read = size + rates.analysis + rates.analysis_dump_byte * size
+    return (
+        *(HostTerm(phase, LIBRARIES, libraries, source) for phase in ("start", "analyze", "other")),
+        *(HostTerm(phase, ANALYSIS, read, f"{size:,} bytes of the dump") for phase in ("analyze", "other")),
+    )
 
 
 def shared_terms(

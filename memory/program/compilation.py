@@ -7,6 +7,7 @@ Another target is refused, because the report would describe a different program
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -24,6 +25,8 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo import dumps
 from bytescope.memory.hlo.jax_types import CompiledStage, LoweredStage, TracedStage
+from bytescope.memory.host.host_ledger import expect
+from bytescope.memory.host.host_terms import dump_terms
 from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.program import callbacks, retarget, tracing
 
@@ -237,6 +240,7 @@ def _dump(program: str | Path | bytes | bytearray | memoryview) -> dumps.Dump:
 
 
 def _compilation_of_dump(dump: dumps.Dump, target: Target | None) -> tuple[Compilation, Target | None]:
+    expect(dump_terms(len(dump.proto), imports_jax="jax" in sys.modules))
     platform = dumps.platform_of(dump.proto)
     if not platform:
         return Compilation(proto=dump.proto, notes=dump.notes), target

@@ -12,7 +12,14 @@ import pytest
 from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.host import host_ledger, process_memory
-from bytescope.memory.host.host_terms import HostRates, ProgramSize, compile_terms, program_size, shared_terms
+from bytescope.memory.host.host_terms import (
+    HostRates,
+    ProgramSize,
+    compile_terms,
+    dump_terms,
+    program_size,
+    shared_terms,
+)
 from bytescope.memory.host.process_memory import host_phase, phase_peaks
 from bytescope.memory.records.host_record import HostMemory
 
@@ -42,6 +49,15 @@ def test_the_model_is_within_15_percent_of_recorded_reports(case):
     for phase, measured in (("trace", traced), ("compile", compiled)):
         assert 0.9 < host.predicted(phase) / (measured * MIB) < 1.15, phase
     assert host.peak_phase == "compile" or host.predicted("compile") > 0.95 * host.predicted("analyze")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("size", "imports_jax", "measured"), [(475_848, False, 58), (2_400_341, False, 80), (2_400_341, True, 211)]
+)
+def test_the_model_is_within_15_percent_of_recorded_reports_on_dumps(size, imports_jax, measured):
+    """VmHWM in MiB of `bytescope report --hlo=FILE`, with and without a target, in the phase "analyze"."""
+    assert 0.9 < HostMemory(dump_terms(size, imports_jax)).predicted("analyze") / (measured * MIB) < 1.15
 
 
 @pytest.mark.quick
