@@ -176,7 +176,8 @@ def _parameter_copies(
         users: id of an instruction -> ids of the instructions that read its result.
     """
     for number, id in parameters.items():
-        pending = [id]
+        on_host = module.shape(module.instructions[id]).memory_space == HOST_SPACE  # its copy is a move to the device
+        pending = [] if on_host else [id]
         while pending:
             for user in users.get(pending.pop(), ()):
                 instruction = module.instructions[user]

@@ -8,13 +8,14 @@ import dataclasses
 import functools
 import math
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.host.process_memory import measure_growth, release_free_memory, resident
-from bytescope.memory.units import human
+from bytescope.memory.units import MIB, human
 
 T = TypeVar("T")
 
@@ -140,7 +141,13 @@ def measure_call(call: Callable[[], T]) -> tuple[T, int | None]:
     earlier calls is returned to the system first, so that temporaries count again. `call` returns when the program is
     done. A first call also loads code and starts threads: measure a later one.
     """
-    release_free_memory()
+    held = math.inf
+    for _ in range(20):  # until nothing is freed: a thread frees temporaries just after a result is ready
+        time.sleep(0.05)
+        release_free_memory()
+        before, held = held, resident()[0] or 0
+        if held > before - MIB:
+            break
     arrays = array_bytes()
     result, growth = measure_growth(call)
     return result, None if growth is None else arrays + growth

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.records.host_record import HOST_PHASES, HostMemory
+from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import PageTable
 from bytescope.memory.view.table_model import ColumnView, TableView
@@ -22,20 +22,18 @@ _SMALL = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class HostRow:
-    """A row of a table of host memory.
+    """A row of a table of host memory by phase.
 
     Fields:
         phase: the phase, a key of `HOST_PHASES`.
         predicted, measured: bytes of one process in the phase; None if unknown.
-        holds: what the process holds, in words.
-        source: where the predicted bytes come from; "" for a row that sums up several terms.
+        holds: the largest terms of the phase, in words.
     """
 
     phase: str
     predicted: int | None
     measured: int | None
     holds: str
-    source: str = ""
 
 
 def phase_rows(host: HostMemory) -> list[HostRow]:
@@ -97,25 +95,38 @@ def render(host: HostMemory | None, verbose: bool = True) -> RenderableType | No
 
 
 TERM_COLUMNS = (
-    ColumnView("phase", "phase", "name"),
-    ColumnView("holds", "holds", "words"),
-    ColumnView("predicted", "predicted", "bytes"),
-    ColumnView("measured", "measured", "bytes"),
+    ColumnView("name", "holds", "name"),
+    ColumnView("bytes", "bytes", "bytes"),
+    ColumnView("phases", "in", "words"),
     ColumnView("source", "from", "words"),
 )
 
 
-def term_rows(host: HostMemory) -> Sequence[HostRow]:
-    """Returns one row per phase with its sums, each followed by one row per term of the phase."""
-    rows = []
+def term_rows(host: HostMemory) -> Sequence[dict[str, Any]]:
+    """Returns one row per term, the largest first. A term that several phases have with the same bytes is one row."""
+    phases: dict[tuple[str, int], list[HostTerm]] = {}
     for phase in host.phases():
-        rows.append(HostRow(phase, host.predicted(phase), host.measured.get(phase), HOST_PHASES[phase]))
-        rows += [HostRow("", term.bytes, None, term.name, term.source) for term in host.terms_of(phase)]
+        for term in host.terms_of(phase):
+            phases.setdefault((term.name, term.bytes), []).append(term)
+    rows = []
+    for (name, size), terms in sorted(phases.items(), key=lambda item: -item[0][1]):
+        where = _phase_range(
+            [term.phase for term in terms], [phase for phase in host.phases() if host.predicted(phase)]
+        )
+        rows.append({"name": name, "bytes": size, "phases": where, "source": terms[0].source})
     return rows
 
 
+def _phase_range(found: Sequence[str], every: Sequence[str]) -> str:
+    """Returns the phases as text: "all phases", "trace to save" if no phase between the two is missing, or a list."""
+    if found == every and len(found) > 1:
+        return "all phases"
+    first = every.index(found[0])
+    if len(found) > 2 and list(every[first : first + len(found)]) == list(found):
+        return f"{found[0]} to {found[-1]}"
+    return ", ".join(found)
+
+
 def page_rows(host: HostMemory | None) -> PageTable | None:
-    """Returns the table of all terms for the HTML report; None if nothing is known. The rows of the phases are bold."""
-    if host is None or not host.phases():
-        return None
-    return page_table(TableView(TERM_COLUMNS, term_rows(host), emphasis=lambda row: "total" if row.phase else ""))
+    """Returns the table of all terms for the HTML report; None if nothing is predicted."""
+    return page_table(TableView(TERM_COLUMNS, term_rows(host))) if host and host.terms else None

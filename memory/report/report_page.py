@@ -16,6 +16,7 @@ from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.messages.explanation_page import page_content
 from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.peak import naming
+from bytescope.memory.records.host_record import HOST_PHASES, HostMemory
 from bytescope.memory.records.report_record import (
     METHODS,
     Collective,
@@ -122,6 +123,7 @@ def render(
         recomputed=_recomputed_table(report),
         held=_held_table(report),
         host=host_view.page_rows(report.host_memory),
+        host_bars=_phase_bars(report.host_memory),
         host_line=host_view.line(report.host_memory),
         audit=audit_view.page_rows(report.audit),
         audit_summary=audit_view.summary(report.audit),
@@ -380,6 +382,15 @@ def _ranked_bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, st
     return [
         RankedBar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most)
         for name, count in entries
+    ]
+
+
+def _phase_bars(host: HostMemory | None) -> list[RankedBar]:
+    """Returns one bar per phase of the host memory, in the order of the phases; the tooltip has the phase's terms."""
+    rows = [(row, row.predicted) for row in host_view.phase_rows(host or HostMemory()) if row.predicted]
+    most = max((count for _, count in rows), default=1)
+    return [
+        RankedBar(row.phase, f"{HOST_PHASES[row.phase]}: {row.holds}", count, 100 * count / most) for row, count in rows
     ]
 
 

@@ -10,7 +10,9 @@ limited by `save_concurrent_gb` (`checkpoint.write_limit`).
 
 Restore: `_read_and_create_array` reads each different shard of a process once, into a buffer (`_read_shard`) from which
 it is copied to all devices that hold this shard. All arrays are requested at once, limited by `restore_concurrent_gb`.
-Each thread of tensorstore decodes one chunk, that is, all that one device has written of an array.
+Each thread of tensorstore decodes one chunk, that is, all that one device has written of an array. The copies out of
+decoded chunks are queued behind the chunks that are to be decoded, so whole chunks can add up where a process needs a
+part of each.
 """
 
 from __future__ import annotations
@@ -220,12 +222,14 @@ def restore_terms(
     """
     shares = array_shares(portable(state), processes, chunks=chunks)
     largest = sorted((share.chunk for share in shares), reverse=True)[:threads]
+    read, decoded = sum(share.read for share in shares), sum(share.decoded for share in shares)
     terms = [
         HostTerm(
             "restore",
             "chunks that are being decoded",
-            int((1 + _COMPRESSED) * min(sum(largest), READ_LIMIT)),
-            "tensorstore: a thread per CPU core decodes a chunk; compressed and decoded bytes",
+            max(int((1 + _COMPRESSED) * min(sum(largest), READ_LIMIT)), min(decoded, READ_LIMIT) - read),
+            "tensorstore: a thread per CPU core decodes a chunk, compressed and decoded bytes; decoded chunks wait in "
+            "the same queue until the part of the process is copied",
         )
     ]
     if platform == "cpu":
@@ -235,7 +239,7 @@ def restore_terms(
             HostTerm(
                 "restore",
                 "arrays on their way to the devices",
-                min(sum(share.read for share in shares), READ_LIMIT),
+                min(read, READ_LIMIT),
                 "Orbax _read_shard: each different shard of the process once, at most restore_concurrent_gb",
             )
         )

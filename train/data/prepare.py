@@ -39,11 +39,11 @@ def host_terms(tokenizer: Tokenizer) -> list[HostTerm]:
     """Returns the host memory of tokenizing text into shards. It does not depend on the size of the text."""
     # Of one piece, the bytes read, the decoded text, and the text joined with the rest of the piece before it; of the
     # piece before it, the text. A piece has 4 bytes per character if one character, such as an emoji, needs them. Few
-    # pieces have one, so the piece before is counted with 1.
+    # pieces have one, so the piece before is counted with 2.
     terms = [
         resident_term("prepare"),
         HostTerm(
-            "prepare", "text", (1 + 2 * 4 + 1) * PIECE_BYTES, "PIECE_BYTES of train/data/documents.py, four copies"
+            "prepare", "text", (1 + 2 * 4 + 2) * PIECE_BYTES, "PIECE_BYTES of train/data/documents.py, four copies"
         ),
     ]
     tokens = PIECE_BYTES if tokenizer.cuts_anywhere else GROUP_CHARS // CHARACTERS_PER_TOKEN

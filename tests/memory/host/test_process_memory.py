@@ -29,6 +29,8 @@ HOST = HostMemory(
     {"compile": 1100 * MIB},
 )
 
+LATER = ("compile", "train", "save")
+
 
 @pytest.fixture
 def recorder(monkeypatch):
@@ -101,6 +103,11 @@ def test_a_report_keeps_its_host_memory_in_its_json_and_shows_it():
     assert host_view.render(HOST, verbose=False) is None, "memory that suffices is no news"
     assert host_view.render(dataclasses.replace(HOST, node_bytes=GIB), verbose=False) is not None
     assert "8.38 GiB TOO MUCH" in host_view.line(dataclasses.replace(HOST, node_bytes=GIB))
+    assert 'title="XLA compiles the program: XLA&#39;s compiler 900.00 MiB' in page and "width:25.08%" in page
+    terms = [(row["name"], row["phases"]) for row in host_view.term_rows(HOST)]
+    assert terms == [("XLA's compiler", "compile"), ("Python, jax and libraries", "all phases"), ("a batch", "train")]
+    kept = HostMemory(tuple(HostTerm(*row) for row in (("start", "a", 2), *((at, "kept", 1) for at in LATER))))
+    assert [row["phases"] for row in host_view.term_rows(kept)] == ["start", "compile to save"]
     assert host_view.line(None) == host_view.line(HostMemory()) == ""
 
 

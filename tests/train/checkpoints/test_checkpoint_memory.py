@@ -114,6 +114,13 @@ def test_chunks_in_flight_are_limited_when_saving_and_by_threads_when_restoring(
     assert decoding == [int(1.92 * leaf), int(1.92 * 2 * leaf), int(1.92 * ARRAYS)]
 
 
+def test_decoded_chunks_add_up_where_a_process_needs_a_part_of_each():
+    whole = dict.fromkeys(("params.w", "opt_state.mu.w", "opt_state.nu.w"), SHAPE)
+    terms = by_name(restore_terms(SHARDED, "cpu", processes=8, chunks=whole, threads=1))
+    assert sum(terms.values()) == ARRAYS  # all chunks, more than the shards and one chunk
+    assert sum(by_name(restore_terms(SHARDED, "cpu", processes=8, threads=1)).values()) < ARRAYS / 2
+
+
 def test_processes_of_a_node_that_hold_replicas_are_found():
     (finding,) = restore_findings(REPLICATED, processes=8, per_node=8)
     assert finding.kind == "replicated_restore" and finding.bytes == 7 * ARRAYS
