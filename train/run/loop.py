@@ -17,13 +17,15 @@ from ml_collections import ConfigDict
 from rich.console import Console
 
 from bytescope.memory.devices.live import LiveMemory, measure_call, on_cpu_devices, predicted_in_use, sample
-from bytescope.memory.host.host_ledger import ledger
-from bytescope.memory.host.process_memory import host_phase, release_free_memory
+from bytescope.memory.host.host_ledger import expect, ledger
+from bytescope.memory.host.host_terms import LIBRARIES
+from bytescope.memory.host.process_memory import host_phase, release_free_memory, resident
+from bytescope.memory.records.host_record import HostTerm
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
 from bytescope.train.checkpoints.workdir import Identity, claimed
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
-from bytescope.train.generate.training_sample import sample_text
+from bytescope.train.generate.training_sample import over_pages, sample_text
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.signals import Stop
@@ -517,6 +519,13 @@ def _expect_restore(program: Program, checkpoints: Checkpoints, console: Console
         summary.say(console, f"warning: {finding.message}; {finding.remedy}")
 
 
+def _expect_compile_of_sample() -> None:
+    # The programs of the sample are compiled while the process holds the training state.
+    libraries = sum(term.bytes for term in ledger().terms_of("compile") if term.name == LIBRARIES)
+    held = max((resident()[0] or 0) - libraries, 0)
+    expect([HostTerm("compile", "run before the sample", held, "resident memory of this process before the sample")])
+
+
 def _show_end(
     start: RunStart, run: Run, first_step: int, before: LiveMemory | None, state: TrainState, clock: Clock
 ) -> None:
@@ -532,6 +541,8 @@ def _show_end(
     text = ""
     if run.config.train.sample_tokens and not run.agreed:
         release_free_memory()  # temporaries of updates
+        if over_pages(program):
+            _expect_compile_of_sample()
         with host_phase("sample"):
             text = sample_text(program, run.data, state.model_params)
     record_host_memory(run, max(last, first_step - 1))
