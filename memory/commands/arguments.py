@@ -228,8 +228,7 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory",
         metavar="SIZE",
-        help="memory of one node (computer), such as 512GiB; default: of this machine or its cgroup, and for devices "
-        "that are not present, of the usual node with these devices",
+        help="memory of one node, e.g. 512GiB (default: the target's)",
     )
 
 

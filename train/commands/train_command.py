@@ -24,7 +24,6 @@ EPILOG = """\
 examples:
   bytescope train                              a tiny model, about two minutes
   bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
-  bytescope train char --fit --budget=600MiB   the fastest config that fits
 exit codes: 0 done, or saved after the first Ctrl-C; 2 mistake, 3 does not fit,
 4 non-finite loss, 5 process lost, 130 stopped by a second Ctrl-C"""
 
