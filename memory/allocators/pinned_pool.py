@@ -123,7 +123,7 @@ def pinned_rule(target: Mapping[str, Any], by_trainer: bool, env: Mapping[str, s
 def pinned_buffers(report: JudgedProgram) -> list[int]:
     """Returns the sizes in bytes of the pinned buffers of one GPU while the program runs, in the order in which they
     are allocated: arguments, results that do not reuse an argument, and the block of temporary values in host memory.
-    Returns [] if the target is not a GPU, because other devices have no such pool."""
+    Returns [] if the target is not a GPU: XLA has a pool of pinned host memory only for GPUs."""
     if report.target.get("platform") not in ("cuda", "rocm"):
         return []
     on_host = [buffer for buffer in report.buffers if buffer.memory == "host"]

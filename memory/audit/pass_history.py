@@ -57,10 +57,11 @@ def list_passes(folder: Path) -> list[PassDump]:
 
 def with_passes(rows: Sequence[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
     """Returns the rows of an audit with the field `compiler_pass` filled in where the dumps show the compiler pass that
-    undid the request. The counted instructions are in `_counted`: for example, a pass that removes kernels merges the
-    recomputation with the forward pass, and a pass that adds all-gathers replicates an array. A checkpoint name that
-    XLA keeps has the pass of the jax.checkpoint calls that XLA merges, if it is the same pass for all of them. Requests
-    that jax undoes before XLA runs (tracing, autodiff, lowering) have no pass.
+    undid the request. It is the pass that removed, or added, most of the instructions that `_counted` gives for the
+    request: of a lost recomputation, the pass that removed its kernels; of a replicated array, the pass that added
+    all-gathers. If XLA keeps the values of a checkpoint name because it merged jax.checkpoint calls, the name has the
+    pass that merged them, if that is one pass for all calls. Requests that jax undoes before XLA runs (tracing,
+    autodiff, lowering) have no pass.
 
     Args:
         rows: the rows of the audit.
@@ -113,12 +114,13 @@ def changing_passes(history: Sequence[PassDump], counted: Sequence[_Counted]) ->
     "pipeline/pass" such as "simplification/cse". If a pass ran several times, its changes are added up. "" stands for
     instructions that no pass removed (or added).
 
-    A pass may run a pipeline of its own, whose first dump shows the changes of the outer pass. Such a change is that of
-    the first later pass of a pipeline that began earlier.
+    A pass may run a pipeline of its own. The first dump of this inner pipeline already shows changes that the outer
+    pass has made. They are credited to the outer pass: the next pass in the dumps whose pipeline began before the inner
+    one.
 
     Args:
         history: the pass dumps in the order in which XLA ran the passes. Each file is read once.
-        counted: the instructions that are counted in each dump.
+        counted: the kinds of instructions that are counted in each dump.
     """
     changes = [Counter[str]() for _ in counted]
     before: list[int] = []
@@ -172,8 +174,8 @@ class _RegionKernels:
 
 
 def _computations(module: Module) -> Iterator[tuple[Metadata, str]]:
-    """Yields (metadata, jax primitive) for each instruction of the forward pass or of a recomputation that computes
-    something."""
+    """Yields (metadata, jax primitive) for each instruction of the forward pass or of a recomputation, without
+    parameters, constants, tuples and calls of fusions."""
     for instruction in module.instructions.values():
         if instruction.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "fusion"):
             continue
@@ -204,7 +206,7 @@ def _rematerialized(module: Module) -> int:
 
 
 def _parameter_copies(module: Module) -> int:
-    """Returns the number of copies of arguments of the program."""
+    """Returns the number of copy instructions in the module whose operand is a parameter of the program."""
     entry = module.computations.get(module.entry)
     instructions = [module.instructions[id] for id in entry.instructions] if entry is not None else []
     sources = [module.operand(each, 0) for each in instructions if each.opcode == "copy"]

@@ -36,9 +36,10 @@ def make_importable() -> None:
 def register(plugin: str, gpu_present: bool) -> None:
     """Makes jax register a CUDA plugin when it starts, or now if jax has started already.
 
-    When jax starts on a machine without a GPU, it asks libraries that need a driver for their versions. If this fails,
-    jax drops the plugin, unless JAX_PLATFORMS names only other platforms. A variable turns the question off. Without a
-    GPU, cuDNN is the only library of NVIDIA that is loaded before the plugin, because the compiler uses no other.
+    When jax starts, it checks the versions of NVIDIA's libraries. Some of them need a driver, so without a GPU the
+    check fails, and jax drops the plugin, unless JAX_PLATFORMS names only other platforms. This function then skips the
+    check (JAX_SKIP_CUDA_CONSTRAINTS_CHECK). Without a GPU, cuDNN is the only library of NVIDIA that is loaded before the
+    plugin, because the compiler uses no other.
 
     Args:
         plugin: a key of `CUDA_PLUGINS`.

@@ -56,7 +56,8 @@ def pinned_growth(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
         f"XLA's pools of pinned memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of "
         "offloaded buffers, because each new region of a pool is twice as large as the region before; the host has "
         f"{human(available)} for these devices",
-        f"set {setting} in the environment of the program before jax starts: the pool of each GPU then stops there"
+        f"set {setting} in the environment of the program before jax starts: the pool of each GPU then does not grow "
+        "beyond this size"
         if setting
         else "",
     )

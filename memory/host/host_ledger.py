@@ -29,7 +29,8 @@ def set_node(size: int, source: str, processes: int = 1) -> None:
 
 
 def ledger(base: HostMemory | None = None) -> HostMemory:
-    """Returns the terms that this process expects, and the measured peak of each phase so far.
+    """Returns the host memory of this process: the terms that its commands have predicted (`expect`), and the measured
+    peak of each phase so far.
 
     base: a record whose terms, number of processes and node are used; the expected terms are added to its own. If the
     base has no node, the node of `set_node` is used.

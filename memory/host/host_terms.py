@@ -222,7 +222,7 @@ def compile_terms(
 
 
 def dump_terms(size: int, imports_jax: bool) -> tuple[HostTerm, ...]:
-    """Returns the terms of a process that reads a compiled program from a dump and reports on it.
+    """Returns the terms of host memory of a process that reads a compiled program from a dump and reports on it.
 
     Args:
         size: bytes of the HloProto.

@@ -33,10 +33,10 @@ def phase_peaks() -> dict[str, int]:
 
 
 def release_free_memory() -> None:
-    """Returns memory that this process has freed to the system, so that the next phase does not begin with it.
+    """Gives memory that this process has freed, but that glibc still keeps for later allocations, back to the system,
+    so that the next phase does not begin with it.
 
-    glibc keeps the freed memory of each thread for later allocations (`man malloc_trim`). XLA's compiler frees tens to
-    hundreds of MiB this way. No-op with other C libraries.
+    After XLA has compiled a program, this is tens to hundreds of MiB (`man malloc_trim`). No-op with other C libraries.
     """
     _malloc_trim()(0)
 
@@ -63,10 +63,11 @@ def _malloc_trim() -> Callable[[int], int]:
 @contextlib.contextmanager
 def host_phase(name: str) -> Iterator[None]:
     """Context manager: until it ends, the process is in the phase `name`, a key of `HOST_PHASES`. Then the process is
-    in the phase of before again. Before the first phase, the process is in "start", and between two phases in "other".
+    in its earlier phase again. Before the first phase, the process is in "start", and between two phases in "other".
 
-    The phases belong to the whole process: a thread in the background, such as one that writes a checkpoint, counts
-    for the phase of the main thread. In other threads than the main thread, this context manager does nothing.
+    The phases belong to the whole process: memory that a thread in the background takes, such as one that writes a
+    checkpoint, is counted in the phase of the main thread. In other threads than the main thread, this context manager
+    does nothing.
 
     Raises KeyError for a name that `HOST_PHASES` does not have.
     """

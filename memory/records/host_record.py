@@ -118,7 +118,7 @@ class HostMemory:
         return "exceeds" if share > 1 else "tight" if share > TIGHT else "fits"
 
     def with_terms(self, terms: Iterable[HostTerm]) -> HostMemory:
-        """Returns the same record with more terms."""
+        """Returns a copy of this record to which `terms` are added."""
         return dataclasses.replace(self, terms=(*self.terms, *terms))
 
     def to_json(self) -> dict[str, Any]:

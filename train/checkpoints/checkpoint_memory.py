@@ -90,10 +90,10 @@ def array_shares(
     """Returns the share of process 0 and of its node in each array of a checkpoint. No process has more.
 
     Args:
-      saved: the tree of a checkpoint's arrays (`portable`), as shapes with shardings.
-      processes: number of processes of the run. Each has as many devices, in the order of their ids.
+      saved: the part of the training state that a checkpoint has, as shapes with shardings.
+      processes: number of processes of the run. All have the same number of devices, in the order of the device ids.
       per_node: number of processes on one node.
-      chunks: chunk shapes of the checkpoint to restore; None if the same mesh has saved it.
+      chunks: chunk shapes of the checkpoint to restore; None if it was saved with the mesh of `saved`.
     """
     shares = []
     leaves = jax.tree_util.tree_leaves_with_path(saved)
@@ -197,8 +197,8 @@ def save_terms(state: TrainState, platform: str, processes: int = 1, overlaps: b
 
 
 def saves_overlap(steps: int, every: int, done: int | None) -> bool:
-    """Returns True if updates go on while a checkpoint is written: at every save but the last, and but the first of a
-    run, which is read back at once.
+    """Returns True if a run has at least one checkpoint that is written while updates go on. These are all checkpoints
+    except the last one, and except the first one of a new run, which is read back before updates go on.
 
     Args:
       steps: number of updates of the run.
@@ -231,8 +231,8 @@ def restore_terms(
             "restore",
             "chunks that are being decoded",
             max(int((1 + _COMPRESSED) * min(sum(largest), READ_LIMIT)), min(decoded, READ_LIMIT) - read),
-            "tensorstore: a thread per CPU core decodes a chunk, compressed and decoded bytes; decoded chunks wait in "
-            "the same queue until the part of the process is copied",
+            "tensorstore: a thread per CPU core holds a chunk, compressed and decoded; decoded chunks wait until the "
+            "process has copied its part of them",
         )
     ]
     if platform == "cpu":
@@ -243,7 +243,7 @@ def restore_terms(
                 "restore",
                 "arrays on their way to the devices",
                 min(read, READ_LIMIT),
-                "Orbax _read_shard: each different shard of the process once, at most restore_concurrent_gb",
+                "Orbax _read_shard: each different shard of the process once, at most restore_concurrent_gb at a time",
             )
         )
     return tuple(terms)
@@ -276,7 +276,7 @@ def restore_findings(
                 read - needed,
                 f"restoring a checkpoint takes {human(read)} of host memory on each node: each of its {per_node} "
                 f"processes holds {human(read // per_node)}, because the arrays are replicated over the processes; "
-                f"without copies they have {human(needed)}",
+                f"one copy of these arrays takes {human(needed)} per node",
                 "run one process per node, which reads each array once for all of its devices; or shard the state "
                 "(mesh.strategy=zero3)",
             )

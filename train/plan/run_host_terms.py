@@ -30,10 +30,11 @@ _RECORDERS = 15 * MIB
 
 
 def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[HostTerm, ...]:
-    """Returns what one process holds in the phases of a run, in addition to the libraries and the compiled step.
+    """Returns the host memory that one process holds in each phase of a run, without that of the libraries and of the
+    compiled step.
 
     Args:
-      program: the training program. Its devices may be described devices.
+      program: the training program. Its devices need not be present.
       report: the memory report of its step.
       devices: number of devices of one process.
     """
@@ -41,8 +42,8 @@ def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[Hos
 
 
 def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxpr: Any) -> HostMemory:
-    """Predicts the host memory of `bytescope train` on a target, for one process with all devices of a node, or the
-    share of one of several processes per node.
+    """Predicts the host memory of one process of `bytescope train` on a target. The processes of a node
+    (`processes_per_node()`) share its devices equally.
 
     Args:
       program: the training program.
@@ -76,8 +77,9 @@ def checkpoint_findings(program: Program, target: Target) -> tuple[Finding, ...]
 
 
 def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
-    """Returns what the libraries, tracing and compiling the step take in a process on the target, in the phases "start"
-    to "analyze" and in `later` phases. `jaxpr`: the closed jaxpr of the step."""
+    """Returns the host memory of one process that the imported libraries, tracing and compiling take, in the phases
+    "start" to "analyze" of a run on the target. `later`: further phases, in which the process still holds the libraries
+    and what tracing and compiling have left. `jaxpr`: the closed jaxpr of the step."""
     return shared_terms(program_size(jaxpr), platform, later, gpu_present=platform != "cpu")
 
 

@@ -27,8 +27,8 @@ class CaseError(ReportError):
 
 
 def run_case(name: str, *arguments: object) -> dict[str, int]:
-    """Runs a case of `host_cases` in a process of its own. Returns its bytes and counts. Raises CaseError if it
-    fails."""
+    """Runs one measurement of the module `host_cases` in a process of its own. Returns its values by name: bytes of
+    host memory, and the numbers of equations of the compiled programs. Raises CaseError if the process fails."""
     words = [sys.executable, "-m", "bytescope.memory.seconds.calibration.host_cases", name, *map(str, arguments)]
     # The cases run on the CPU, without a compilation cache, which would replace the compiler.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
@@ -44,7 +44,8 @@ def run_case(name: str, *arguments: object) -> dict[str, int]:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the line with the least squared error through points (x, y), as (y at 0, slope). Neither is negative."""
+    """Returns the line with the least squared error through points (x, y), as (y at 0, slope). A negative slope, and
+    then a negative value at 0, is replaced by 0."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -54,11 +55,12 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class HostSample:
-    """A measured size of host memory.
+    """A size of host memory that was measured on this machine.
 
     Fields:
         words: what was measured.
-        bytes: the size here. reference: the size where the shipped constants were measured.
+        bytes: the size on this machine. reference: the same size on the machine where the shipped constants were
+            measured.
         constants: fields of `HostRates` that are proportional to this size.
     """
 
