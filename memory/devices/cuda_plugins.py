@@ -38,8 +38,8 @@ def register(plugin: str, gpu_present: bool) -> None:
 
     When jax starts, it checks the versions of NVIDIA's libraries. Some of them need a driver, so without a GPU the
     check fails, and jax drops the plugin, unless JAX_PLATFORMS names only other platforms. This function then skips the
-    check (JAX_SKIP_CUDA_CONSTRAINTS_CHECK). Without a GPU, cuDNN is the only library of NVIDIA that is loaded before the
-    plugin, because the compiler uses no other.
+    check (JAX_SKIP_CUDA_CONSTRAINTS_CHECK). Without a GPU, cuDNN is the only library of NVIDIA that is loaded before
+    the plugin, because the compiler uses no other.
 
     Args:
         plugin: a key of `CUDA_PLUGINS`.
