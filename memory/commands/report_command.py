@@ -30,6 +30,7 @@ from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, 
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError
+from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
 
@@ -257,9 +258,13 @@ def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
     verbose: whether to print more than the summary (--verbose). choices: the settings that the program chose for its
     devices, with reasons, one setting per line.
     """
-    from bytescope.memory.report import report_text
+    from bytescope.memory.report import host_view, report_text
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
 
     report_text.show(report, choices=choices, verbose=verbose)
+    if verbose and (line := host_view.measured_line(ledger())):
+        put(Prose(f"this command: {line}", "dim"))
 
 
 def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int]]) -> list[dict[str, Any]]:
@@ -283,10 +288,12 @@ def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, mo
     """Writes the files that the flags --json, --html and --export request.
 
     proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file; the page
-    also shows the rows of "allocators".
+    also shows the rows of "allocators". The JSON file also gets the key `command_memory`: the host memory of this
+    process by phase, predicted and measured, with the keys of `host_memory`.
     """
     rates = report.prediction.get("rates", "")
     caveats = (COMPILED, *predicted_caveat(rates), *report.notes)
+    more = {**more, "command_memory": ledger().to_json()}
     write_json(args, {**report.to_json(), **more}, caveats=caveats)
     if args.html:
         from bytescope.memory.report import report_page

@@ -74,6 +74,17 @@ def line(host: HostMemory | None) -> str:
     return text
 
 
+def measured_line(host: HostMemory) -> str:
+    """Returns the measured peak of a process in one line, beside the prediction for the same phase, such as "peaked at
+    661.00 MiB of host memory in compile (predicted 676.00 MiB)". Returns "" if nothing was measured."""
+    if not host.measured:
+        return ""
+    phase = max(host.measured, key=lambda name: host.measured[name])
+    predicted = host.predicted(phase)
+    text = f"peaked at {human(host.measured[phase])} of host memory in {phase}"
+    return f"{text} (predicted {human(predicted)})" if predicted else text
+
+
 def render(host: HostMemory | None, verbose: bool = True) -> RenderableType | None:
     """Returns the host memory for the terminal: the line of `line`, and with `verbose` the table by phase. Returns None
     if nothing is known, and without `verbose` also if the verdict is "fits" or "unknown"."""

@@ -108,6 +108,9 @@ def test_a_report_keeps_its_host_memory_in_its_json_and_shows_it():
     assert terms == [("XLA's compiler", "compile"), ("Python, jax and libraries", "all phases"), ("a batch", "train")]
     kept = HostMemory(tuple(HostTerm(*row) for row in (("start", "a", 2), *((at, "kept", 1) for at in LATER))))
     assert [row["phases"] for row in host_view.term_rows(kept)] == ["start", "compile to save"]
+    assert host_view.measured_line(HOST) == "peaked at 1.07 GiB of host memory in compile (predicted 1.17 GiB)"
+    assert host_view.measured_line(HostMemory(measured={"save": MIB})) == "peaked at 1.00 MiB of host memory in save"
+    assert host_view.measured_line(HostMemory()) == ""
     assert host_view.line(None) == host_view.line(HostMemory()) == ""
 
 
