@@ -47,7 +47,8 @@ def report_schema() -> dict[str, Any]:
     keys: dict[str, Any] = {key: hints[key] for key in KEYS} | {"schedule": list[Any]}
     keys |= {"unseen": keys["runtime_overheads"], "predicted_bytes": int, "unplaced_bytes": int}
     keys["xla_limit_bytes"] = int | None
-    keys |= {"command_memory": NotRequired[hints["host_memory"]], "batch": NotRequired[str], "formula": NotRequired[Values | None]}
+    keys |= {"command_memory": NotRequired[hints["host_memory"]]}
+    keys |= {"batch": NotRequired[str], "formula": NotRequired[Values | None]}
     keys |= {"run": NotRequired[dict[str, int]], "allocators": NotRequired[list[Values]]}
     return object_schema(keys)
 
