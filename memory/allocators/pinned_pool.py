@@ -104,11 +104,11 @@ def pinned_rule(target: Mapping[str, Any], by_trainer: bool, env: Mapping[str, s
 
     The environment variables for the limit and for preallocation are read, because XLA reads them in the process that
     runs the program. If the user has not set the limit, `bytescope train` sets it to nine tenths of the free host
-    memory (`choose_platform`), and this function returns nine tenths of the host memory of the target. Other programs
+    memory (`choose_platform`); this function assumes nine tenths of the target's `host_memory_bytes`. Other programs
     have XLA's default limit.
 
-    target: the target as JSON values. by_trainer: whether `bytescope train` runs the
-    program. env: environment variables (default: those of this process).
+    target: the target as JSON values. by_trainer: whether `bytescope train` runs the program. env: environment
+    variables (default: those of this process).
     """
     env = os.environ if env is None else env
     preallocates = env.get(PREALLOCATE_HOST_VARIABLE, "").lower() in ("1", "true")
