@@ -53,7 +53,7 @@ def pinned_growth(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
     setting = next((words for words, limit in remedies.items() if limit * devices <= available), "")
     return RuleResult(
         pool.reserved - pool.used,
-        f"XLA's pools of pinned memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of "
+        f"XLA's pools of pinned host memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of "
         "offloaded buffers, because each new region of a pool is twice as large as the region before; the host has "
         f"{human(available)} for these devices",
         f"set {setting} in the environment of the program before jax starts: the pool of each GPU then does not grow "
@@ -74,7 +74,7 @@ def host_findings(host: HostMemory) -> tuple[Finding, ...]:
     ways = []
     if host.processes > 1 and host.process_bytes <= host.node_bytes:
         fitting = host.node_bytes // host.process_bytes
-        ways.append(f"run at most {fitting} per node (one process can use all devices of a node)")
+        ways.append(f"run at most {fitting} processes per node (one process can use all devices of a node)")
     if largest.name != LIBRARIES:
         ways.append(f'reduce "{largest.name}"')
     ways.append("use a node with more memory")

@@ -33,9 +33,9 @@ def ledger(base: HostMemory | None = None) -> HostMemory:
     """Returns the record of this process's host memory: the predicted parts (terms) that were added with `expect`, and
     the measured peak of each phase so far.
 
-    base: a prediction made earlier. The returned record has its terms, its number of processes and its node; an added
-    term replaces a term of the base that has the same phase and name. If the base has no size of the node, or if there
-    is no base, the number of processes and the node are those of `set_node`.
+    base: an earlier prediction. The returned record also has the terms of the base (an added term replaces a term of
+    the base that has the same phase and name), and the base's number of processes and node. If the base has no size of
+    the node, or if there is no base, the number of processes and the node are the values that `set_node` has set.
     """
     base = base or HostMemory()
     if base.node_bytes is None and _NODES:

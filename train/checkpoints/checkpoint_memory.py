@@ -4,10 +4,11 @@ The predictions are computed from the shapes and shardings of the training state
 allocated, so the devices need not be present. The functions named below are in Orbax 0.12
 (orbax/checkpoint/_src/serialization).
 
-Save: `transfer_arrays_to_host` copies the shards that this process writes from its devices to host memory, before
-`save` returns. On a CPU it takes views instead of copies, except for a replicated array, of which each replica copies
-and writes a slice. A thread then compresses the shards. The compressed chunks stay in host memory until they are
-written to a file (`async_serialize_from_host`); `save_concurrent_gb` limits their bytes (`checkpoint.write_limit`).
+Save: before `save` returns, `transfer_arrays_to_host` copies shards from the devices to host memory: the shards that
+this process has to write. On a CPU, the function takes views instead of copies, except for a replicated array, of which
+each replica copies and writes a slice. A thread then compresses the shards. The compressed chunks stay in host memory
+until they are written to a file (`async_serialize_from_host`). `save_concurrent_gb` limits the bytes of these chunks
+(`checkpoint.write_limit`).
 
 Restore: `_read_and_create_array` reads each different shard of a process once, into a buffer in host memory
 (`_read_shard`). The buffer is copied to all devices that hold this shard. All arrays are requested at once;
@@ -285,7 +286,7 @@ def restore_findings(
             Finding(
                 "replicated_restore",
                 read - needed,
-                f"restoring a checkpoint takes {human(read)} of host memory on each node: each of its {per_node} "
+                f"restoring a checkpoint takes {human(read)} of host memory on each node: each of the {per_node} "
                 f"processes holds {human(read // per_node)}, because the arrays are replicated over the processes; "
                 f"one copy of these arrays takes {human(needed)} per node",
                 "run one process per node, which reads each array once for all of its devices; or shard the state "
@@ -299,9 +300,9 @@ def restore_findings(
             Finding(
                 "whole_file_restore",
                 (decoded - own) * per_node,
-                f"restoring the checkpoint decodes {human(decoded * per_node)} on each node for "
-                f"{human(own * per_node)} of arrays: its chunks are larger than the shards of this mesh, and each "
-                f"process decodes {human(decoded)} of whole chunks and keeps {human(own)}",
+                f"restoring the checkpoint decodes {human(decoded * per_node)} of chunks on each node for "
+                f"{human(own * per_node)} of arrays: the chunks are larger than the shards of this mesh, and each "
+                f"process decodes {human(decoded)} of whole chunks but keeps only {human(own)}",
                 "restore with fewer processes per node, or continue with the mesh that saved the checkpoint",
             )
         )

@@ -124,7 +124,7 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
         return
     step = report.allocated_bytes - state - batch
     waiting = batch + report.overhead(POOL)
-    yield HostTerm("train", "temporaries of the step", step * simulated, "the report, less the arguments")
+    yield HostTerm("train", "temporaries of the step", step * simulated, "bytes of the report, minus the arguments")
     yield HostTerm("train", "batches on the devices", waiting * simulated, "train/run/feed.py")
     if not program.config.init.folder:
         # XLA:CPU keeps the random bits of all parameters at once: jax draws two words for each, and half are freed.
@@ -133,4 +133,6 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
     rows = report.breakdown
     layers = max(program.model.n_layers, 1)
     working = rows.get("workspace", 0) + rows.get("logits_loss", 0) + rows.get("residuals", 0) // layers
-    yield HostTerm("evaluate", "temporaries of evaluation", working * simulated, "the step's, without gradients")
+    yield HostTerm(
+        "evaluate", "temporaries of evaluation", working * simulated, "temporaries of the step, without gradients"
+    )

@@ -29,8 +29,11 @@ class CaseError(ReportError):
 
 def run_case(name: str, *arguments: object) -> dict[str, int]:
     """Runs one measurement of the module `host_cases` in a process of its own. Returns name of a measured size -> bytes
-    of host memory. name: a key of `host_cases.CASES`. arguments: the arguments of this function, such as 16 and "h100".
-    Raises CaseError if the process fails or takes more than `_TIMEOUT_S` seconds."""
+    of host memory. Raises CaseError if the process fails or takes more than `_TIMEOUT_S` seconds.
+
+    name: a key of `host_cases.CASES`. arguments: the arguments of the measurement, such as 16 layers and the target
+    "h100".
+    """
     words = [sys.executable, "-m", "bytescope.memory.seconds.calibration.host_cases", name, *map(str, arguments)]
     # The cases run on the CPU, without a compilation cache, which would replace the compiler.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
