@@ -1,8 +1,8 @@
 """Finds values that a compiled step moves to host memory without freeing device memory.
 
-XLA's scheduler may start the move to host memory only just before the value is moved back. The value then stays in
-device memory until it is in device memory a second time. XLA for GPUs (jax 0.10.2 and 0.12) and for TPUs (jax 0.10.2)
-schedules the moves of unrolled layers in this way. In a loop over layers, the moves cannot be delayed.
+XLA's scheduler may delay the move to host memory until just before the value is moved back. The value then is in device
+memory all the time, so the two moves free no device memory. XLA for GPUs (jax 0.10.2 and 0.12) and for TPUs (jax
+0.10.2) schedules the moves of unrolled layers in this way. In a loop over layers, the moves cannot be delayed.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class HostMemory:
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the most predicted bytes; "" if there are no terms."""
+        """The phase with the most predicted bytes, a key of `HOST_PHASES`; "" if there are no predicted terms."""
         return max((term.phase for term in self.terms), key=lambda phase: self.predicted(phase) or 0, default="")
 
     @property

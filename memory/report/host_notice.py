@@ -1,4 +1,4 @@
-"""Predicts the host memory of a command before its long work starts, and warns if the computer has less available."""
+"""Predicts the host memory of a command before its long work starts, and warns if less host memory is available."""
 
 import sys
 from collections.abc import Sequence
