@@ -2,7 +2,7 @@
 
 XLA keeps offloaded arrays (memory kind "pinned_host") in a BFC allocator over CUDA's pinned memory, named
 "xla_gpu_host_bfc". Each GPU of a process has a pool of its own (openxla/xla, xla/pjrt/gpu/se_gpu_pjrt_client.cc,
-GetStreamExecutorGpuDeviceAllocator: one host allocator per addressable device). Its rule is in
+GetStreamExecutorGpuDeviceAllocator: one host allocator per addressable device). The size of a pool follows from
 xla/pjrt/gpu/gpu_helpers.cc, GetGpuHostAllocator:
 
 - The limit of a pool is XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB x 2**30 bytes, by default 64 GiB.
@@ -41,12 +41,12 @@ _SOURCE = "model of XLA's xla_gpu_host_bfc (gpu_helpers.cc, bfc_allocator.cc)"
 
 
 class PinnedRule(NamedTuple):
-    """How XLA's pools of pinned host memory are set up.
+    """The settings of XLA's pools of pinned host memory.
 
     Fields:
-        limit: maximum bytes of one pool.
-        preallocates: whether a pool has all its bytes from the start.
-        source: what sets the limit, in words.
+        limit: maximum bytes of the pool of one GPU.
+        preallocates: True if a pool takes all bytes of its limit at the start, False if it grows.
+        source: what sets the limit, in words, such as "XLA's default".
     """
 
     limit: int = DEFAULT_GIB * GIB
@@ -60,8 +60,8 @@ class PinnedPool(NamedTuple):
     Fields:
         reserved: host memory that the pool has taken.
         limit: maximum size of the pool.
-        used: the buffers, each rounded up to 256 bytes.
-        refused: buffers that the pool could not serve.
+        used: sum of all requested buffers, each rounded up to 256 bytes.
+        refused: the part of `used` that the pool could not serve.
     """
 
     reserved: int
@@ -71,9 +71,9 @@ class PinnedPool(NamedTuple):
 
 
 def pinned_pool_bytes(buffers: Iterable[int], rule: PinnedRule | None = None) -> PinnedPool:
-    """Returns the pool of one GPU that holds these buffers together.
+    """Returns the pool of pinned host memory of one GPU after these buffers have been allocated and none is freed.
 
-    buffers: sizes in bytes, in the order in which they are allocated. rule: None for the rule of XLA's defaults.
+    buffers: sizes in bytes, in the order of the allocations. rule: settings of the pool; None for XLA's defaults.
     """
     rule = rule or PinnedRule()
     pool = BfcPool(rule.limit, grows=not rule.preallocates)
@@ -86,10 +86,11 @@ def pinned_pool_bytes(buffers: Iterable[int], rule: PinnedRule | None = None) ->
 
 
 def smallest_limit_gib(buffers: Iterable[int], preallocates: bool = False) -> int:
-    """Returns the smallest value of XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, in GiB, with which a pool can hold these
-    buffers.
+    """Returns the smallest value of XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, in GiB, with which the pool of one GPU can hold
+    these buffers at the same time.
 
-    buffers: sizes in bytes, in the order in which they are allocated. preallocates: whether the pool is one region.
+    buffers: sizes in bytes, in the order of the allocations. preallocates: True if the pool takes all its memory at the
+    start, in one region.
     """
     sizes = [size for size in buffers if size]
     limit = max(-(-sum(map(rounded, sizes)) // GIB), 1)
@@ -99,14 +100,15 @@ def smallest_limit_gib(buffers: Iterable[int], preallocates: bool = False) -> in
 
 
 def pinned_rule(target: Mapping[str, Any], by_trainer: bool, env: Mapping[str, str] | None = None) -> PinnedRule:
-    """Returns the rule of the pools of a program on a target.
+    """Returns the settings of XLA's pools of pinned host memory in a process that runs a program on a target.
 
-    The user's variables are read, because XLA reads them in the process that runs the program. If the limit is not set,
-    `bytescope train` sets it to nine tenths of the node's free memory (`choose_platform`); other programs have XLA's
-    default.
+    The environment variables for the limit and for preallocation are read, because XLA reads them in the process that
+    runs the program. If the user has not set the limit, `bytescope train` sets it to nine tenths of the free host
+    memory (`choose_platform`); this function assumes nine tenths of the target's `host_memory_bytes`. Other programs
+    have XLA's default limit.
 
-    target: the JSON of the target. by_trainer: whether `bytescope train` runs the program. env: the environment
-    (default: of this process).
+    target: the target as JSON values. by_trainer: whether `bytescope train` runs the program. env: environment
+    variables (default: those of this process).
     """
     env = os.environ if env is None else env
     preallocates = env.get(PREALLOCATE_HOST_VARIABLE, "").lower() in ("1", "true")
@@ -123,7 +125,8 @@ def pinned_rule(target: Mapping[str, Any], by_trainer: bool, env: Mapping[str, s
 def pinned_buffers(report: JudgedProgram) -> list[int]:
     """Returns the sizes in bytes of the pinned buffers of one GPU while the program runs, in the order in which they
     are allocated: arguments, results that do not reuse an argument, and the block of temporary values in host memory.
-    Returns [] if the target is not a GPU: XLA has a pool of pinned host memory only for GPUs."""
+    Returns [] if the target is not a GPU: XLA has a pool of pinned host memory only for GPUs. report: the memory report
+    of the program."""
     if report.target.get("platform") not in ("cuda", "rocm"):
         return []
     on_host = [buffer for buffer in report.buffers if buffer.memory == "host"]
@@ -136,17 +139,19 @@ def pinned_buffers(report: JudgedProgram) -> list[int]:
 
 
 def devices_of_process(target: Mapping[str, Any], processes: int = 1) -> int:
-    """Returns the number of devices that one process uses. target: the JSON of the target. processes: number of
-    processes on one node."""
+    """Returns the number of devices that one process uses. target: the target as JSON values. processes: number of
+    processes on one node, which share the node's devices equally."""
     on_node = min(int(target.get("devices_per_host") or 1), int(target.get("n_devices") or 1))
     return max(on_node // max(processes, 1), 1)
 
 
 def pinned_terms(report: JudgedProgram, by_trainer: bool, processes: int = 1) -> tuple[HostTerm, ...]:
-    """Returns the host memory that the pinned pools of one process take in the phase "train": the offloaded buffers of
-    its devices, and the rest of the pools' regions. Returns () if nothing is offloaded.
+    """Returns the parts (terms) of host memory that XLA's pinned pools take in one process in the phase "train": the
+    offloaded buffers of the devices of the process, and the unused rest of the pools' regions. Returns () if nothing is
+    offloaded.
 
-    by_trainer: whether `bytescope train` runs the program. processes: number of processes on one node.
+    report: the memory report of the program. by_trainer: whether `bytescope train` runs the program. processes: number
+    of processes on one node.
     """
     sizes, devices = pinned_buffers(report), devices_of_process(report.target, processes)
     rule = pinned_rule(report.target, by_trainer)

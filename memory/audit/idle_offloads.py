@@ -1,8 +1,8 @@
 """Finds values that a compiled step moves to host memory without freeing device memory.
 
-XLA's scheduler may start the move to host memory only just before the value is moved back. The value then stays in
-device memory until it is in device memory a second time. XLA for GPUs (jax 0.10.2 and 0.12) and for TPUs (jax 0.10.2)
-schedules the moves of unrolled layers in this way. In a loop over layers, the moves cannot be delayed.
+XLA's scheduler may delay the move to host memory until just before the value is moved back. The value then is in device
+memory all the time, so the two moves free no device memory. XLA for GPUs (jax 0.10.2 and 0.12) and for TPUs (jax
+0.10.2) schedules the moves of unrolled layers in this way. In a loop over layers, the moves cannot be delayed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _FREE = (
 
 
 class MovedValues(NamedTuple):
-    """Numbers of values with one dtype and one number of elements. A value counts once for each time that one step
-    computes it.
+    """Counts of the values that have a certain dtype and number of elements. A value that one step computes several
+    times, such as in a loop, counts that often.
 
     Fields:
-        moved: number of values that one computation moves to host memory and back.
+        moved: number of values that the step moves to host memory and back in the same HLO computation.
         idle: number of these values whose move frees no device memory.
     """
 
@@ -43,9 +43,10 @@ class MovedValues(NamedTuple):
 
 
 def find_moved_values(module: Module) -> dict[tuple[str, int], MovedValues]:
-    """Returns (dtype, elements on one device) -> the numbers of values that a computation of the module moves to host
-    memory and back. A move is idle if no instruction allocates device memory between the last use of the value before
-    the move back, and the move back. Moves of values smaller than TOY are not idle.
+    """Returns (dtype, number of elements on one device) -> counts of the values that an HLO computation of the module
+    moves to host memory and back. A move is idle if no instruction allocates more than TOY bytes of device memory after
+    the last instruction that reads the value on the device (the move to host memory is one of these instructions) and
+    before the move back. Moves of values of TOY bytes or less do not count as idle.
 
     module: the compiled module with its schedule.
     """

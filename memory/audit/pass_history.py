@@ -30,10 +30,10 @@ class PassDump(NamedTuple):
     """The dump of the HLO module after one compiler pass.
 
     Fields:
-        number: position of the pass in the order in which XLA runs the passes.
+        number: number of the dump; dumps are numbered in the order in which XLA runs the passes.
         pipeline: name of the pass pipeline that the pass belongs to, such as "simplification".
         name: name of the pass, such as "cse".
-        path: the file with the module as HloProto.
+        path: the dump, a file with the module after the pass as HloProto.
     """
 
     number: int
@@ -56,12 +56,14 @@ def list_passes(folder: Path) -> list[PassDump]:
 
 
 def with_passes(rows: Sequence[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
-    """Returns the rows of an audit with the field `compiler_pass` filled in where the dumps show the compiler pass that
-    undid the request. It is the pass that removed, or added, most of the instructions that `_counted` gives for the
-    request: of a lost recomputation, the pass that removed its kernels; of a replicated array, the pass that added
-    all-gathers. If XLA keeps the values of a checkpoint name because it merged jax.checkpoint calls, the name has the
-    pass that merged them, if that is one pass for all calls. Requests that jax undoes before XLA runs (tracing,
-    autodiff, lowering) have no pass.
+    """Returns copies of the rows of an audit. If the dumps show which compiler pass undid the request of a row, the
+    field `compiler_pass` names this pass; otherwise the field is "".
+
+    The pass is the one that removed, or added, most of the instructions that show the fault. For a recomputation that
+    XLA merged with the forward pass, these are the kernels of the recomputation, which the pass removed. For an array
+    that XLA replicated, these are the all-gathers, which the pass added. A checkpoint name whose values XLA keeps
+    because XLA merged the jax.checkpoint calls gets the pass that merged the calls, if this is the same pass for all
+    calls. Requests that jax undoes before XLA runs (in tracing, autodiff or lowering) have no pass.
 
     Args:
         rows: the rows of the audit.
@@ -79,11 +81,11 @@ def with_passes(rows: Sequence[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
 
 
 class _Counted(NamedTuple):
-    """Instructions whose number in the module shows that a request is undone.
+    """A kind of HLO instructions whose number in the module changes when XLA undoes a request of the program.
 
     Fields:
-        count: function from a module to the number of these instructions.
-        added: True if the number rises when the request is undone, False if it falls.
+        count: function that returns the number of these instructions in a module.
+        added: True if the number rises when XLA undoes the request, False if it falls.
     """
 
     count: Callable[[Module], int]
@@ -91,8 +93,8 @@ class _Counted(NamedTuple):
 
 
 def _counted(row: AuditRow) -> _Counted | None:
-    """Returns the instructions that show in which pass XLA undid a request; None if the request was honored, or if XLA
-    did not undo the request."""
+    """Returns the kind of instructions whose number shows in which pass XLA undid a request. Returns None if the
+    request was honored, if jax and not XLA undid it, or if no instructions show the pass."""
     if row.honored is not False:
         return None
     match row.kind, row.undone_by:
@@ -110,13 +112,13 @@ def _counted(row: AuditRow) -> _Counted | None:
 
 
 def changing_passes(history: Sequence[PassDump], counted: Sequence[_Counted]) -> list[str]:
-    """Returns, for each kind of instructions, the compiler pass that removed (or added) the most of them, as
-    "pipeline/pass" such as "simplification/cse". If a pass ran several times, its changes are added up. "" stands for
-    instructions that no pass removed (or added).
+    """Returns, for each kind of instructions in `counted`, the compiler pass that removed the most of them (added the
+    most, if `added`), as "pipeline/pass" such as "simplification/cse". If a pass ran several times, its changes are
+    added up. Returns "" for a kind that no pass removed (added).
 
     A pass may run a pipeline of its own. The first dump of this inner pipeline already shows changes that the outer
-    pass has made. They are credited to the outer pass: the next pass in the dumps whose pipeline began before the inner
-    one.
+    pass has made. These changes are credited to the outer pass: the next pass in the dumps whose pipeline began before
+    the inner pipeline.
 
     Args:
         history: the pass dumps in the order in which XLA ran the passes. Each file is read once.
@@ -148,15 +150,17 @@ def _read(path: Path) -> Module:
 
 
 class _RegionKernels:
-    """Counts the kernels, such as matrix products, that the jax.checkpoint calls in one source line have in the forward
-    pass and the recomputation together; if they have no kernels, counts all their instructions. The number falls when a
-    compiler pass merges the two.
+    """Counts the kernels (matrix products, convolutions, custom calls) that the jax.checkpoint calls in one source line
+    have in the forward pass and in the recomputation together. If the calls have no kernels, counts all their
+    instructions. The number falls when a compiler pass merges a recomputed instruction with an equal one of the forward
+    pass.
 
-    Only instructions of the recomputation have the source line of the calls. The first module that is counted shows at
-    which lines the recomputed values are computed, and the instructions at these lines are counted in all modules. XLA
-    may keep the metadata of either instruction when it merges two.
+    Only instructions of the recomputation have the source line of the calls in their metadata. Therefore the first
+    module that is counted is searched for the source lines of the recomputed instructions, and in all modules the
+    instructions with these source lines are counted. When XLA merges two instructions, it may keep the metadata of
+    either of them.
 
-    source: "file.py:line" of the calls.
+    source: "file.py:line" of the jax.checkpoint calls.
     """
 
     def __init__(self, source: str) -> None:
@@ -174,8 +178,8 @@ class _RegionKernels:
 
 
 def _computations(module: Module) -> Iterator[tuple[Metadata, str]]:
-    """Yields (metadata, jax primitive) for each instruction of the forward pass or of a recomputation, without
-    parameters, constants, tuples and calls of fusions."""
+    """Yields (metadata, name of the jax primitive) for each instruction of the forward pass or of a recomputation,
+    except parameters, constants, tuples, and calls of fusions."""
     for instruction in module.instructions.values():
         if instruction.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "fusion"):
             continue
@@ -186,9 +190,9 @@ def _computations(module: Module) -> Iterator[tuple[Metadata, str]]:
 
 
 def _moves(module: Module) -> int:
-    """Returns the number of moves of values to host memory in a module, in each form that XLA uses: annotations,
-    custom calls and copies. The moves of all source lines are counted, because XLA drops the source lines of moves
-    in an early pass."""
+    """Returns the number of instructions in a module that move a value to host memory. Such a move is first an
+    annotation, then a custom call, and at the end a copy. The moves of all source lines are counted together, because
+    XLA drops the source lines of moves in an early pass."""
     instructions = module.instructions.values()
     placed = sum(instruction.target == "annotate_device_placement" for instruction in instructions)
     to_host = sum(instruction.target == "MoveToHost" for instruction in instructions)
@@ -201,12 +205,13 @@ def _moves(module: Module) -> int:
 
 
 def _rematerialized(module: Module) -> int:
-    """Returns the number of instructions that XLA's rematerialization pass adds: it appends ".remat" to their names."""
+    """Returns the number of instructions that XLA's rematerialization pass has added to the module. Their names contain
+    ".remat"."""
     return sum(".remat" in instruction.name for instruction in module.instructions.values())
 
 
 def _parameter_copies(module: Module) -> int:
-    """Returns the number of copy instructions in the module whose operand is a parameter of the program."""
+    """Returns the number of copy instructions in the entry computation that copy one of its parameters."""
     entry = module.computations.get(module.entry)
     instructions = [module.instructions[id] for id in entry.instructions] if entry is not None else []
     sources = [module.operand(each, 0) for each in instructions if each.opcode == "copy"]

@@ -1,8 +1,9 @@
 """Loads jax's CUDA plugins only in processes that need them.
 
 jax loads every installed plugin when it starts, even if JAX_PLATFORMS is "cpu". The CUDA plugin and NVIDIA's libraries
-then take 350 MiB of host memory in a process that never uses them (jax 0.10.2 with CUDA 13). A compiler for described
-GPUs needs the plugin, but not the libraries that the plugin loads before itself, which are 270 MiB of the 350.
+then take 350 MiB of host memory in a process that never uses them (jax 0.10.2 with CUDA 13). To compile for GPUs that
+are not present, a process needs the plugin (80 MiB), but not the libraries of NVIDIA that jax loads before the plugin
+(270 MiB).
 
 This module does not import jax until a plugin is registered.
 """
@@ -20,8 +21,8 @@ _DEFERRED = {f"jax_plugins.{plugin}": None for plugin in CUDA_PLUGINS}
 
 
 def defer() -> None:
-    """Keeps jax from loading its CUDA plugins when it starts. `register` loads a plugin later. No-op for a plugin that
-    is imported already."""
+    """Keeps jax from loading its CUDA plugins when jax starts. `register` can load a plugin later. No-op for a plugin
+    that is already imported."""
     for name in _DEFERRED:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # Python's own convention
 
@@ -34,12 +35,12 @@ def make_importable() -> None:
 
 
 def register(plugin: str, gpu_present: bool) -> None:
-    """Makes jax register a CUDA plugin when it starts, or now if jax has started already.
+    """Makes jax register a CUDA plugin: when jax starts, or now if jax has started already.
 
-    When jax starts, it checks the versions of NVIDIA's libraries. Some of them need a driver, so without a GPU the
-    check fails, and jax drops the plugin, unless JAX_PLATFORMS names only other platforms. This function then skips the
-    check (JAX_SKIP_CUDA_CONSTRAINTS_CHECK). Without a GPU, cuDNN is the only library of NVIDIA that is loaded before
-    the plugin, because the compiler uses no other.
+    When jax starts, it checks the versions of NVIDIA's libraries. Some of the libraries need a driver, so without a GPU
+    the check fails, and jax drops the plugin, unless JAX_PLATFORMS names only other platforms. Without a GPU, this
+    function therefore sets JAX_SKIP_CUDA_CONSTRAINTS_CHECK, which skips the check, and lets jax load only cuDNN before
+    the plugin, because the compiler uses no other library of NVIDIA.
 
     Args:
         plugin: a key of `CUDA_PLUGINS`.
@@ -64,7 +65,8 @@ def register(plugin: str, gpu_present: bool) -> None:
 
 
 def _is_not_deferred(record: logging.LogRecord) -> bool:
-    """A logging filter that removes jax's warning that a deferred plugin does not exist."""
+    """A logging filter that removes jax's warning that a plugin does not exist, if `defer` has deferred this plugin.
+    Returns True for all other records."""
     deferred = [name for name in _DEFERRED if name in sys.modules and sys.modules[name] is None]
     return not ("does not exist" in str(record.msg) and any(name in record.getMessage() for name in deferred))
 

@@ -1,7 +1,7 @@
 """The memory of one node (computer) of a target: given by the user, read from this machine, or from the table of chips.
 
-What the user gives (--host-memory=SIZE, --processes-per-node=N) is set for the whole process with `use_node`. Then the
-targets of this process have the size too, so that every budget of host memory follows it.
+The user's options (--host-memory=SIZE, --processes-per-node=N) are set for the whole process with `use_node`. All
+targets that this process then creates have this size of host memory, so all limits on host memory are computed from it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bytescope.memory.host.node_memory import cgroup_limit, physical_bytes
 
 
 class NodeOwner(Protocol):
-    """The fields of `targets.Target` that decide which node it has."""
+    """The fields of `targets.Target` from which `node_memory_of` finds the node of a target."""
 
     @property
     def name(self) -> str: ...
@@ -26,25 +26,27 @@ _GIVEN: dict[str, int | None] = {"bytes": None, "processes": None}
 
 
 def use_node(size: int | None = None, processes: int | None = None) -> None:
-    """Sets the memory of one node, in bytes, and the number of processes on one node, for all targets of this process.
-    None restores the sizes that are read from this machine or the table of chips, and one process per node."""
+    """Sets the host memory of one node (`size`, in bytes) and the number of processes on one node, for all targets of
+    this process. size: None restores the sizes that are read from this machine or from the table of chips. processes:
+    None restores one process per node."""
     _GIVEN.update(bytes=size, processes=processes)
 
 
 def given_node_bytes() -> int | None:
-    """Returns the memory of one node, in bytes, that `use_node` set; None if none is set."""
+    """Returns the host memory of one node, in bytes, that `use_node` set; None if no size is set."""
     return _GIVEN["bytes"]
 
 
 def processes_per_node() -> int:
-    """Returns the number of processes on one node that `use_node` set. Default: 1, which is how jax uses all devices of
-    a node in one process."""
+    """Returns the number of processes on one node that `use_node` set. Default: 1, because jax by default runs one
+    process that uses all devices of a node."""
     return _GIVEN["processes"] or 1
 
 
 def machine_bytes(root: str = "/") -> tuple[int, str]:
-    """Returns the memory of this machine in bytes, and its source in words. A cgroup with a smaller limit replaces the
-    physical memory. root: the root of the file system to read, for tests."""
+    """Returns (host memory of this machine in bytes, source of the number in words). The number is the physical memory,
+    or the memory limit of this process's cgroup if it is smaller. root: the root of the file system to read, for
+    tests."""
     physical, limit = physical_bytes(root), cgroup_limit(root)
     if limit is not None and (limit < physical or not physical):
         return limit, "the limit of a cgroup"
@@ -52,14 +54,15 @@ def machine_bytes(root: str = "/") -> tuple[int, str]:
 
 
 def node_memory_of(target: NodeOwner | None, given: int | None = None, root: str = "/") -> tuple[int, str]:
-    """Returns the memory of one node of a target, for all processes of the node together: (bytes, source in words). 0
-    bytes mean that the size is unknown.
+    """Returns the host memory of one node of a target, which all processes of the node share: (bytes, source of the
+    number in words). 0 bytes mean that the size is unknown.
 
-    The size is `given` or the size that `use_node` set. Without either, it is the memory of this machine (the
-    limit of its cgroup, if that is smaller) for the devices of this machine and if `target` is None. For devices that
-    are not present, it is the memory of the machine with 8 GPUs or 4 TPU chips that the table of chips names.
+    The size is `given`, or else the size that `use_node` set. If both are missing, the size is this machine's memory
+    (`machine_bytes`) for the devices of this machine and if `target` is None. For devices that need not be present, the
+    size is the memory of a whole node with such chips in the table of chips, for example of a node with 8 H100.
 
-    given: the memory of one node in bytes. root: the root of the file system to read, for tests.
+    given: the host memory of one node in bytes; None or 0 if unknown. root: the root of the file system to read, for
+    tests.
     """
     size = given or given_node_bytes()
     if size:

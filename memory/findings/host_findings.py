@@ -1,4 +1,4 @@
-"""Rules about the memory of the computer: XLA's pools of pinned memory, and all processes of one node together."""
+"""Rules that find problems of host memory: in XLA's pools of pinned memory, and in all processes of a node together."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def pinned_limit(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
 
 
 def pinned_growth(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
-    """Returns a finding if the offloaded buffers fit in the node's memory, but XLA's pools of pinned memory, whose
-    regions double in size, do not."""
+    """Returns a finding if the offloaded buffers fit in the node's memory, but XLA's pools of pinned host memory are
+    larger than the node's memory, because each new region of a pool is twice as large as the region before."""
     buffers = pinned_buffers(report)
     available = int(report.target.get("host_memory_bytes") or 0)
     devices = devices_of_process(report.target)
@@ -53,7 +53,7 @@ def pinned_growth(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
     setting = next((words for words, limit in remedies.items() if limit * devices <= available), "")
     return RuleResult(
         pool.reserved - pool.used,
-        f"XLA's pools of pinned memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of "
+        f"XLA's pools of pinned host memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of "
         "offloaded buffers, because each new region of a pool is twice as large as the region before; the host has "
         f"{human(available)} for these devices",
         f"set {setting} in the environment of the program before jax starts: the pool of each GPU then does not grow "
@@ -64,8 +64,8 @@ def pinned_growth(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
 
 
 def host_findings(host: HostMemory) -> tuple[Finding, ...]:
-    """Returns the findings about the predicted host memory of a node: at most one, if all processes of the node
-    together need more memory than the node has."""
+    """Returns one finding if all processes of a node together are predicted to need more host memory than the node has,
+    otherwise ()."""
     if host.verdict != "exceeds" or host.node_bytes is None:
         return ()
     largest = host.terms_of(host.peak_phase)[0]
@@ -74,7 +74,7 @@ def host_findings(host: HostMemory) -> tuple[Finding, ...]:
     ways = []
     if host.processes > 1 and host.process_bytes <= host.node_bytes:
         fitting = host.node_bytes // host.process_bytes
-        ways.append(f"run at most {fitting} per node (one process can use all devices of a node)")
+        ways.append(f"run at most {fitting} processes per node (one process can use all devices of a node)")
     if largest.name != LIBRARIES:
         ways.append(f'reduce "{largest.name}"')
     ways.append("use a node with more memory")
@@ -93,8 +93,8 @@ def host_findings(host: HostMemory) -> tuple[Finding, ...]:
 
 
 def with_host_memory(report: ReportRecord, host: HostMemory) -> ReportRecord:
-    """Returns the report with the host memory of its program, and with the findings about it. The finding with most
-    bytes comes first."""
+    """Returns a copy of the report to which `host`, the predicted host memory of its program, and the findings about
+    this host memory are added. All findings of the copy are sorted by bytes, the largest first."""
     findings = sorted((*report.findings, *host_findings(host)), key=lambda finding: -finding.bytes)
     return dataclasses.replace(report, host_memory=host, findings=tuple(findings))
 

@@ -1,7 +1,7 @@
-"""The ledger of this process's host memory: the terms that a command expects, beside what was measured.
+"""The ledger of this process's host memory: the predicted parts (terms) and the measured peak of each phase.
 
-A command that knows what a phase will hold calls `expect` before the phase begins. `ledger` returns the expected terms
-with the measured peak of each phase, for a table, a page or metrics.
+A command that can predict what host memory a phase will take calls `expect` before the phase begins. `ledger` returns
+the predicted terms with the measured peak of each phase, for a table, a page or metrics.
 """
 
 import dataclasses
@@ -15,25 +15,27 @@ _NODES: list[HostMemory] = []
 
 
 def expect(terms: Iterable[HostTerm]) -> None:
-    """Adds terms to the ledger of this process. A term with the phase and the name of an earlier term replaces it."""
+    """Adds predicted parts (terms) of host memory to the ledger of this process. A new term replaces an earlier term
+    that has the same phase and the same name."""
     _EXPECTED.update({(term.phase, term.name): term for term in terms})
 
 
 def set_node(size: int, source: str, processes: int = 1) -> None:
-    """Sets the node in the ledger of this process.
+    """Records in the ledger of this process on which node it runs.
 
-    size: bytes of memory of the node. source: where the size comes from, in words. processes: number of processes on
-    the node.
+    size: host memory of the node in bytes; 0 if unknown. source: where the size comes from, in words. processes: number
+    of processes on the node.
     """
     _NODES[:] = [HostMemory((), processes, size or None, source)]
 
 
 def ledger(base: HostMemory | None = None) -> HostMemory:
-    """Returns the host memory of this process: the terms that its commands have predicted (`expect`), and the measured
-    peak of each phase so far.
+    """Returns the record of this process's host memory: the predicted parts (terms) that were added with `expect`, and
+    the measured peak of each phase so far.
 
-    base: a record whose terms, number of processes and node are used; the expected terms are added to its own. If the
-    base has no node, the node of `set_node` is used.
+    base: an earlier prediction. The returned record also has the terms of the base (an added term replaces a term of
+    the base that has the same phase and name), and the base's number of processes and node. If the base has no size of
+    the node, or if there is no base, the number of processes and the node are the values that `set_node` has set.
     """
     base = base or HostMemory()
     if base.node_bytes is None and _NODES:

@@ -1,7 +1,8 @@
 """Predicts the host memory of the phases "start", "trace", "compile" and "analyze", which many commands share.
 
-A process keeps most of what these phases allocate, so each later phase has terms for it too: the libraries, the traced
-program, and the part of the compiler's memory that XLA does not free.
+The predicted host memory of a phase is a sum of parts (terms, `HostTerm`). A process keeps most of what these phases
+allocate, so each later phase has terms too for the libraries, for the traced program, and for the part of the
+compiler's memory that XLA does not free.
 
 The constants are in `HostRates`. They were measured on x86-64 Linux with Python 3.11, jax 0.10.2, CUDA 13, glibc 2.36
 (November 2026, `tests/bench/host_memory.py report report_program`, differences between phases). A file that `bytescope
@@ -40,24 +41,28 @@ LIBRARIES, TRACED, CUDNN, COMPILER, KEPT, ANALYSIS = (
 
 @dataclasses.dataclass(frozen=True)
 class HostRates:
-    """Host memory in bytes from which the terms of one process are computed.
+    """Constants from which the predicted parts (terms) of the host memory of one process are computed: bytes of host
+    memory, and the two fractions `gpu_kept` and `cpu_kept`. A field that names a command was measured as the peak of
+    the phase "start" of this command.
 
     Fields:
-        python: Python with jax, numpy and the modules of a command: "start" of `report --program=plain_jax.py:rnn`.
-        trainer: flax, optax, Orbax and tensorstore: "start" of `report tiny cpu`, less `python`.
-        gpu_plugin: jax's CUDA plugin without NVIDIA's libraries: "start" of `report tiny h100`, less that on a CPU.
+        python: Python with jax, numpy and the modules of a command: `report --program=plain_jax.py:rnn`.
+        trainer: flax, optax, Orbax and tensorstore: `report tiny cpu` minus `python`.
+        gpu_plugin: jax's CUDA plugin without NVIDIA's libraries: `report tiny h100` minus `report tiny cpu`.
         gpu_libraries: NVIDIA's libraries, which jax loads before the plugin on a machine with a GPU.
         cudnn: libcudnn_graph.so, which jax loads when it traces attention of cuDNN.
-        traced, traced_equation: jax's caches after tracing and lowering, and the bytes per distinct equation.
+        traced: jax's caches after tracing and lowering an empty program.
+        traced_equation: growth of these caches per distinct equation (`ProgramSize.distinct`).
         gpu_compile: peak of XLA:GPU's compiler for an empty program: its code, MLIR's dialects and LLVM's targets.
-        gpu_compile_equation, gpu_compile_repeated: bytes by which the peak grows, per distinct equation and per
-            equation. Kernels are compiled once for equal computations, so distinct equations count most.
-        gpu_kept: the fraction of the peak that remains after the compile.
+        gpu_compile_equation, gpu_compile_repeated: growth of this peak per distinct equation, and per equation
+            (`ProgramSize.total`). Kernels are compiled once for equal computations, so distinct equations count most.
+        gpu_kept: fraction of the compiler's peak that the process keeps after the compile.
         cpu_compile, cpu_compile_equation, cpu_compile_repeated, cpu_kept: the same for XLA:CPU, on two cores.
-        analysis, analysis_equation: records of a report and its text, and the bytes per equation.
-        without_jax: Python with numpy, rich and the modules of a command that does not import jax: "start" of
+        analysis: records and text of a report about an empty program.
+        analysis_equation: growth of these records per equation.
+        without_jax: Python with numpy, rich and the modules of a command that does not import jax:
             `report --hlo=FILE h100:8`.
-        analysis_dump_byte: bytes of the records of a report per byte of the compiled program's HloProto.
+        analysis_dump_byte: records of a report on a dump, per byte of the compiled program's HloProto.
     """
 
     python: int = 200 * MIB
@@ -81,8 +86,8 @@ class HostRates:
     analysis_dump_byte: int = 15
 
     def replaced(self, measured: Mapping[str, float]) -> HostRates:
-        """Returns the constants with those in `measured` (name of a field -> value) replaced. Raises ReportError for an
-        unknown name, and for a value that is not a number of 0 or more."""
+        """Returns a copy of these constants with the values in `measured` (name of a field -> value). Raises
+        ReportError for an unknown name, and for a value that is not a number of 0 or more."""
         shipped, values = vars(self), {}
         for name, value in measured.items():
             if name not in shipped:
@@ -102,14 +107,15 @@ _CURRENT = [RATES]
 
 
 def host_rates() -> HostRates:
-    """Returns the constants that this process uses: those of the file of --rates, if `bytescope calibrate --host` wrote
-    it, otherwise `RATES`."""
+    """Returns the constants that this process uses: the constants that `use_host_rates` has set from the file of
+    --rates, if `bytescope calibrate --host` wrote the file; otherwise `RATES`."""
     return _CURRENT[0]
 
 
 def use_host_rates(measured: Mapping[str, float] | None) -> None:
-    """Sets constants of this process: name of a field of `HostRates` -> measured value. Other constants keep the values
-    in `RATES`. None restores all of them. Raises ReportError if a name or a value is not valid."""
+    """Sets the constants of host memory that this process uses. measured: name of a field of `HostRates` -> value; all
+    other fields have their values in `RATES`. None restores `RATES`. Raises ReportError if a name or a value is not
+    valid."""
     _CURRENT[:] = [RATES.replaced(measured or {})]
 
 
@@ -118,11 +124,12 @@ class ProgramSize:
     """The size of a traced program, which is known before it is compiled.
 
     Fields:
-        distinct: number of different equations of its jaxpr that compute floats. Equations with the same primitive, and
-            the same types of operands and results, count once.
-        total: number of equations as XLA compiles them. A function that is called twice counts twice. The body of a
-            loop counts once, or as often as the loop is unrolled. The inside of a Pallas kernel does not count.
-        uses_cudnn: whether it contains attention of cuDNN.
+        distinct: number of different equations of the jaxpr that compute floats. Equations with the same primitive, and
+            the same types of operands and results, count once. Equations that only move values do not count.
+        total: number of equations as XLA compiles them. The equations of a function that is called twice count twice.
+            The body of a loop counts once, or as often as the loop is unrolled. The inside of a Pallas kernel does not
+            count.
+        uses_cudnn: whether the program contains attention of cuDNN.
     """
 
     distinct: int
@@ -166,13 +173,14 @@ def start_terms(
     gpu_present: bool = False,
     rates: HostRates | None = None,
 ) -> tuple[HostTerm, ...]:
-    """Returns what Python and the imported libraries hold in one process, a term for each phase.
+    """Returns the host memory that Python and the imported libraries take in one process: one term (predicted part of
+    host memory) per phase, all with the same bytes.
 
     Args:
         platform: the platform that the process compiles for, such as "cpu" or "cuda".
         phases: keys of `HOST_PHASES`.
-        trainer: whether the process imports the trainer's libraries.
-        gpu_present: whether the machine has a GPU of this platform.
+        trainer: whether the process imports flax, optax and Orbax.
+        gpu_present: whether the machine has a GPU of this platform. jax then loads NVIDIA's libraries too.
         rates: the constants; None for `host_rates()`.
     """
     rates = rates or host_rates()
@@ -189,13 +197,14 @@ def start_terms(
 def compile_terms(
     size: ProgramSize, platform: str, later: Iterable[str] = (), *, rates: HostRates | None = None
 ) -> tuple[HostTerm, ...]:
-    """Returns the memory that tracing, compiling and analyzing a program adds to the libraries, in the phases "trace",
-    "compile" and "analyze", and the part that remains in later phases.
+    """Returns the predicted parts (terms) of host memory that one process takes to trace, compile and analyze a
+    program, in the phases "trace", "compile" and "analyze", and the parts that the process still holds in later phases.
+    The host memory of the libraries is not included (`start_terms`).
 
     Args:
-        size: the traced program.
+        size: size of the traced program.
         platform: the platform that the program is compiled for, such as "cpu" or "cuda".
-        later: other phases after the compile, keys of `HOST_PHASES`.
+        later: the phases after "analyze", keys of `HOST_PHASES`.
         rates: the constants; None for `host_rates()`.
     """
     rates = rates or host_rates()
@@ -222,10 +231,11 @@ def compile_terms(
 
 
 def dump_terms(size: int, imports_jax: bool) -> tuple[HostTerm, ...]:
-    """Returns the terms of host memory of a process that reads a compiled program from a dump and reports on it.
+    """Returns the predicted parts (terms) of the host memory of a process that reads a compiled program from a dump and
+    reports on the program, in the phases "start", "analyze" and "other".
 
     Args:
-        size: bytes of the HloProto.
+        size: bytes of the HloProto in the dump.
         imports_jax: whether the process imports jax, such as for the target "local".
     """
     rates = host_rates()
@@ -246,10 +256,16 @@ def shared_terms(
     trainer: bool = True,
     gpu_present: bool = False,
 ) -> tuple[HostTerm, ...]:
-    """Returns the terms of a process that compiles one program: `start_terms` for all its phases, and `compile_terms`.
+    """Returns the predicted parts (terms) of the host memory of a process that compiles one program: the libraries in
+    all phases (`start_terms`), and tracing, compiling and analyzing (`compile_terms`).
 
-    The arguments are those of the two functions. For a run on the devices of a described target, `gpu_present` is True
-    if they are GPUs: jax then loads NVIDIA's libraries. The compiler needs the same memory with and without the GPU.
+    Args:
+        size: size of the traced program.
+        platform: the platform that the program is compiled for, such as "cpu" or "cuda".
+        later: the phases after "analyze", keys of `HOST_PHASES`.
+        trainer: whether the process imports flax, optax and Orbax.
+        gpu_present: whether the machine on which the process will run has a GPU of this platform; jax then loads
+            NVIDIA's libraries. The compiler takes the same host memory with and without a GPU.
     """
     later = tuple(later)
     phases = dict.fromkeys(("start", "trace", "compile", "analyze", *later))

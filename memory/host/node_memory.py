@@ -1,4 +1,4 @@
-"""Reads the host's memory, and the part available to this process, from /proc, cgroups and `ulimit -v`."""
+"""Reads the size of host memory, and how much of it this process can take, from /proc, cgroups and `ulimit -v`."""
 
 import os
 from collections.abc import Iterator
@@ -11,10 +11,11 @@ _CGROUP_FILES = {
 
 
 def free_host_bytes(root: str = "/") -> int:
-    """Returns the bytes of host memory that this process can still take. This is the minimum of the host's free
-    memory, the free memory in each of its cgroups, and the rest of the address space under `ulimit -v`.
+    """Returns the bytes of host memory that this process can still take: the minimum of the host's available memory,
+    the unused memory under the limit of each cgroup of this process, and the unused address space under `ulimit -v`.
+    Without /proc, all physical memory counts as available.
 
-    root: the root of the file system to read, for tests. Without /proc, all physical memory counts as free.
+    root: the root of the file system to read, for tests.
     """
     free = list(_cgroup_rooms(root))
     used, limit = _read_proc_value(os.path.join(root, "proc/self/status"), "VmSize:"), address_space_limit()
@@ -26,14 +27,14 @@ def free_host_bytes(root: str = "/") -> int:
 
 
 def cgroup_room(root: str = "/") -> int | None:
-    """Returns the bytes that this process can still take under the memory limits of its cgroups; None if there is no
-    limit. root: the root of the file system to read, for tests."""
+    """Returns the bytes of host memory that this process can still take under the memory limits of its cgroups; None if
+    no cgroup has a limit. root: the root of the file system to read, for tests."""
     return min(_cgroup_rooms(root), default=None)
 
 
 def cgroup_limit(root: str = "/") -> int | None:
-    """Returns the smallest memory limit, in bytes, of this process's cgroups; None if there is no limit. root: the root
-    of the file system to read, for tests."""
+    """Returns the smallest memory limit, in bytes, of this process's cgroups; None if no cgroup has a limit. root: the
+    root of the file system to read, for tests."""
     limits = (_number(os.path.join(group, _CGROUP_FILES[version][0])) for version, group in _cgroups(root))
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -61,7 +62,7 @@ def physical_bytes(root: str = "/") -> int:
 
 
 def _cgroup_rooms(root: str) -> Iterator[int]:
-    """Yields the free bytes of each of this process's cgroups that has a memory limit."""
+    """Yields, for each cgroup of this process with a memory limit, the bytes that are still unused under this limit."""
     for version, group in _cgroups(root):
         room = _cgroup_free_bytes(group, *_CGROUP_FILES[version])
         if room is not None:

@@ -1,8 +1,8 @@
-"""Measures the resident memory of this process, by phase.
+"""Measures the maximum of the resident host memory of this process in each phase of a command.
 
 Linux keeps the maximum of the resident bytes of a process (`VmHWM` in /proc/self/status), and a process can reset its
-own maximum by writing "5" to /proc/self/clear_refs (Linux 4.0, Documentation/filesystems/proc.rst). A measurement costs
-about 30 microseconds.
+own maximum by writing "5" to /proc/self/clear_refs (Linux 4.0, Documentation/filesystems/proc.rst). To read and reset
+the maximum takes about 30 microseconds.
 """
 
 import contextlib
@@ -20,33 +20,34 @@ T = TypeVar("T")
 
 
 def resident() -> tuple[int | None, int | None]:
-    """Returns the resident bytes of this process now, and their maximum since the process started; None for a value
-    that this system does not give."""
+    """Returns (resident bytes of this process now, their maximum since the process started). A value is None if this
+    operating system does not report it."""
     now, peak = _status()
     return now, None if peak is None else max(peak, _RECORDER.highest)
 
 
 def phase_peaks() -> dict[str, int]:
-    """Returns the maximum of the resident bytes in each phase so far: a key of `HOST_PHASES` -> bytes. A phase that
-    occurred several times has the maximum of them. {} if the system does not give resident bytes."""
+    """Returns the maximum of the resident bytes of this process in each phase so far: a key of `HOST_PHASES` -> bytes.
+    For a phase that was entered several times, the bytes are the maximum over all these times. Returns {} if the
+    operating system does not report resident bytes."""
     return _RECORDER.peaks()
 
 
 def release_free_memory() -> None:
-    """Gives memory that this process has freed, but that glibc still keeps for later allocations, back to the system,
-    so that the next phase does not begin with it.
+    """Makes glibc give memory that this process has freed, but that glibc still keeps for later allocations, back to
+    the operating system, so that the memory does not count as resident in the next phase (`man malloc_trim`).
 
-    After XLA has compiled a program, this is tens to hundreds of MiB (`man malloc_trim`). No-op with other C libraries.
+    After XLA has compiled a program, glibc keeps tens to hundreds of MiB. No-op with other C libraries.
     """
     _malloc_trim()(0)
 
 
 def return_large_arrays() -> None:
-    """Makes glibc give arrays of 1 MiB or more back to the system as soon as they are freed.
+    """Makes glibc give the memory of arrays of 1 MiB or more back to the operating system as soon as they are freed.
 
-    Otherwise the size from which glibc does so grows to 32 MiB as arrays are freed (mallopt(3), M_MMAP_THRESHOLD), and
-    smaller arrays leave unused memory between each other. Allocations become slower, so this is for commands that move
-    weights, and not for training. No-op with other C libraries.
+    By default, glibc raises this size to up to 32 MiB as arrays are freed (mallopt(3), M_MMAP_THRESHOLD), and smaller
+    freed arrays leave gaps of unused memory. Allocations become slower, so this function is for commands that read and
+    write weights, and not for training. No-op with other C libraries.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(-3, 2**20)  # -3: M_MMAP_THRESHOLD in malloc.h
@@ -62,12 +63,13 @@ def _malloc_trim() -> Callable[[int], int]:
 
 @contextlib.contextmanager
 def host_phase(name: str) -> Iterator[None]:
-    """Context manager: until it ends, the process is in the phase `name`, a key of `HOST_PHASES`. Then the process is
-    in its earlier phase again. Before the first phase, the process is in "start", and between two phases in "other".
+    """Context manager: until it ends, the resident memory of the process is counted in the phase `name`, a key of
+    `HOST_PHASES`. Then the process is in its earlier phase again. Before the first phase, the process is in the phase
+    "start", and between two phases in the phase "other".
 
-    The phases belong to the whole process: memory that a thread in the background takes, such as one that writes a
-    checkpoint, is counted in the phase of the main thread. In other threads than the main thread, this context manager
-    does nothing.
+    The whole process has one phase, the phase that the main thread is in. Memory that a background thread takes, such
+    as a thread that writes a checkpoint, is counted in this phase. In a background thread, this context manager does
+    nothing.
 
     Raises KeyError for a name that `HOST_PHASES` does not have.
     """
@@ -84,8 +86,9 @@ def host_phase(name: str) -> Iterator[None]:
 
 
 def measure_growth(function: Callable[[], T]) -> tuple[T, int | None]:
-    """Calls a function. Returns its result, and the maximum of the resident bytes during the call minus the resident
-    bytes before it; None if the maximum cannot be reset on this system."""
+    """Calls a function. Returns (the function's result, growth in bytes). The growth is the maximum of the resident
+    bytes of this process during the call, minus the resident bytes before the call; None if this operating system
+    cannot reset the maximum."""
     _RECORDER.enter(_RECORDER.phase)
     before = _status()[0]
     result = function()
@@ -101,14 +104,14 @@ class _Recorder:
         self._peaks: dict[str, int] = {}
 
     def enter(self, phase: str) -> str:
-        """Ends the current phase, and begins another one. Returns the name of the phase that ended."""
+        """Ends the current phase, and begins the phase `phase`. Returns the name of the phase that ended."""
         ended = self.phase
         self._update()
         self.phase = phase
         return ended
 
     def peaks(self) -> dict[str, int]:
-        """Returns phase -> maximum of the resident bytes so far."""
+        """Returns phase -> maximum of the resident bytes in this phase so far."""
         self._update()
         return {phase: self._peaks[phase] for phase in HOST_PHASES if phase in self._peaks}
 

@@ -1,4 +1,4 @@
-"""The host memory of a program: what one process holds in each phase, and what the node has."""
+"""The record of a program's host memory: the bytes that one process holds in each phase, and the size of the node."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ TIGHT = 0.95  # the share of the node's memory above which the verdict is "tight
 
 @dataclasses.dataclass(frozen=True)
 class HostTerm:
-    """Bytes of host memory that one process holds in one phase.
+    """A term: one predicted part of the host memory that one process holds in one phase.
 
     Fields:
         phase: the phase, a key of `HOST_PHASES`.
-        name: what the memory holds, such as "arguments of XLA's compiler".
-        bytes: bytes of one process.
+        name: what the memory holds, such as "training state" or "XLA's compiler".
+        bytes: bytes of this part in one process.
         source: the formula, the function or the measurement that the bytes come from.
     """
 
@@ -50,13 +50,14 @@ class HostTerm:
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """The host memory of a program, predicted by phase, and measured where the program has run.
+    """The host memory of a program by phase: predicted, and also measured if the program has run.
 
     Fields:
-        terms: the bytes of one process, by phase. The bytes of a phase are the sum of its terms.
+        terms: the predicted parts of the host memory of one process. The predicted bytes of a phase are the sum of the
+            terms of this phase.
         processes: number of processes on one node.
-        node_bytes: bytes of memory that the processes of one node can use; None if unknown.
-        node_source: where `node_bytes` comes from, in words, such as "--host-memory" or "a cgroup".
+        node_bytes: bytes of host memory that all processes of one node together can use; None if unknown.
+        node_source: where `node_bytes` comes from, in words, such as "--host-memory" or "the limit of a cgroup".
         measured: phase -> maximum of the resident bytes of one process in this phase; {} if nothing was measured.
     """
 
@@ -75,68 +76,72 @@ class HostMemory:
     measured: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def phases(self) -> tuple[str, ...]:
-        """Returns the phases that have a predicted or a measured value, in the order of `HOST_PHASES`."""
+        """Returns the phases that have predicted terms or measured bytes, in the order of `HOST_PHASES`."""
         known = {term.phase for term in self.terms} | self.measured.keys()
         return tuple(phase for phase in HOST_PHASES if phase in known)
 
     def terms_of(self, phase: str) -> tuple[HostTerm, ...]:
-        """Returns the terms of a phase, the largest first."""
+        """Returns the predicted parts (terms) of a phase, the largest first."""
         return tuple(sorted((term for term in self.terms if term.phase == phase), key=lambda term: -term.bytes))
 
     def predicted(self, phase: str) -> int | None:
-        """Returns the predicted bytes of one process in a phase; None if the phase has no terms."""
+        """Returns the predicted host memory in bytes of one process in a phase; None if the phase has no terms."""
         terms = self.terms_of(phase)
         return sum(term.bytes for term in terms) if terms else None
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the most predicted bytes; "" if there are no terms."""
+        """The phase with the most predicted bytes, a key of `HOST_PHASES`; "" if there are no predicted terms."""
         return max((term.phase for term in self.terms), key=lambda phase: self.predicted(phase) or 0, default="")
 
     @property
     def process_bytes(self) -> int:
-        """The predicted bytes of one process in the phase with the most bytes."""
+        """The predicted host memory in bytes of one process in its largest phase (`peak_phase`)."""
         return self.predicted(self.peak_phase) or 0
 
     @property
     def predicted_node_bytes(self) -> int:
-        """The predicted bytes of all processes of a node, each in the phase with the most bytes."""
+        """The predicted host memory in bytes of all processes of a node together, in their largest phase."""
         return self.process_bytes * self.processes
 
     @property
     def measured_bytes(self) -> int | None:
-        """The maximum of the measured resident bytes over all phases; None if nothing was measured."""
+        """The maximum over all phases of the measured resident bytes of one process; None if nothing was measured."""
         return max(self.measured.values(), default=None)
 
     @property
     def verdict(self) -> str:
-        """Whether the node's memory suffices: an element of `VERDICTS`. "unknown" if the node's memory or all terms
-        are unknown."""
+        """Whether the host memory of the node suffices for the predicted bytes of its processes: "fits", "tight" (more
+        than the fraction `TIGHT` of the node's memory is needed), "exceeds", or "unknown" if the node's memory is
+        unknown or there are no terms."""
         if not self.node_bytes or not self.terms:
             return "unknown"
         share = self.predicted_node_bytes / self.node_bytes
         return "exceeds" if share > 1 else "tight" if share > TIGHT else "fits"
 
     def with_terms(self, terms: Iterable[HostTerm]) -> HostMemory:
-        """Returns a copy of this record to which `terms` are added."""
+        """Returns a copy of this record with `terms` added to its own terms."""
         return dataclasses.replace(self, terms=(*self.terms, *terms))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, with four more keys: `peak_phase`, `process_bytes`,
+        """Returns the fields as JSON values, and the four properties `peak_phase`, `process_bytes`,
         `predicted_node_bytes` and `verdict`."""
         return {**plain(self), **{name: getattr(self, name) for name in self.COMPUTED_KEYS}}
 
     @classmethod
     def from_json(cls, value: Any) -> HostMemory:
-        """Returns the record that `to_json` has written. Raises TypeError if a value has the wrong type."""
+        """Returns the record for a JSON value that `to_json` returned. Raises TypeError if a value has the wrong
+        type."""
         if not isinstance(value, dict):
             raise TypeError(f"the value of host_memory must be a JSON object, but it is {type_phrase(value)}")
         measured = value.get("measured", {})
         if not isinstance(measured, dict) or not all(is_count(number) for number in measured.values()):
-            raise TypeError(f"HostMemory.measured is {measured!r:.40}")
+            raise TypeError(f"HostMemory.measured must be an object of phases and bytes, but it is {measured!r:.40}")
         counts = value.get("processes", 1), value.get("node_bytes")
         if not is_count(counts[0]) or not (counts[1] is None or is_count(counts[1])):
-            raise TypeError(f"HostMemory has {counts[0]!r:.40} processes and {counts[1]!r:.40} bytes")
+            raise TypeError(
+                f"HostMemory.processes is {counts[0]!r:.40} and node_bytes is {counts[1]!r:.40}, but must be integers"
+            )
         return cls(
             tuple(read_item(HostTerm, term) for term in value.get("terms", ())),
             *counts,

@@ -26,8 +26,8 @@ class HostRow:
 
     Fields:
         phase: the phase, a key of `HOST_PHASES`.
-        predicted, measured: bytes of one process in the phase; None if unknown.
-        holds: the largest terms of the phase, in words.
+        predicted, measured: bytes of host memory of one process in the phase; None if unknown.
+        holds: text with the largest predicted parts (terms) of the phase, such as "XLA's compiler 120.0 MiB".
     """
 
     phase: str
@@ -37,7 +37,8 @@ class HostRow:
 
 
 def phase_rows(host: HostMemory) -> list[HostRow]:
-    """Returns one row per phase, with its predicted and measured bytes and its largest terms."""
+    """Returns one row per phase: predicted and measured bytes of one process, and the largest predicted parts (terms)
+    of the phase."""
     return [
         HostRow(phase, host.predicted(phase), host.measured.get(phase), _holds(host, phase)) for phase in host.phases()
     ]
@@ -60,8 +61,8 @@ COLUMNS = (
 
 
 def line(host: HostMemory | None) -> str:
-    """Returns the predicted host memory in one line, such as "1.21 GiB per process (in compile); 8 processes need 9.68
-    GiB of 2.00 TiB (the target's node)". Returns "" if nothing is predicted."""
+    """Returns the predicted host memory as one line of text, such as "1.21 GiB per process (in compile); 8 processes
+    need 9.68 GiB of 2.00 TiB (--host-memory)". Returns "" if no host memory is predicted."""
     if host is None or not host.terms:
         return ""
     text = f"{human(host.process_bytes)} per process (in {host.peak_phase})"
@@ -86,8 +87,9 @@ def measured_line(host: HostMemory) -> str:
 
 
 def render(host: HostMemory | None, verbose: bool = True) -> RenderableType | None:
-    """Returns the host memory for the terminal: the line of `line`, and with `verbose` the table by phase. Returns None
-    if nothing is known, and without `verbose` also if the verdict is "fits" or "unknown"."""
+    """Returns the host memory for the terminal: one line (see `line`), and below it, if `verbose`, a table with one row
+    per phase. Returns None if no phase has predicted or measured bytes, or if `verbose` is False and the verdict is
+    "fits" or "unknown"."""
     from rich.console import Group
     from rich.text import Text
 
@@ -114,7 +116,8 @@ TERM_COLUMNS = (
 
 
 def term_rows(host: HostMemory) -> Sequence[dict[str, Any]]:
-    """Returns one row per term, the largest first. A term that several phases have with the same bytes is one row."""
+    """Returns one row per predicted part (term) of host memory, the largest first, with the keys "name", "bytes" (of
+    one process), "phases" and "source". Terms of several phases with the same name and bytes are one row."""
     phases: dict[tuple[str, int], list[HostTerm]] = {}
     for phase in host.phases():
         for term in host.terms_of(phase):
@@ -129,7 +132,8 @@ def term_rows(host: HostMemory) -> Sequence[dict[str, Any]]:
 
 
 def _phase_range(found: Sequence[str], every: Sequence[str]) -> str:
-    """Returns the phases as text: "all phases", "trace to save" if no phase between the two is missing, or a list."""
+    """Returns the phases `found` as text: "all phases" if they are the phases `every`; "trace to save" if they are more
+    than two phases that follow each other in `every`; otherwise all their names."""
     if found == every and len(found) > 1:
         return "all phases"
     first = every.index(found[0])
@@ -139,5 +143,5 @@ def _phase_range(found: Sequence[str], every: Sequence[str]) -> str:
 
 
 def page_rows(host: HostMemory | None) -> PageTable | None:
-    """Returns the table of all terms for the HTML report; None if nothing is predicted."""
+    """Returns the table of all predicted parts (terms) of host memory for the HTML report; None if there are none."""
     return page_table(TableView(TERM_COLUMNS, term_rows(host))) if host and host.terms else None

@@ -13,11 +13,12 @@ from bytescope.memory.records.report_record import ReportRecord
 
 
 def program_host_memory(report: ReportRecord, jaxpr: Any, target: Target, uses_flax: bool) -> HostMemory:
-    """Returns the predicted host memory of one process that traces, compiles and runs a step on a target, and the
-    memory of its node. Checkpoints, data loaders and other parts of the user's script are unknown and not included.
+    """Returns the predicted host memory of one process that traces, compiles and runs a step on a target, and the size
+    of the node's host memory. Checkpoints, data loaders and other parts of the user's script are unknown and not
+    included.
 
-    report: the memory report of the step. jaxpr: its ClosedJaxpr. target: the devices, which need not be present.
-    uses_flax: whether the process imports flax, optax and Orbax, or libraries of their size.
+    report: the memory report of the step. jaxpr: the ClosedJaxpr of the step. target: the devices, which need not be
+    present. uses_flax: whether the process imports flax, optax and Orbax, or libraries of similar size.
     """
     processes = processes_per_node()
     devices = devices_of_process(target.to_json(), processes)

@@ -1,18 +1,21 @@
 """Predicts the host memory of saving and restoring checkpoints, and finds restores that read the same bytes many times.
 
-Everything follows from the shapes and shardings of the training state: nothing is read, written or allocated, so the
-devices may be described ones. The names of functions are those of Orbax 0.12 (orbax/checkpoint/_src/serialization).
+The predictions are computed from the shapes and shardings of the training state. No array is read, written or
+allocated, so the devices need not be present. The functions named below are in Orbax 0.12
+(orbax/checkpoint/_src/serialization).
 
-Save: `transfer_arrays_to_host` copies the shards that this process writes off its devices, before `save` returns. On a
-CPU it takes views instead, except for a replicated array, of which each replica writes a slice. A thread then
-compresses the shards; the compressed chunks stay in memory until they are in a file (`async_serialize_from_host`),
-limited by `save_concurrent_gb` (`checkpoint.write_limit`).
+Save: before `save` returns, `transfer_arrays_to_host` copies shards from the devices to host memory: the shards that
+this process has to write. On a CPU, the function takes views instead of copies, except for a replicated array, of which
+each replica copies and writes a slice. A thread then compresses the shards. The compressed chunks stay in host memory
+until they are written to a file (`async_serialize_from_host`). `save_concurrent_gb` limits the bytes of these chunks
+(`checkpoint.write_limit`).
 
-Restore: `_read_and_create_array` reads each different shard of a process once, into a buffer (`_read_shard`) from which
-it is copied to all devices that hold this shard. All arrays are requested at once, limited by `restore_concurrent_gb`.
-Each thread of tensorstore decodes one chunk, that is, all that one device has written of an array. The copies out of
-decoded chunks are queued behind the chunks that are to be decoded, so whole chunks can add up where a process needs a
-part of each.
+Restore: `_read_and_create_array` reads each different shard of a process once, into a buffer in host memory
+(`_read_shard`). The buffer is copied to all devices that hold this shard. All arrays are requested at once;
+`restore_concurrent_gb` limits the bytes of these buffers. Each thread of tensorstore decodes one chunk at a time: the
+part of an array that one device wrote. A decoded chunk stays in host memory until the process has copied its part of
+the chunk. These copies wait until the other requested chunks are decoded, so if a process needs only a part of each
+chunk, the decoded chunks add up.
 """
 
 from __future__ import annotations
@@ -57,19 +60,20 @@ Chunks = Mapping[str, Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShare:
-    """The share of one array of a checkpoint that one process and its node hold, in bytes.
+    """The bytes of one array of a checkpoint that one process, and all processes of its node, hold, read and write. All
+    fields except `path` and `sliced` are bytes.
 
     Fields:
-      path: dotted path of the array.
+      path: dotted path of the array, such as "params.w_head".
       shard: one shard.
-      on_devices: all shards on the devices of the process; equal shards count several times.
-      read: the different shards on the devices of the process: what the process reads in a restore.
-      chunk: one chunk on disk.
-      decoded: the chunks on disk that contain these shards. Chunks are decoded as a whole.
-      written: what the process writes in a save.
-      sliced: True if replicas write a slice each.
+      on_devices: all shards on the devices of the process; equal shards (replicas) count several times.
+      read: the different shards on the devices of the process; a restore reads each of them once.
+      chunk: one chunk on disk, without compression.
+      decoded: all chunks on disk that overlap the shards of the process; a restore decodes whole chunks.
+      written: the part of the array that the process writes in a save.
+      sliced: True if the array is replicated and each replica writes a slice of it.
       read_by_node: sum of `read` over the processes of a node.
-      needed_by_node: the different shards on the devices of a node.
+      needed_by_node: the different shards on the devices of a node, each counted once.
     """
 
     path: str
@@ -87,13 +91,15 @@ class ArrayShare:
 def array_shares(
     saved: Any, processes: int = 1, per_node: int = 1, chunks: Chunks | None = None
 ) -> tuple[ArrayShare, ...]:
-    """Returns the share of process 0 and of its node in each array of a checkpoint. No process has more.
+    """Returns, for each array of a checkpoint, the bytes that process 0 and its node hold, read and write. No other
+    process needs more bytes.
 
     Args:
-      saved: the part of the training state that a checkpoint has, as shapes with shardings.
+      saved: the arrays of the training state that are in a checkpoint, as ShapeDtypeStructs with shardings.
       processes: number of processes of the run. All have the same number of devices, in the order of the device ids.
       per_node: number of processes on one node.
-      chunks: chunk shapes of the checkpoint to restore; None if it was saved with the mesh of `saved`.
+      chunks: chunk shapes of the checkpoint to restore; None if the checkpoint was saved with the mesh of `saved`, so
+        that each chunk is a shard.
     """
     shares = []
     leaves = jax.tree_util.tree_leaves_with_path(saved)
@@ -136,7 +142,8 @@ def _box(index: tuple[slice, ...], shape: Sequence[int]) -> tuple[tuple[int, int
 
 
 def _touched(boxes: set[tuple[tuple[int, int], ...]], chunk: Sequence[int]) -> int:
-    """Returns the number of chunks that contain an element of one of the boxes (a box: first and end index by axis)."""
+    """Returns the number of different chunks of an array that overlap at least one of the boxes. boxes: each box has
+    (first index, end index) per axis. chunk: shape of a chunk."""
     touched: set[tuple[int, ...]] = set()
     for box in boxes:
         touched.update(
@@ -146,9 +153,11 @@ def _touched(boxes: set[tuple[tuple[int, int], ...]], chunk: Sequence[int]) -> i
 
 
 def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Returns the chunk shapes of a checkpoint by array, from Orbax's own metadata; None if they cannot be read.
+    """Returns the chunk shapes of a checkpoint from Orbax's metadata: dotted path of an array -> shape of its chunks.
+    Returns None if the metadata cannot be read.
 
-    folder: the folder of the checkpoint's arrays, with a file `array_metadatas/process_N` for each process that saved.
+    folder: the folder of the checkpoint's arrays, with a file `array_metadatas/process_N` for each process that saved
+    the checkpoint.
     """
     try:
         rows = [
@@ -162,13 +171,14 @@ def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]] | None:
 
 
 def save_terms(state: TrainState, platform: str, processes: int = 1, overlaps: bool = False) -> tuple[HostTerm, ...]:
-    """Returns what one process holds on the host while it saves a checkpoint, besides Python and its libraries.
+    """Returns the predicted parts (terms) of host memory that one process holds while it saves a checkpoint, in the
+    phase "save". Python and the libraries are not included.
 
     Args:
       state: shapes and shardings of the training state.
       platform: platform of the devices, such as "cuda" or "cpu".
       processes: number of processes of the run.
-      overlaps: True if updates go on while a checkpoint is written. The phase "train" then has terms too.
+      overlaps: True if updates go on while a checkpoint is written. Terms for the phase "train" are then returned too.
     """
     shares = array_shares(portable(state), processes)
     written = sum(share.written for share in shares)
@@ -203,7 +213,7 @@ def saves_overlap(steps: int, every: int, done: int | None) -> bool:
     Args:
       steps: number of updates of the run.
       every: number of updates between two checkpoints; 0 for a checkpoint at the end only.
-      done: updates that are done at the start; None for a new run.
+      done: number of updates in the checkpoint from which the run continues; None for a new run.
     """
     if every <= 0:
         return False
@@ -213,15 +223,17 @@ def saves_overlap(steps: int, every: int, done: int | None) -> bool:
 def restore_terms(
     state: TrainState, platform: str, processes: int = 1, chunks: Chunks | None = None, threads: int | None = None
 ) -> tuple[HostTerm, ...]:
-    """Returns what one process holds on the host while it restores a checkpoint, besides Python and its libraries.
+    """Returns the predicted parts (terms) of host memory that one process holds while it restores a checkpoint, in the
+    phase "restore". Python and the libraries are not included.
 
     Args:
       state: shapes and shardings of the training state.
       platform: platform of the devices, such as "cuda" or "cpu".
       processes: number of processes of the run.
-      chunks: chunk shapes of the checkpoint (`stored_chunks`); None if the same mesh has saved it.
-      threads: number of threads that decode chunks: the CPU cores of the node; None if it is unknown, for all arrays
-        at once.
+      chunks: chunk shapes of the checkpoint (`stored_chunks`); None if the checkpoint was saved with the mesh of
+        `state`.
+      threads: number of threads that decode chunks, which is the number of CPU cores of the node; None if unknown: then
+        one chunk of each array is decoded at the same time.
     """
     shares = array_shares(portable(state), processes, chunks=chunks)
     largest = sorted((share.chunk for share in shares), reverse=True)[:threads]
@@ -257,13 +269,13 @@ def _state_on_cpu(phase: str, state: TrainState, processes: int) -> HostTerm:
 def restore_findings(
     state: TrainState, processes: int, per_node: int, chunks: Chunks | None = None
 ) -> tuple[Finding, ...]:
-    """Returns the findings about a restore in which the processes of a node together read or decode far more bytes than
-    the arrays on the node have.
+    """Returns findings if the processes of a node together read or decode far more bytes in a restore than the arrays
+    on the node have; otherwise ().
 
     Args:
       state: shapes and shardings of the training state.
       processes: number of processes of the run. per_node: number of processes on one node.
-      chunks: chunk shapes of the checkpoint to restore; None if the same mesh has saved it.
+      chunks: chunk shapes of the checkpoint to restore; None if the checkpoint was saved with the mesh of `state`.
     """
     shares = array_shares(portable(state), processes, per_node, chunks)
     needed = sum(share.needed_by_node for share in shares)
@@ -274,7 +286,7 @@ def restore_findings(
             Finding(
                 "replicated_restore",
                 read - needed,
-                f"restoring a checkpoint takes {human(read)} of host memory on each node: each of its {per_node} "
+                f"restoring a checkpoint takes {human(read)} of host memory on each node: each of the {per_node} "
                 f"processes holds {human(read // per_node)}, because the arrays are replicated over the processes; "
                 f"one copy of these arrays takes {human(needed)} per node",
                 "run one process per node, which reads each array once for all of its devices; or shard the state "
@@ -288,9 +300,9 @@ def restore_findings(
             Finding(
                 "whole_file_restore",
                 (decoded - own) * per_node,
-                f"restoring the checkpoint decodes {human(decoded * per_node)} on each node for "
-                f"{human(own * per_node)} of arrays: its chunks are larger than the shards of this mesh, and each "
-                f"process decodes {human(decoded)} of whole chunks and keeps {human(own)}",
+                f"restoring the checkpoint decodes {human(decoded * per_node)} of chunks on each node for "
+                f"{human(own * per_node)} of arrays: the chunks are larger than the shards of this mesh, and each "
+                f"process decodes {human(decoded)} of whole chunks but keeps only {human(own)}",
                 "restore with fewer processes per node, or continue with the mesh that saved the checkpoint",
             )
         )
@@ -298,8 +310,9 @@ def restore_findings(
 
 
 def expect_saves(state: TrainState, platform: str, processes: int, overlaps: bool) -> None:
-    """Adds the terms of this run's saves to the ledger of this process's host memory. Call it when the step is compiled
-    and the training state does not exist yet.
+    """Adds the predicted parts (terms) of host memory that saving a checkpoint takes to the ledger of this process.
+    Call this function after the step is compiled and before the training state exists, because the resident memory at
+    the time of the call is one of the terms.
 
     Args:
       state: shapes and shardings of the training state.
@@ -312,8 +325,9 @@ def expect_saves(state: TrainState, platform: str, processes: int, overlaps: boo
 
 
 def expect_restore(state: TrainState, platform: str, processes: int, folder: Path) -> tuple[Finding, ...]:
-    """Adds the terms of a restore to the ledger of this process's host memory. Returns the findings about the restore.
-    Call it before the training state exists.
+    """Adds the predicted parts (terms) of host memory that restoring a checkpoint takes to the ledger of this process.
+    Returns the findings about the restore (`restore_findings`). Call this function before the training state exists,
+    because the resident memory at the time of the call is one of the terms.
 
     Args:
       state: shapes and shardings of the training state.

@@ -1,7 +1,7 @@
 """Predicts the host memory of a training run in the phases "initialize", "train", "evaluate" and "sample".
 
-On a CPU the arrays and temporaries of all simulated devices of a process are host memory. On an accelerator only
-offloaded arrays, batches and metrics are.
+If the devices are simulated on a CPU, the arrays and temporaries of all devices of a process are in host memory. With
+accelerators, only offloaded arrays, batches, and what programs and libraries take are in host memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,26 +30,26 @@ _RECORDERS = 15 * MIB
 
 
 def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[HostTerm, ...]:
-    """Returns the host memory that one process holds in each phase of a run, without that of the libraries and of the
-    compiled step.
+    """Returns the predicted parts (terms) of host memory that one process holds in the phases `RUN_PHASES` of a run.
+    The libraries, and what tracing and compiling the step takes, are not included (`step_terms`).
 
     Args:
       program: the training program. Its devices need not be present.
-      report: the memory report of its step.
+      report: the memory report of the program's step.
       devices: number of devices of one process.
     """
     return tuple(_terms(program, report, devices))
 
 
 def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxpr: Any) -> HostMemory:
-    """Predicts the host memory of one process of `bytescope train` on a target. The processes of a node
-    (`processes_per_node()`) share its devices equally.
+    """Predicts the host memory of one process of `bytescope train` on a target, in all phases of a run. The processes
+    of a node (`processes_per_node()`) share the node's devices equally.
 
     Args:
       program: the training program.
-      report: the memory report of its step.
+      report: the memory report of the program's step.
       target: the devices, which need not be present.
-      jaxpr: the closed jaxpr of the step. Its equations are counted.
+      jaxpr: the ClosedJaxpr of the step. The memory of the compiler is predicted from the number of its equations.
     """
     processes = processes_per_node()
     devices = devices_of_process(target.to_json(), processes)
@@ -69,17 +69,21 @@ def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxp
 
 
 def checkpoint_findings(program: Program, target: Target) -> tuple[Finding, ...]:
-    """Returns the findings about restoring a checkpoint of the program on a target, if several processes per node have
-    saved it with the same mesh."""
+    """Returns a finding if restoring a checkpoint of the program takes far more host memory on a node of the target
+    than the arrays on the node need, because several processes per node read the same arrays; otherwise (). The
+    checkpoint is assumed to be saved with the program's mesh."""
     processes = processes_per_node()
     total = max(program.mesh.size // devices_of_process(target.to_json(), processes), 1)
     return restore_findings(program.state, total, processes)
 
 
 def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
-    """Returns the host memory of one process that the imported libraries, tracing and compiling take, in the phases
-    "start" to "analyze" of a run on the target. `later`: further phases, in which the process still holds the libraries
-    and what tracing and compiling have left. `jaxpr`: the closed jaxpr of the step."""
+    """Returns the predicted parts (terms) of host memory that the imported libraries, tracing and compiling take in one
+    process of a run, in the phases "start", "trace", "compile" and "analyze", and in the phases `later`. In the later
+    phases, the process still holds the libraries and the memory that tracing and compiling have not freed.
+
+    platform: the platform that the step is compiled for, such as "cuda" or "cpu". jaxpr: the ClosedJaxpr of the step.
+    """
     return shared_terms(program_size(jaxpr), platform, later, gpu_present=platform != "cpu")
 
 
@@ -120,7 +124,7 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
         return
     step = report.allocated_bytes - state - batch
     waiting = batch + report.overhead(POOL)
-    yield HostTerm("train", "temporaries of the step", step * simulated, "the report, less the arguments")
+    yield HostTerm("train", "temporaries of the step", step * simulated, "bytes of the report, minus the arguments")
     yield HostTerm("train", "batches on the devices", waiting * simulated, "train/run/feed.py")
     if not program.config.init.folder:
         # XLA:CPU keeps the random bits of all parameters at once: jax draws two words for each, and half are freed.
@@ -129,4 +133,6 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
     rows = report.breakdown
     layers = max(program.model.n_layers, 1)
     working = rows.get("workspace", 0) + rows.get("logits_loss", 0) + rows.get("residuals", 0) // layers
-    yield HostTerm("evaluate", "temporaries of evaluation", working * simulated, "the step's, without gradients")
+    yield HostTerm(
+        "evaluate", "temporaries of evaluation", working * simulated, "temporaries of the step, without gradients"
+    )

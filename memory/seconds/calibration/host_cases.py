@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python -m bytescope.memory.seconds.calibration.host_cases imports
 
-prints a JSON object of bytes and counts. A process of its own is needed because memory that a process once allocated
-stays in it: the second compile of a process needs less new memory than the first one.
+prints a JSON object: name of a measured size -> bytes of host memory. A process of its own is needed because a process
+keeps memory that it once allocated, so the second compile in a process needs less new memory than the first one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ LAYERS = (4, 16, 48)
 
 
 def imports() -> dict[str, int]:
-    """Measures the resident bytes of a process: `jax` after jax and its CPU device, `trainer` after the libraries of
-    the trainer too. Libraries that are not installed are left out."""
+    """Imports libraries in this process. Returns the resident bytes of the process: "jax" after jax has started its CPU
+    device, and "trainer" after flax, optax and Orbax are imported too. If one of these three libraries is not
+    installed, "trainer" is missing."""
     from bytescope.memory.devices.platform import choose_platform
 
     choose_platform()
@@ -41,8 +42,8 @@ def imports() -> dict[str, int]:
 
 
 def plugin(target: str) -> dict[str, int]:
-    """Measures the resident `bytes` that the described devices of a target, such as "h100", add to a process that has
-    jax and its CPU device: jax's plugin for these devices with its libraries."""
+    """Returns "bytes": the growth of this process's resident memory when jax, which has already started its CPU device,
+    loads the plugin for the devices of a target, such as "h100". The devices need not be present."""
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
 
@@ -56,10 +57,10 @@ def plugin(target: str) -> dict[str, int]:
 
 
 def compiler(layers: int, target: str) -> dict[str, int]:
-    """Traces and compiles the gradient of a program with unrolled layers. Returns bytes by which the resident memory of
-    the process grows: `traced` after tracing and lowering, and `peak` at most while XLA compiles.
+    """Traces and compiles the gradient of a program with unrolled layers. Returns the growth of this process's resident
+    memory in bytes: "traced" by tracing and lowering, and "peak", the maximum growth while XLA compiles afterwards.
 
-    layers: number of layers. target: a name of `devices.targets`, such as "cpu" or "h100".
+    layers: number of layers. target: the devices to compile for, such as "cpu" or "h100"; they need not be present.
     """
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.compiler import compile_lowered

@@ -1,8 +1,8 @@
 """Measures how much host memory libraries and compilers take on this machine (`bytescope calibrate --host`).
 
-The shipped constants (`host.host_terms.HostRates`) come from whole commands. A calibration compiles three small
-programs instead, and changes each constant by the ratio of a size here to the same size where the shipped constants
-come from.
+The shipped constants (`host.host_terms.HostRates`) were measured with whole commands. A calibration compiles three
+small programs instead, and multiplies each constant by a ratio: the host memory that a small program takes on this
+machine, divided by the host memory that it took on the machine where the shipped constants were measured.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ _TIMEOUT_S = 600
 
 
 class CaseError(ReportError):
-    """A case failed; the text is its last line of output."""
+    """A measurement in a process of its own failed. The message is the last line of the process's output, or its
+    timeout."""
 
 
 def run_case(name: str, *arguments: object) -> dict[str, int]:
-    """Runs one measurement of the module `host_cases` in a process of its own. Returns its values by name: bytes of
-    host memory, and the numbers of equations of the compiled programs. Raises CaseError if the process fails."""
+    """Runs one measurement of the module `host_cases` in a process of its own. Returns name of a measured size -> bytes
+    of host memory. Raises CaseError if the process fails or takes more than `_TIMEOUT_S` seconds.
+
+    name: a key of `host_cases.CASES`. arguments: the arguments of the measurement, such as 16 layers and the target
+    "h100".
+    """
     words = [sys.executable, "-m", "bytescope.memory.seconds.calibration.host_cases", name, *map(str, arguments)]
     # The cases run on the CPU, without a compilation cache, which would replace the compiler.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
@@ -36,7 +41,7 @@ def run_case(name: str, *arguments: object) -> dict[str, int]:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise CaseError(f"it took more than {_TIMEOUT_S} s") from error
+        raise CaseError(f"the measurement took more than {_TIMEOUT_S} s") from error
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         raise CaseError(in_one_line((done.stderr.strip().splitlines() or ["no output"])[-1])[:120])
@@ -44,8 +49,8 @@ def run_case(name: str, *arguments: object) -> dict[str, int]:
 
 
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Returns the line with the least squared error through points (x, y), as (y at 0, slope). A negative slope, and
-    then a negative value at 0, is replaced by 0."""
+    """Fits a line to points (x, y) by least squares. Returns (y at x = 0, slope). A negative slope becomes 0, and y at
+    x = 0 is then the mean of y. A negative y at x = 0 becomes 0 without a change of the slope."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -55,13 +60,13 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 @dataclasses.dataclass(frozen=True)
 class HostSample:
-    """A size of host memory that was measured on this machine.
+    """The host memory that a library or compiler takes, measured on this machine.
 
     Fields:
-        words: what was measured.
-        bytes: the size on this machine. reference: the same size on the machine where the shipped constants were
-            measured.
-        constants: fields of `HostRates` that are proportional to this size.
+        words: what was measured, such as "jax's CUDA plugin" or "XLA's compiler for CPUs, per layer".
+        bytes: bytes of host memory on this machine.
+        reference: bytes of host memory on the machine where the shipped constants were measured.
+        constants: names of the fields of `HostRates` that are multiplied by `bytes` / `reference`.
     """
 
     words: str
@@ -87,8 +92,8 @@ _REFERENCES: Mapping[str, tuple[int, tuple[str, ...]]] = {
 
 
 def constants_of(samples: Iterable[HostSample]) -> dict[str, float]:
-    """Returns constants for this machine: name of a field of `HostRates` -> the shipped bytes, multiplied by the ratio
-    of the size here to the size where the shipped constants were measured."""
+    """Returns the constants for this machine: name of a field of `HostRates` -> the shipped bytes, multiplied by
+    `bytes` / `reference` of the sample that names this field in `constants`."""
     constants: dict[str, float] = {}
     for sample in samples:
         for name in sample.constants:
@@ -124,10 +129,10 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
 
 
 def measure_host(report_progress: Callable[[Sequence[str], int], None]) -> tuple[list[HostSample], dict[str, str]]:
-    """Measures host memory on this machine, each case in a process of its own. Returns the samples, and what could not
-    be measured (words -> reason).
+    """Measures on this machine how much host memory libraries and compilers take (`MEASUREMENTS`), each in processes of
+    its own. Returns (the samples, name of each measurement that failed -> error message).
 
-    report_progress: is called before each measurement with its words and the number of finished measurements.
+    report_progress: called before each measurement with a list of its name and the number of finished measurements.
     """
     samples: list[HostSample] = []
     left_out: dict[str, str] = {}

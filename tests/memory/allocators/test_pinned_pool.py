@@ -127,8 +127,8 @@ def test_all_processes_of_a_node_beyond_the_node():
     assert found.kind == "node_memory" and found.bytes == 208 * GIB
     assert "the 8 processes of a node need 720.00 GiB" in found.message and "restore" in found.message
     assert found.remedy == (
-        'run at most 5 per node (one process can use all devices of a node), reduce "copies of the checkpoint", '
-        "or use a node with more memory"
+        "run at most 5 processes per node (one process can use all devices of a node), "
+        'reduce "copies of the checkpoint", or use a node with more memory'
     )
     (alone,) = host_findings(dataclasses.replace(host, processes=1, node_bytes=64 * GIB))
     assert alone.message.startswith("a process needs 90.00 GiB") and "per node" not in alone.remedy

@@ -124,7 +124,7 @@ def test_decoded_chunks_add_up_where_a_process_needs_a_part_of_each():
 def test_processes_of_a_node_that_hold_replicas_are_found():
     (finding,) = restore_findings(REPLICATED, processes=8, per_node=8)
     assert finding.kind == "replicated_restore" and finding.bytes == 7 * ARRAYS
-    assert "12.00 GiB of host memory on each node: each of its 8 processes holds 1.50 GiB" in finding.message
+    assert "12.00 GiB of host memory on each node: each of the 8 processes holds 1.50 GiB" in finding.message
     assert "one process per node" in finding.remedy
     assert not restore_findings(REPLICATED, processes=1, per_node=1)  # reads once, for all of its devices
     assert not restore_findings(REPLICATED, processes=8, per_node=1)
@@ -135,7 +135,7 @@ def test_processes_that_decode_whole_files_for_a_part_are_found():
     whole = dict.fromkeys(("params.w", "opt_state.mu.w", "opt_state.nu.w"), SHAPE)
     (finding,) = restore_findings(SHARDED, processes=8, per_node=8, chunks=whole)
     assert finding.kind == "whole_file_restore" and finding.bytes == 7 * (ARRAYS - 4)
-    assert "decodes 12.00 GiB on each node for 1.50 GiB of arrays" in finding.message
+    assert "decodes 12.00 GiB of chunks on each node for 1.50 GiB of arrays" in finding.message
     assert not restore_findings(SHARDED, processes=1, per_node=1, chunks=whole)
     parts = dict.fromkeys(whole, (8, 128, 2**14))
     assert not restore_findings(SHARDED, processes=8, per_node=8, chunks=parts)
