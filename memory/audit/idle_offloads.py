@@ -44,9 +44,10 @@ class MovedValues(NamedTuple):
 
 def find_moved_values(module: Module) -> dict[tuple[str, int], MovedValues]:
     """Returns (dtype, number of elements on one device) -> counts of the values that an HLO computation of the module
-    moves to host memory and back. A move is idle if no instruction allocates more than TOY bytes of device memory after
-    the last instruction that reads the value on the device (the move to host memory is one of these instructions) and
-    before the move back. Moves of values of TOY bytes or less do not count as idle.
+    moves to host memory and back. A move is idle if it frees nothing that is needed: while the value is in host memory
+    only, no instruction allocates more than TOY bytes of device memory. This time begins after the last instruction
+    that reads the value on the device, which can be the move to host memory itself, and ends at the move back. Moves of
+    values of TOY bytes or less never count as idle.
 
     module: the compiled module with its schedule.
     """

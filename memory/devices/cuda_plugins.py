@@ -65,8 +65,8 @@ def register(plugin: str, gpu_present: bool) -> None:
 
 
 def _is_not_deferred(record: logging.LogRecord) -> bool:
-    """A logging filter that removes jax's warning that a plugin does not exist, if `defer` has deferred this plugin.
-    Returns True for all other records."""
+    """A logging filter: returns False for jax's warning that a plugin does not exist, if `defer` has postponed loading
+    this plugin, so that the warning is not printed. Returns True for all other records."""
     deferred = [name for name in _DEFERRED if name in sys.modules and sys.modules[name] is None]
     return not ("does not exist" in str(record.msg) and any(name in record.getMessage() for name in deferred))
 

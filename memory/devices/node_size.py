@@ -13,7 +13,8 @@ from bytescope.memory.host.node_memory import cgroup_limit, physical_bytes
 
 
 class NodeOwner(Protocol):
-    """The fields of `targets.Target` from which `node_memory_of` finds the node of a target."""
+    """The attributes of a `targets.Target` that `node_memory_of` reads to find how much memory the node of its devices
+    has."""
 
     @property
     def name(self) -> str: ...
@@ -26,9 +27,9 @@ _GIVEN: dict[str, int | None] = {"bytes": None, "processes": None}
 
 
 def use_node(size: int | None = None, processes: int | None = None) -> None:
-    """Sets the host memory of one node (`size`, in bytes) and the number of processes on one node, for all targets of
-    this process. size: None restores the sizes that are read from this machine or from the table of chips. processes:
-    None restores one process per node."""
+    """Sets what this process assumes of every node in its predictions: the node's host memory (`size`, in bytes) and
+    the number of processes on the node. size=None restores the default: the memory of this machine for devices that are
+    present, and the usual memory of a node with these devices for others. processes=None restores one process."""
     _GIVEN.update(bytes=size, processes=processes)
 
 

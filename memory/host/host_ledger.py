@@ -15,8 +15,8 @@ _NODES: list[HostMemory] = []
 
 
 def expect(terms: Iterable[HostTerm]) -> None:
-    """Adds predicted parts (terms) of host memory to the ledger of this process. A new term replaces an earlier term
-    that has the same phase and the same name."""
+    """Records predicted parts (terms) of the host memory of this process, so that `ledger` can show them beside the
+    measured peak of each phase. A new term replaces an earlier term with the same phase and name."""
     _EXPECTED.update({(term.phase, term.name): term for term in terms})
 
 

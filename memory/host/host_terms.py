@@ -42,8 +42,9 @@ LIBRARIES, TRACED, CUDNN, COMPILER, KEPT, ANALYSIS = (
 @dataclasses.dataclass(frozen=True)
 class HostRates:
     """Constants from which the predicted parts (terms) of the host memory of one process are computed: bytes of host
-    memory, and the two fractions `gpu_kept` and `cpu_kept`. A field that names a command was measured as the peak of
-    the phase "start" of this command.
+    memory, and the two fractions `gpu_kept` and `cpu_kept`. If the description of a field quotes a command of
+    `bytescope`, the value is the peak of the resident memory of this command in its phase "start", in which it imports
+    libraries.
 
     Fields:
         python: Python with jax, numpy and the modules of a command: `report --program=plain_jax.py:rnn`.
@@ -58,11 +59,11 @@ class HostRates:
             (`ProgramSize.total`). Kernels are compiled once for equal computations, so distinct equations count most.
         gpu_kept: fraction of the compiler's peak that the process keeps after the compile.
         cpu_compile, cpu_compile_equation, cpu_compile_repeated, cpu_kept: the same for XLA:CPU, on two cores.
-        analysis: records and text of a report about an empty program.
-        analysis_equation: growth of these records per equation.
+        analysis: Python objects and text of a memory report about an empty program.
+        analysis_equation: growth of these objects per equation.
         without_jax: Python with numpy, rich and the modules of a command that does not import jax:
             `report --hlo=FILE h100:8`.
-        analysis_dump_byte: records of a report on a dump, per byte of the compiled program's HloProto.
+        analysis_dump_byte: Python objects of a report on a dump, per byte of the compiled program's HloProto.
     """
 
     python: int = 200 * MIB
@@ -87,13 +88,15 @@ class HostRates:
 
     def replaced(self, measured: Mapping[str, float]) -> HostRates:
         """Returns a copy of these constants with the values in `measured` (name of a field -> value). Raises
-        ReportError for an unknown name, and for a value that is not a number of 0 or more."""
+        ReportError for an unknown name, and for a value that is not a number or is negative."""
         shipped, values = vars(self), {}
         for name, value in measured.items():
             if name not in shipped:
                 fault = f"{name!r:.40} is an unknown constant of host memory"
             elif not is_number(value) or value < 0:
-                fault = f"the constant {name} of host memory is {value!r:.40}, which is not a number of 0 or more"
+                fault = (
+                    f"the constant {name!r} of host memory is {value!r:.40}, but must be a number that is not negative"
+                )
             else:
                 values[name] = type(shipped[name])(value)
                 continue
@@ -113,9 +116,9 @@ def host_rates() -> HostRates:
 
 
 def use_host_rates(measured: Mapping[str, float] | None) -> None:
-    """Sets the constants of host memory that this process uses. measured: name of a field of `HostRates` -> value; all
-    other fields have their values in `RATES`. None restores `RATES`. Raises ReportError if a name or a value is not
-    valid."""
+    """Sets the constants with which this process predicts host memory. measured: name of a field of `HostRates` ->
+    value; fields that are not given keep their value in `RATES`. None restores `RATES`. Raises ReportError if a name or
+    a value is not valid."""
     _CURRENT[:] = [RATES.replaced(measured or {})]
 
 

@@ -64,8 +64,8 @@ def _malloc_trim() -> Callable[[int], int]:
 @contextlib.contextmanager
 def host_phase(name: str) -> Iterator[None]:
     """Context manager: until it ends, the resident memory of the process is counted in the phase `name`, a key of
-    `HOST_PHASES`. Then the process is in its earlier phase again. Before the first phase, the process is in the phase
-    "start", and between two phases in the phase "other".
+    `HOST_PHASES`. Afterwards, the process is in the enclosing phase again, if there is one. Outside of all phases it is
+    in the phase "start" before the first phase, and in the phase "other" later.
 
     The whole process has one phase, the phase that the main thread is in. Memory that a background thread takes, such
     as a thread that writes a checkpoint, is counted in this phase. In a background thread, this context manager does

@@ -113,7 +113,7 @@ class HostMemory:
     def verdict(self) -> str:
         """Whether the host memory of the node suffices for the predicted bytes of its processes: "fits", "tight" (more
         than the fraction `TIGHT` of the node's memory is needed), "exceeds", or "unknown" if the node's memory is
-        unknown or there are no terms."""
+        unknown or no host memory is predicted."""
         if not self.node_bytes or not self.terms:
             return "unknown"
         share = self.predicted_node_bytes / self.node_bytes
@@ -136,11 +136,12 @@ class HostMemory:
             raise TypeError(f"the value of host_memory must be a JSON object, but it is {type_phrase(value)}")
         measured = value.get("measured", {})
         if not isinstance(measured, dict) or not all(is_count(number) for number in measured.values()):
-            raise TypeError(f"HostMemory.measured must be an object of phases and bytes, but it is {measured!r:.40}")
+            raise TypeError(f"HostMemory.measured must map phases to bytes, but it is {measured!r:.40}")
         counts = value.get("processes", 1), value.get("node_bytes")
         if not is_count(counts[0]) or not (counts[1] is None or is_count(counts[1])):
             raise TypeError(
-                f"HostMemory.processes is {counts[0]!r:.40} and node_bytes is {counts[1]!r:.40}, but must be integers"
+                f"HostMemory.processes is {counts[0]!r:.40} and node_bytes is {counts[1]!r:.40}, but both must be "
+                "integers"
             )
         return cls(
             tuple(read_item(HostTerm, term) for term in value.get("terms", ())),

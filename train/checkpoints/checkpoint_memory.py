@@ -194,7 +194,7 @@ def save_terms(state: TrainState, platform: str, processes: int = 1, overlaps: b
     ]
     if platform == "cpu":
         terms.append(_state_on_cpu("save", state, processes))
-        copied, why = sliced, "Orbax get_replica_slices: one slice per replica of a replicated array"
+        copied, why = sliced, "Orbax get_replica_slices: each replica of a replicated array copies one slice of it"
     else:
         copied, why = written, "Orbax transfer_arrays_to_host: all shards that this process writes"
     terms.append(HostTerm("save", "copy of the state for the checkpoint", copied, why))
@@ -243,8 +243,8 @@ def restore_terms(
             "restore",
             "chunks that are being decoded",
             max(int((1 + _COMPRESSED) * min(sum(largest), READ_LIMIT)), min(decoded, READ_LIMIT) - read),
-            "tensorstore: a thread per CPU core holds a chunk, compressed and decoded; decoded chunks wait until the "
-            "process has copied its part of them",
+            "tensorstore: each of its threads, one per CPU core, holds a chunk both compressed and decoded; decoded "
+            "chunks stay until the process has copied its part of them",
         )
     ]
     if platform == "cpu":

@@ -57,8 +57,9 @@ def plugin(target: str) -> dict[str, int]:
 
 
 def compiler(layers: int, target: str) -> dict[str, int]:
-    """Traces and compiles the gradient of a program with unrolled layers. Returns the growth of this process's resident
-    memory in bytes: "traced" by tracing and lowering, and "peak", the maximum growth while XLA compiles afterwards.
+    """Traces and compiles the gradient of a program with unrolled layers. Returns, in bytes, "traced":
+    the growth of this process's resident memory by tracing and lowering; and "peak": the maximum of its resident memory
+    while XLA compiles, minus the resident memory just before XLA compiles.
 
     layers: number of layers. target: the devices to compile for, such as "cpu" or "h100"; they need not be present.
     """

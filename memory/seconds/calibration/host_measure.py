@@ -23,8 +23,8 @@ _TIMEOUT_S = 600
 
 
 class CaseError(ReportError):
-    """A measurement in a process of its own failed. The message is the last line of the process's output, or its
-    timeout."""
+    """A measurement in a process of its own failed. The message is the last line of the output of that process,
+    or says that the process took too long."""
 
 
 def run_case(name: str, *arguments: object) -> dict[str, int]:
@@ -132,7 +132,8 @@ def measure_host(report_progress: Callable[[Sequence[str], int], None]) -> tuple
     """Measures on this machine how much host memory libraries and compilers take (`MEASUREMENTS`), each in processes of
     its own. Returns (the samples, name of each measurement that failed -> error message).
 
-    report_progress: called before each measurement with a list of its name and the number of finished measurements.
+    report_progress: called before each measurement with two arguments: a list with one item, the name of the
+        measurement, and the number of measurements that are finished.
     """
     samples: list[HostSample] = []
     left_out: dict[str, str] = {}
