@@ -56,14 +56,15 @@ def list_passes(folder: Path) -> list[PassDump]:
 
 
 def with_passes(rows: Sequence[AuditRow], folder: Path) -> tuple[AuditRow, ...]:
-    """Returns copies of the rows of an audit. If the dumps show which compiler pass undid the request of a row, the
-    field `compiler_pass` names this pass; otherwise the field is "".
+    """Returns copies of the rows of an audit. Each row is something that the user's program asks for, such as a
+    recomputation, a checkpoint name or a sharding. If the dumps show which compiler pass undid it, the field
+    `compiler_pass` names this pass; otherwise the field is "".
 
-    The pass is the one that removed, or added, most of the instructions that show the fault. For a recomputation that
-    XLA merged with the forward pass, these are the kernels of the recomputation, which the pass removed. For an array
-    that XLA replicated, these are the all-gathers, which the pass added. A checkpoint name whose values XLA keeps
-    because XLA merged the jax.checkpoint calls gets the pass that merged the calls, if this is the same pass for all
-    calls. Requests that jax undoes before XLA runs (in tracing, autodiff or lowering) have no pass.
+    For a recomputation that XLA merged with the forward pass, it is the pass that removed most of the kernels of the
+    recomputation. For an array that XLA replicated, it is the pass that added most of the all-gathers. If XLA keeps the
+    values of a checkpoint name because it merged jax.checkpoint calls, the row names the pass that merged them,
+    provided that one pass merged all of them. What jax undoes before XLA runs (in tracing, autodiff or lowering) has no
+    pass.
 
     Args:
         rows: the rows of the audit.
@@ -112,13 +113,14 @@ def _counted(row: AuditRow) -> _Counted | None:
 
 
 def changing_passes(history: Sequence[PassDump], counted: Sequence[_Counted]) -> list[str]:
-    """Returns, for each kind of instructions in `counted`, the compiler pass that removed the most of them (added the
-    most, if `added`), as "pipeline/pass" such as "simplification/cse". If a pass ran several times, its changes are
-    added up. Returns "" for a kind that no pass removed (added).
+    """Returns, for each kind of instructions in `counted`, the compiler pass that removed the most of them, or that
+    added the most of them if the field `added` of the kind is True. A pass is named as "pipeline/pass", such as
+    "simplification/cse". If a pass ran several times, its changes are added up. Returns "" for a kind that no pass
+    removed (or added).
 
     A pass may run a pipeline of its own. The first dump of this inner pipeline already shows changes that the outer
-    pass has made. These changes are credited to the outer pass: the next pass in the dumps whose pipeline began before
-    the inner pipeline.
+    pass has made. XLA dumps the outer pass after its inner pipeline ends, so these changes are credited to the first
+    later dump whose pipeline began before the inner pipeline.
 
     Args:
         history: the pass dumps in the order in which XLA ran the passes. Each file is read once.

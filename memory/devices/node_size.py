@@ -28,8 +28,9 @@ _GIVEN: dict[str, int | None] = {"bytes": None, "processes": None}
 
 def use_node(size: int | None = None, processes: int | None = None) -> None:
     """Sets what this process assumes of every node in its predictions: the node's host memory (`size`, in bytes) and
-    the number of processes on the node. size=None restores the default: the memory of this machine for devices that are
-    present, and the usual memory of a node with these devices for others. processes=None restores one process."""
+    the number of processes on the node. size=None restores the default: for devices that are present, the memory of
+    this machine; for devices that are not present, the usual memory of a node that has such devices. processes=None
+    restores one process."""
     _GIVEN.update(bytes=size, processes=processes)
 
 
@@ -58,9 +59,9 @@ def node_memory_of(target: NodeOwner | None, given: int | None = None, root: str
     """Returns the host memory of one node of a target, which all processes of the node share: (bytes, source of the
     number in words). 0 bytes mean that the size is unknown.
 
-    The size is `given`, or else the size that `use_node` set. If both are missing, the size is this machine's memory
-    (`machine_bytes`) for the devices of this machine and if `target` is None. For devices that need not be present, the
-    size is the memory of a whole node with such chips in the table of chips, for example of a node with 8 H100.
+    The size is `given`, or else the size that `use_node` set. If both are missing, the size is the memory of this
+    machine (`machine_bytes`) in two cases: `target` is None, or the devices of the target are in this machine. For
+    other devices, it is the memory of a whole node with such devices, for example with 8 H100, in the table of chips.
 
     given: the host memory of one node in bytes; None or 0 if unknown. root: the root of the file system to read, for
     tests.

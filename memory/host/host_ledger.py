@@ -21,7 +21,8 @@ def expect(terms: Iterable[HostTerm]) -> None:
 
 
 def set_node(size: int, source: str, processes: int = 1) -> None:
-    """Records in the ledger of this process on which node it runs.
+    """Stores the host memory of the node on which this process runs, and the number of processes on the node, for the
+    record that `ledger` returns.
 
     size: host memory of the node in bytes; 0 if unknown. source: where the size comes from, in words. processes: number
     of processes on the node.

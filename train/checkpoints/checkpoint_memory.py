@@ -232,8 +232,8 @@ def restore_terms(
       processes: number of processes of the run.
       chunks: chunk shapes of the checkpoint (`stored_chunks`); None if the checkpoint was saved with the mesh of
         `state`.
-      threads: number of threads that decode chunks, which is the number of CPU cores of the node; None if unknown: then
-        one chunk of each array is decoded at the same time.
+      threads: number of threads that decode chunks, which is the number of CPU cores of the node; None if unknown:
+        the prediction then assumes that all arrays are decoded at once, with one chunk of each array.
     """
     shares = array_shares(portable(state), processes, chunks=chunks)
     largest = sorted((share.chunk for share in shares), reverse=True)[:threads]
@@ -255,7 +255,7 @@ def restore_terms(
                 "restore",
                 "arrays on their way to the devices",
                 min(read, READ_LIMIT),
-                "Orbax _read_shard: each different shard of the process once, at most restore_concurrent_gb at a time",
+                "Orbax _read_shard: each distinct shard of the process is read once, within restore_concurrent_gb",
             )
         )
     return tuple(terms)
@@ -310,9 +310,9 @@ def restore_findings(
 
 
 def expect_saves(state: TrainState, platform: str, processes: int, overlaps: bool) -> None:
-    """Adds the predicted parts (terms) of host memory that saving a checkpoint takes to the ledger of this process.
-    Call this function after the step is compiled and before the training state exists, because the resident memory at
-    the time of the call is one of the terms.
+    """Predicts the host memory that saving a checkpoint takes, and records its parts (terms) with `expect`. Call this
+    function after the step is compiled and before the training state exists, because the resident memory at the time of
+    the call is one of the terms.
 
     Args:
       state: shapes and shardings of the training state.
@@ -325,9 +325,9 @@ def expect_saves(state: TrainState, platform: str, processes: int, overlaps: boo
 
 
 def expect_restore(state: TrainState, platform: str, processes: int, folder: Path) -> tuple[Finding, ...]:
-    """Adds the predicted parts (terms) of host memory that restoring a checkpoint takes to the ledger of this process.
-    Returns the findings about the restore (`restore_findings`). Call this function before the training state exists,
-    because the resident memory at the time of the call is one of the terms.
+    """Predicts the host memory that restoring a checkpoint takes, and records its parts (terms) with `expect`. Returns
+    the findings about the restore (`restore_findings`). Call this function before the training state exists, because
+    the resident memory at the time of the call is one of the terms.
 
     Args:
       state: shapes and shardings of the training state.
