@@ -178,7 +178,7 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
         ({"peak_flops": {"bf16": 0}}, "bf16"),
         ({"cores": 1.5}, "damaged"),
         ({"host": {"jax": 1}}, "'jax' is an unknown constant of host memory"),
-        ({"host": {"python": -1}}, "the constant python of host memory is -1"),
+        ({"host": {"python": -1}}, "the constant 'python' of host memory is -1"),
         ({"host": 3}, "damaged"),
     ],
 )
