@@ -1,4 +1,4 @@
-"""What TensorBoard and wandb get of a run: the same rows, once, whatever was killed, failed or is missing."""
+"""The rows of a run: what TensorBoard and wandb get, once, whatever was killed or is missing; its row of host memory."""
 
 import contextlib
 import importlib.machinery
@@ -250,3 +250,15 @@ def test_an_offline_run_goes_on_as_the_same_and_leaves_no_process(tmp_path, monk
     if children.exists():
         names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()]
         assert not any("wandb" in name for name in names)
+
+
+def test_the_row_of_host_memory_has_the_highest_process_of_each_phase():
+    """Two processes, of which each needs more in another phase."""
+    rows = []
+    processes = types.SimpleNamespace(
+        gather=lambda own: [[{"train": 7}, {"train": 5, "save": 9}], [{"train": 3, "save": 4}, {"train": 8, "save": 2}]]
+    )
+    run = types.SimpleNamespace(processes=processes, log=types.SimpleNamespace(write=rows.append))
+    loop.record_host_memory(run, 30)
+    expected = {"processes": 2, "predicted": {"train": 7, "save": 4}, "measured": {"train": 8, "save": 9}}
+    assert rows == [{"step": 30, "host_memory": expected}]
