@@ -252,9 +252,11 @@ def chosen_node(args: argparse.Namespace) -> Iterator[None]:
     except ReportError as error:
         raise ReportError(f"--host-memory={text}: {error}") from error
     if size == 0:
-        raise ReportError(f"--host-memory={text} is no memory: give the size of one node, such as 512GiB")
+        raise ReportError(f"--host-memory={text} must be more than 0: give the size of one node, such as 512GiB")
     if processes is not None and processes < 1:
-        raise ReportError(f"--processes-per-node={processes} is no number of processes: give 1 or more")
+        raise ReportError(
+            f"--processes-per-node={processes} must be at least 1: give the number of processes on one node"
+        )
     try:
         use_node(size, processes)
         yield

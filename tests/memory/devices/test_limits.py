@@ -247,7 +247,9 @@ def test_a_number_of_processes_per_node():
         pass
 
 
-@pytest.mark.parametrize(("text", "words"), [("many", "is not a valid size"), ("0", "is no memory"), ("72", "72GiB")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("many", "is not a valid size"), ("0", "must be more than 0"), ("72", "72GiB")]
+)
 def test_a_node_memory_that_is_no_size_is_refused(text, words):
     wrong = argparse.Namespace(host_memory=text)
     with pytest.raises(ReportError, match=f"--host-memory={text}.*{words}"), arguments.chosen_node(wrong):

@@ -1,4 +1,4 @@
-"""The rows of a run: what TensorBoard and wandb get, once, whatever was killed or is missing; its row of host memory."""
+"""The rows of a run: what TensorBoard and wandb get, whatever was killed or is missing, and its row of host memory."""
 
 import contextlib
 import importlib.machinery
