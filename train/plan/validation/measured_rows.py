@@ -20,6 +20,8 @@ from bytescope.memory.units import GIB
 # A row of a table. A setup is the base config with its overrides, or the reason why no config can describe the row.
 Fact = Mapping[str, str]
 Setup = tuple[str, Mapping[str, str]] | str
+# What ran a measured program: JAX, or PyTorch with or without torch.compile.
+FRAMEWORKS = ("jax", "compiled torch", "eager torch")
 # Rows on more devices are not compiled, because their compile time is too long.
 MAX_GPUS = 512
 
@@ -60,6 +62,10 @@ class MeasuredRow:
         bytes_reason: why `measured_bytes` is not compared with our prediction; "" if it is.
         cohort: the name of a group of runs of all models that are scored together, for example of one quality and age;
             "" if the run is scored only with runs of its model and number of GPUs.
+        framework: what ran the program, one of FRAMEWORKS.
+        other_program: why the measured program is known to be a different program than ours, so that we do not claim
+            to predict it; "" if we claim it. Such a run still has a prediction.
+        published: year and month of the publication, such as "2025-02"; "" if unknown.
     """
 
     set: str
@@ -85,6 +91,9 @@ class MeasuredRow:
     bytes_are: str = ""
     bytes_reason: str = ""
     cohort: str = ""
+    framework: str = "jax"
+    other_program: str = ""
+    published: str = ""
 
     @property
     def source_id(self) -> str:

@@ -105,6 +105,8 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         network=_NETWORK if gpus > _PER_HOST else "",
         differs=_likely_slowdown(number, fact),
         bytes_are="reserved",
+        framework="eager torch",
+        published="2025-02",
         bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""),
     )
 

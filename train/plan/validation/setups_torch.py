@@ -63,6 +63,7 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         setup=_setup(fact),
         bytes_are="reserved" if fact["mem_gib"] else "",
         cohort="compiled" if fact["source_id"] in _COMPILED else "eager",
+        framework="compiled torch" if fact["source_id"] in _COMPILED else "eager torch",
         differs=_likely_difference(fact),
     )
 
