@@ -422,6 +422,7 @@ class ValidateResult(TypedDict):
     elsewhere: list[tuple[str, int]]
     cohorts: list[Values]
     sources: list[Values]
+    coverage: list[Values]
     groups: list[Values]
     rows: list[Values]
     unsaid: list[Values]

@@ -7,7 +7,7 @@ import pytest
 
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
-from bytescope.memory.seconds import chip_rates, constants, operation_seconds, rates, step_prediction
+from bytescope.memory.seconds import chip_rates, intervals, operation_seconds, rates, step_prediction
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, Loop, ScheduledKernel, Start, Wait, to_json
 
 pytestmark = pytest.mark.quick
@@ -60,22 +60,11 @@ def test_mfu_is_the_models_own_flops_at_the_peak_over_the_time():
     assert found.mfu == pytest.approx(0.5e-9 / 6)
 
 
-def test_the_interval_is_the_spread_of_predicted_over_measured(monkeypatch):
+def test_the_interval_is_that_of_earlier_ratios(monkeypatch):
     """Four of five runs were predicted at 0.8 to 1.25 of what they took: where 6 s are predicted, 4.8 to 7.5 s."""
-    monkeypatch.setattr(constants, "spread_of", lambda target: constants.Spread(0.8, 1.25, 10, "by hand"))
+    monkeypatch.setattr(intervals, "_ends", lambda *_: (0.8, 1.25))
     found = step_prediction.predict(STEPS, H100)
     assert (found.low, found.high) == (pytest.approx(4.8), pytest.approx(7.5))
-
-
-def test_chips_that_nobody_measured_have_a_wider_interval():
-    known = [constants.spread_of(targets.parse(name).to_json()) for name in ("h100:8", "a100-80g", "v100")]
-    assert constants.spread_of({"name": "local", "kind": "NVIDIA H100 80GB HBM3", "platform": "cuda"}) == known[0]
-    for name in ("b200", "l40s", "v5e:4x4", "cpu"):
-        other = constants.spread_of({"name": name, "platform": "cpu" if name == "cpu" else "cuda"})
-        assert not other.rows and other.low < min(each.low for each in known)
-        assert other.high > max(each.high for each in known)
-    for each in known:
-        assert each.rows and each.low < 1 < each.high and each.source
 
 
 def test_json_has_the_keys_that_readers_look_for():

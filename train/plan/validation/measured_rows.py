@@ -22,6 +22,15 @@ Fact = Mapping[str, str]
 Setup = tuple[str, Mapping[str, str]] | str
 # What ran a measured program: JAX, or PyTorch with or without torch.compile.
 FRAMEWORKS = ("jax", "compiled torch", "eager torch")
+# Source -> the family of the sources that the same people published with the same framework.
+_FAMILIES = {
+    **dict.fromkeys(("pax_2024-04", "pax_2023-08", "pax_2023-07-oldest", "pax_llama2_7b_sft"), "pax"),
+    **dict.fromkeys(("dgxc_l2_70b", "dgxc_l2_70b_old"), "dgxc"),
+    **dict.fromkeys(("gpurecipes_h200_70b", "gpurecipes_b200_405b", "gpurecipes_b200_70b"), "gpu-recipes"),
+    **dict.fromkeys(("alpa_intra", "alpa_e2e", "alpa_readme"), "alpa"),
+    **dict.fromkeys(("playbook", "old_bench"), "nanotron"),
+    **dict.fromkeys(("torchtitan_202412", "torchtitan_asynctp", "torchtitan_a100_2024"), "torchtitan"),
+}
 # Rows on more devices are not compiled, because their compile time is too long.
 MAX_GPUS = 512
 
@@ -99,6 +108,16 @@ class MeasuredRow:
     def source_id(self) -> str:
         """The short name of the source, which is the part of `source` before the colon."""
         return self.source.partition(":")[0]
+
+    @property
+    def family(self) -> str:
+        """The publishers of the run: the source, or several sources of the same people and framework."""
+        return _FAMILIES.get(self.source_id, self.source_id)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the run counts for the coverage of intervals: its seconds are stated, and not second-hand."""
+        return self.measured_seconds is not None and self.quality != "C"
 
 
 def rows(name: str) -> tuple[MeasuredRow, ...]:

@@ -7,9 +7,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.seconds import step_prediction
-from bytescope.train.plan.validation import cohorts, validation_score
+from bytescope.memory.seconds import intervals, step_prediction, step_schedule
+from bytescope.train.plan.validation import cohorts, coverage, validation_score
 from bytescope.train.plan.validation.cohorts import Cohort
+from bytescope.train.plan.validation.coverage import Coverage
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 from bytescope.train.plan.validation.validation_runs import Runs
 from bytescope.train.plan.validation.validation_score import Group, ScoredRun
@@ -35,6 +36,7 @@ class ValidationResult:
             each source; () if runs of different models are never pooled.
         elsewhere: for programs that an environment with other library versions compiled, pairs (versions, number of
             runs).
+        coverage: how many measured seconds are within their predicted interval, over all sources and for each source.
     """
 
     set: str
@@ -48,6 +50,7 @@ class ValidationResult:
     cohorts: tuple[Cohort, ...] = ()
     sources: tuple[Cohort, ...] = ()
     elsewhere: tuple[tuple[str, int], ...] = ()
+    coverage: tuple[Coverage, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as JSON values. Each measured run is listed with its source."""
@@ -60,6 +63,7 @@ class ValidationResult:
             "elsewhere": [list(each) for each in self.elsewhere],
             "cohorts": [dataclasses.asdict(cohort) for cohort in self.cohorts],
             "sources": [dataclasses.asdict(source) for source in self.sources],
+            "coverage": [dataclasses.asdict(one) for one in self.coverage],
             "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
             "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid],
@@ -102,6 +106,7 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
         tuple(cohorts.by_cohort(scored)),
         tuple(cohorts.by_source(scored)),
         _count_compiled_elsewhere(runs),
+        tuple(coverage.by_source(scored, [row for row in rows if row.id in why])),
     )
 
 
@@ -120,25 +125,35 @@ def score_row(
 ) -> ScoredRun:
     """Returns a measured run together with its predicted seconds and bytes.
 
-    The predicted seconds are at least the time that the measured framework needs to launch its kernels.
+    The predicted seconds are at least the time that the measured framework needs to launch its kernels. The interval
+    around them is that of other publishers' runs (`intervals.around`).
 
     Args:
         row: the measured run.
-        answer: the JSON record of the compiled program of `row.config`. Its key `allocated_bytes` is used.
+        answer: the JSON record of the compiled program of `row.config`. Its keys `allocated_bytes`, `schedule` and
+            `target` are used.
         prediction: the predicted seconds per update of this program.
         program: name of the compiled program, to find runs that share one (`ScoredRun.program`).
     """
     seconds = validation_score.with_launches(prediction.seconds, row)
+    kind = intervals.kind_of(
+        step_schedule.from_json(answer["schedule"]),
+        prediction.by_term,
+        eager=row.framework.startswith("eager"),
+        launches=seconds > prediction.seconds,
+    )
+    low, high = intervals.around(seconds, answer["target"], kind, without=row.family)
     return ScoredRun(
         row,
         prediction.seconds,
         seconds,
-        validation_score.with_launches(prediction.low, row),
-        validation_score.with_launches(prediction.high, row),
+        low,
+        high,
         answer.get("allocated_bytes"),
         HOST if seconds > prediction.seconds else prediction.bound_by,
         prediction.by_term,
         program,
+        kind,
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from bytescope.memory.seconds.intervals import Kind
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Minimum factor between the measured seconds of a pair. Pairs up to the factor _NEAR, which are hard to order, are also
@@ -35,12 +36,14 @@ class ScoredRun:
         device_seconds: predicted seconds per update on the device.
         predicted_seconds: `device_seconds`, or the seconds of the measured framework's kernel launches if they are
             more.
-        low, high: the interval of predicted seconds per update in which four of five measured runs are expected.
+        low, high: the interval of measured seconds per update in which four of five runs are expected, from the runs
+            of other publishers.
         allocated_bytes: the bytes that our program allocates on one device.
         bound_by: the component of the predicted time that takes longest, such as matmuls, or `validation_result.HOST`
             for kernel launches by the host.
         by_term: component of the predicted time -> seconds.
         program: name of the compiled program. Runs with the same name share it; "" means that no other run uses it.
+        kind: the kind of the run, whose earlier ratios decide the width of the interval.
     """
 
     row: MeasuredRow
@@ -52,6 +55,13 @@ class ScoredRun:
     bound_by: str = ""
     by_term: Mapping[str, float] = dataclasses.field(default_factory=dict)
     program: str = ""
+    kind: Kind | None = None
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured seconds are within the predicted interval; None without measured seconds."""
+        measured = self.row.measured_seconds
+        return self.low <= measured <= self.high if measured else None
 
     @property
     def ratio(self) -> float | None:

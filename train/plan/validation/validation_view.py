@@ -20,6 +20,7 @@ from bytescope.memory.view.console import one_line, put
 from bytescope.memory.view.elements import HeaderFigure, versions
 from bytescope.memory.view.figures import seconds
 from bytescope.memory.view.frame import page
+from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import Prose, blocks
@@ -42,6 +43,9 @@ NOTES = (
     "If the measured framework launches kernels more slowly than the device runs them, the time of its launches is "
     "the prediction. The time per launch was read from runs of this set. Our compiled step has no such minimum; the "
     "seconds of the device are shown too.",
+    "Interval: four of five measured runs are expected within it. Its width is that of the ratios of other publishers' "
+    "runs of the same kind: compiled or eager, with or without sends between devices, limited by the device, by "
+    "transfers or by launches.",
     "Bytes: the bytes that our program allocates, divided by the measured bytes. A reserved maximum is an upper "
     "bound of the bytes that were needed.",
     "Scores over all models: runs that have the same program (measured twice, or with differences that no config "
@@ -110,6 +114,18 @@ COHORT_BYTES = (
     ),
     ratio("bytes_least", "least", only=TERMINAL),
     ratio("bytes_most", "most", only=TERMINAL),
+)
+
+# How many measured runs are within their predicted interval, by source.
+COVERAGE_COLUMNS = (
+    ColumnView("name", "source", min_width=18),
+    ColumnView("published", "published", "text", rank=1),
+    ColumnView("rows", "runs", "number"),
+    ColumnView("refused", "not predicted", "number", short="refused", skip_zero=True),
+    ColumnView("held", "within their interval", "share", short="within"),
+    ColumnView("claimed_rows", "claimed", "number"),
+    ColumnView("claimed_held", "claimed within", "share", short="within"),
+    ratio("width", "upper/lower end, median", short="width"),
 )
 
 # The scores of a model on a number of GPUs. The page has one table, the terminal has four.
@@ -182,6 +198,9 @@ ROW_COLUMNS = (
     ColumnView("measured_seconds", "measured", "seconds", short="measured s"),
     ColumnView("predicted_seconds", "predicted", "seconds", short="predicted s"),
     ratio("ratio", "ratio", verdict=is_off),
+    ColumnView(
+        "interval", "interval", "value", read=lambda row: within(row["seconds_low"], row["seconds_high"]), rank=1
+    ),
     ColumnView("device_seconds", "device alone", "seconds", only=PAGE),
     ColumnView("allocated_bytes", "allocated", "bytes", short="alloc", skip_zero=True, rank=1),
     ColumnView("measured_bytes", "measured bytes", "bytes", short="measured", skip_zero=True, rank=1),
@@ -233,6 +252,7 @@ def render_text(validation: Mapping[str, Any]) -> RenderableType:
         _head(validation),
         _cohorts(validation["cohorts"], "rows"),
         _cohorts(validation["sources"], "source"),
+        _coverage(validation),
         _cohort_bytes(validation),
         _seconds(validation) if validation["groups"] else None,
         _render_order(validation),
@@ -265,6 +285,18 @@ def _cohorts(cohorts: Sequence[Record], title: str) -> RenderableType | None:
     )
     heading = words if title == "rows" else Text("by source:")
     return Group(heading, terminal_table(TableView(cohort_columns(title), timed)))
+
+
+def _coverage(validation: Mapping[str, Any]) -> RenderableType | None:
+    counted = [one for one in validation["coverage"] if one["rows"]]
+    if not counted:
+        return None
+    share = f"{counted[0]['nominal']:.0%}"
+    words = Prose(
+        f"measured seconds within the predicted interval, which should contain {share} of them; the interval of a run "
+        "is from the runs of other publishers, and a run without a prediction counts as missed:"
+    )
+    return Group(words, terminal_table(TableView(COVERAGE_COLUMNS, counted)))
 
 
 def _cohort_bytes(validation: Mapping[str, Any]) -> RenderableType | None:
@@ -415,6 +447,7 @@ def render_page(validation: Mapping[str, Any]) -> str:
         left=len(validation["left"]),
         cohorts=page_table(TableView((*cohort_columns("rows"), *COHORT_BYTES), validation["cohorts"])),
         sources=page_table(TableView((*cohort_columns("source"), *COHORT_BYTES), validation["sources"])),
+        coverage=page_table(TableView(COVERAGE_COLUMNS, [one for one in validation["coverage"] if one["rows"]])),
         groups=page_table(TableView(GROUP_COLUMNS, validation["groups"])),
         rows=page_table(TableView(ROW_COLUMNS, worst_first(validation["rows"]))),
         unsaid=page_table(TableView(NOT_COMPARED_COLUMNS, validation["unsaid"])),
@@ -425,11 +458,11 @@ def render_page(validation: Mapping[str, Any]) -> str:
 def page_data(validation: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the data of the page's chart as JSON values.
 
-    For each model and number of GPUs these are the measured seconds, the predicted seconds, and the tooltips of the
-    runs.
+    For each model and number of GPUs these are the measured seconds, the predicted seconds, the ends of their
+    intervals, and the tooltips of the runs.
     """
     series: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for row in validation["rows"]:
+    for row in sorted(validation["rows"], key=lambda row: row["measured_seconds"] or 0.0):
         if row["measured_seconds"]:
             series.setdefault((row["model"], row["gpus"]), []).append(row)
     return {
@@ -438,6 +471,8 @@ def page_data(validation: Mapping[str, Any]) -> dict[str, Any]:
                 "name": f"{model} on {gpus}",
                 "x": [row["measured_seconds"] for row in rows],
                 "y": [row["predicted_seconds"] for row in rows],
+                "low": [row["seconds_low"] for row in rows],
+                "high": [row["seconds_high"] for row in rows],
                 "tips": [_tip(row) for row in rows],
             }
             for (model, gpus), rows in series.items()
@@ -446,6 +481,8 @@ def page_data(validation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tip(row: Mapping[str, Any]) -> list[str]:
+    inside = row["seconds_low"] <= row["measured_seconds"] <= row["seconds_high"]
+    holds = "contains" if inside else "does not contain"
     sizes = (
         f"{row['allocated_bytes'] / 2**30:.2f} GiB allocated, {row['measured_bytes'] / 2**30:.2f} measured"
         if row["allocated_bytes"] and row["measured_bytes"]
@@ -457,6 +494,7 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
             f"{row['model']} on {row['gpus']}: {row['setup'] or row['id']}",
             f"measured {seconds(row['measured_seconds'])}",
             f"predicted {seconds(row['predicted_seconds'])} ({row['ratio']:.2f}), bound by {row['bound_by']}",
+            f"interval {within(row['seconds_low'], row['seconds_high'])} s: {holds} the measured seconds",
             f"device only {seconds(row['device_seconds'])}" if row["launch_seconds"] else "",
             sizes,
             row["differs"],

@@ -42,7 +42,8 @@ def one(number, measured, predicted, gpus=8, tensor=1, launch=0.0, differs=""):
         differs=differs,
     )
     seconds = validation_score.with_launches(predicted, row)
-    return ScoredRun(row, predicted, seconds, seconds, seconds, 10 * GIB, "products", {"products": predicted})
+    ends = (0.9 * seconds, 1.1 * seconds)
+    return ScoredRun(row, predicted, seconds, *ends, 10 * GIB, "products", {"products": predicted})
 
 
 def found(left=()):
@@ -150,13 +151,15 @@ def test_the_page_has_a_mark_for_each_run():
     one_file(document)
     drawn = Page(document).data
     assert [(series["name"], series["x"], series["y"]) for series in drawn["series"]] == [
-        ("llama on 8", [1.0, 2.0, 4.0, 3.0], [1.01, 1.98, 8.0, 2.9]),
+        ("llama on 8", [1.0, 2.0, 3.0, 4.0], [1.01, 1.98, 2.9, 8.0]),
         ("llama on 64", [9.0], [9.0]),
     ]
-    assert drawn["series"][0]["tips"][3] == [
+    assert (drawn["series"][1]["low"], drawn["series"][1]["high"]) == ([pytest.approx(8.1)], [pytest.approx(9.9)])
+    assert drawn["series"][0]["tips"][2] == [
         "llama on 8: dp8 tp4 4",
         "measured 3.000 s",
         "predicted 2.900 s (0.97), bound by products",
+        "interval 2.6 to 3.2 s: contains the measured seconds",
         "device only 1.000 s",
         "10.00 GiB allocated, 20.00 measured",
     ]
