@@ -27,7 +27,7 @@ from bytescope.memory.records import schedule_records
 from bytescope.memory.seconds import constants, rates
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import walk
-from bytescope.train.plan.validation import cohorts, measured_rows, validation_runs, validation_score
+from bytescope.train.plan.validation import measured_rows, validation_runs, validation_score
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Constant -> what it is without a fit, the least and most it may become, and the deviation that costs PRIOR. Memory is
@@ -118,14 +118,15 @@ def summary(rows: Sequence[Measured], values: Constants) -> str:
     pairs = [(one.program, one.ratio(values)) for one in rows]
     return (
         f"{len(pairs)} rows, {len(dict(pairs))} programs: "
-        f"{cohorts.share_within(pairs, validation_score.WITHIN):.1%} within "
-        f"{validation_score.WITHIN[0]} to {validation_score.WITHIN[1]}, median {cohorts.median(pairs):.3f}"
+        f"{validation_score.share_within(pairs, validation_score.WITHIN):.1%} within "
+        f"{validation_score.WITHIN[0]} to {validation_score.WITHIN[1]}, median {validation_score.median(pairs):.3f}"
     )
 
 
 def quantiles(pairs: Sequence[tuple[str, float]]) -> str:
     """Quantiles of (program, ratio), as memory/seconds/constants.py has them."""
-    found = ", ".join(f"{at:.0%} {cohorts.quantile(pairs, at):.3f}" for at in (0.1, 0.5, 0.9)) if pairs else "none"
+    quantile = validation_score.quantile
+    found = ", ".join(f"{at:.0%} {quantile(pairs, at):.3f}" for at in (0.1, 0.5, 0.9)) if pairs else "none"
     return f"{found} ({len(pairs)} rows, {len(dict(pairs))} programs)"
 
 

@@ -149,6 +149,8 @@ def validation():
             bytes_are="reserved",
             cohort="A",
             differs="why",
+            unreliable="network" if number == 3 else "",
+            framework_bytes={"buffers": GIB},
         )
         return ScoredRun(measured, *[1.5 + number**2] * 4, 10 * GIB, "products", {})
 
@@ -167,10 +169,11 @@ def validation():
     )
     view, out = validation_view, result.to_json()
     tables = [
-        ((*view.cohort_columns("rows"), *view.COHORT_BYTES), BOTH),
-        ((*view.cohort_columns("source"), *view.COHORT_BYTES), BOTH),
+        ((*view.cohort_columns("rows"), *view.score_columns("claimed"), *view.COHORT_BYTES), BOTH),
+        ((*view.cohort_columns("source"), *view.score_columns("claimed"), *view.COHORT_BYTES), BOTH),
         (view.GROUP_COLUMNS, BOTH),
         (view.ROW_COLUMNS, BOTH),
+        (view.NOT_CLAIMED_COLUMNS, BOTH),
         (view.NOT_COMPARED_COLUMNS, PAGE),
     ]
     view.render_text(out)

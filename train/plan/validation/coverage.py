@@ -27,7 +27,7 @@ class Coverage:
         rows: number of runs that count.
         refused: number of these runs that have no prediction. They count as missed.
         held: fraction of the rows whose measured seconds are within their interval; None without rows.
-        claimed_rows: number of predicted rows whose program we claim to predict (`MeasuredRow.other_program`).
+        claimed_rows: number of predicted rows whose seconds we claim to predict (`MeasuredRow.claims_seconds`).
         claimed_held: fraction of the claimed rows within their interval; None without claimed rows.
         width: median of the upper end divided by the lower end of the intervals; None without intervals.
     """
@@ -67,7 +67,7 @@ def by_source(scored: Sequence[ScoredRun], refused: Sequence[MeasuredRow]) -> li
 
 def _coverage(name: str, some: Sequence[ScoredRun], refused: Sequence[MeasuredRow]) -> Coverage:
     inside = sum(bool(one.inside) for one in some)
-    claimed = [bool(one.inside) for one in some if not one.row.other_program]
+    claimed = [bool(one.inside) for one in some if one.row.claims_seconds]
     return Coverage(
         name,
         max((row.published for row in (*(one.row for one in some), *refused)), default=""),

@@ -71,9 +71,14 @@ class MeasuredRow:
         bytes_reason: why `measured_bytes` is not compared with our prediction; "" if it is.
         cohort: the name of a group of runs of all models that are scored together, for example of one quality and age;
             "" if the run is scored only with runs of its model and number of GPUs.
+        framework_bytes: bytes on one device that the measured framework allocates by its source code and that our
+            program does not have: name -> bytes. They are added to our bytes in the comparison.
         framework: what ran the program, one of FRAMEWORKS.
         other_program: why the measured program is known to be a different program than ours, so that we do not claim
             to predict it; "" if we claim it. Such a run still has a prediction.
+        unreliable: why the measured seconds do not describe the program, for example because of trouble in the network,
+            so that we do not claim to predict them; "" if they do. Such a run still has a prediction, and its bytes are
+            compared.
         published: year and month of the publication, such as "2025-02"; "" if unknown.
     """
 
@@ -100,9 +105,11 @@ class MeasuredRow:
     bytes_are: str = ""
     bytes_reason: str = ""
     cohort: str = ""
+    framework_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     framework: str = "jax"
     other_program: str = ""
     published: str = ""
+    unreliable: str = ""
 
     @property
     def source_id(self) -> str:
@@ -118,6 +125,21 @@ class MeasuredRow:
     def counts(self) -> bool:
         """Whether the run counts for the coverage of intervals: its seconds are stated, and not second-hand."""
         return self.measured_seconds is not None and self.quality != "C"
+
+    @property
+    def claims_seconds(self) -> bool:
+        """Whether we claim to predict the measured seconds: the program is ours, and the seconds are reliable."""
+        return not (self.other_program or self.unreliable)
+
+    @property
+    def claims_bytes(self) -> bool:
+        """Whether we claim to predict the measured bytes: the program is ours."""
+        return not self.other_program
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches that a device computes per update, from the overrides of our nearest config."""
+        return int(self.overrides.get("batch.accumulation", "1"))
 
 
 def rows(name: str) -> tuple[MeasuredRow, ...]:

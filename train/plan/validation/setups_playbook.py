@@ -1,4 +1,4 @@
-"""The published runs of the Ultra-Scale Playbook on 8, 32 and 64 H100, as configs.
+"""The published runs of nanotron for the Ultra-Scale Playbook on 8, 32 and 64 H100, as configs.
 
 The rows are those of the playbook's benchmark chart (huggingface.co/spaces/nanotron/ultrascale-playbook,
 assets/data/benchmarks/banner.html, February 2025). Each row is one iteration of nanotron with 8 H100 per host, 256
@@ -19,7 +19,19 @@ of every operation, 36h + 12f, including six float32 tensors of the norms and th
 
 Pipeline stages run nanotron's 1F1B schedule, with one program per stage: only the last stage has the head, whose
 vocabulary costs as much as many layers of a small model, and the first stage stores most activations. Our stages run
-one program, in which all stages share embedding and head.
+one program, in which all stages share embedding and head. Where the difference matters by nanotron's source code
+(`_other_program`), we do not claim the row. Rows with unreliable seconds (`_unreliable`) are predicted, not claimed.
+
+The rows of data/old_bench.csv are earlier runs of nanotron by the same people (July 2024, huggingface.co/nanotron
+old_bench and bench_cluster), with 1,024 sequences of 4096 tokens per batch. They state the allocated and the reserved
+peak. Shapes and setup are from the script that wrote their configs (github.com/huggingface/bench_cluster,
+bench_cluster/create_configs.py and template/base_config.py): `llama-1B` with 24 layers, width 2048, an MLP of 4096,
+the vocabulary of GPT-2 (50,257, padded to the tensor-parallel group), a tied embedding, ZeRO 1, and sequence
+parallelism without asynchronous communication. Its nanotron (branch bench_cluster) saves the gathered inputs of
+column-parallel linear layers, which later versions gather again.
+
+In runs without stages, nanotron allocates bytes that our program does not have (nanotron_bytes.py). They are part of
+the comparison of bytes.
 
 The measured runs differ from our program in the order and buckets of nanotron's collectives, in unfused norms and
 gates, and in the slack of torch's allocator. Kernel launches from Python are included in the prediction (`LAUNCH`).
@@ -30,19 +42,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
+from bytescope.train.plan.validation import nanotron_bytes
 from bytescope.train.plan.validation.measured_rows import MeasuredRow, facts, target
+from bytescope.train.plan.validation.nanotron_bytes import NanotronRun
 
 NAME = "playbook"
+# Layers, width, heads, width of the MLP, whether the embedding is tied to the head.
+Shape = tuple[int, int, int, int, bool]
 _SOURCE = "playbook: huggingface.co/spaces/nanotron/ultrascale-playbook assets/data/benchmarks/{} (2025-02)"
-# Model -> layers, width, heads, width of the MLP, whether the embedding is tied to the head.
-SHAPES = {
+SHAPES: Mapping[str, Shape] = {
     "llama-1.34B": (16, 2048, 32, 8192, True),
     "llama-3.57B": (28, 3072, 32, 8192, True),
     "llama-8.86B": (32, 4096, 32, 14336, False),
     "llama-80B": (80, 8192, 64, 28672, False),
 }
-_SEQ_LEN, _VOCAB, _BATCH = 4096, 131072, 256
+# The model of old_bench, `llama-1B` in its configs.
+OLD_MODEL, OLD_SHAPE = "llama-1.11B", (24, 2048, 32, 4096, True)
+_SEQ_LEN, _VOCAB, _OLD_VOCAB = 4096, 131072, 50257
 _PER_HOST = 8
 # Size of the tensor-parallel group -> minimum seconds that eager nanotron needs for one layer of one micro-batch,
 # forward and backward, whatever its size. Programs of JAX have no such minimum. Within a host it is the time of kernel
@@ -57,6 +75,9 @@ _NETWORK = "efa"
 # A row is slow if it takes this multiple of the fastest row with its model, tensor-parallel group and micro-batch, on
 # any number of GPUs.
 _SLOW_FACTOR = 1.3
+# If the slowest stage has this multiple of the mean stage's work, a program whose stages share the head is another
+# program: the factor is the end of the range in which a prediction counts as right.
+_UNEVEN_FACTOR = 1.15
 # Rows that took 1.9 to 4.9 times the seconds of the same run with half the micro-batch, and reserved 10 to 51 GiB less
 # than the second half of the micro-batch needs by nanotron's source code.
 _OUT_OF_MEMORY_ROWS = {"404", "450", "463", "464"}
@@ -73,50 +94,139 @@ Fact = Mapping[str, str]
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Returns all measurements of the Ultra-Scale Playbook, in the order of its table. The id of a measurement is its
-    index."""
-    return tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
+    """Returns all measurements of the Ultra-Scale Playbook, in the order of its table, then those of old_bench. The id
+    of a measurement is its index in its table, for old_bench after "old"."""
+    playbook = tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
+    return playbook + tuple(_old_row(number, fact) for number, fact in enumerate(facts("old_bench")))
 
 
 def _row(number: int, fact: Fact) -> MeasuredRow:
-    gpus, reason = int(fact["gpus"]), _reason_to_exclude(fact)
-    stages = int(fact["pp"])
-    slots = SHAPES[fact["model"]][0] / stages * (int(fact["ga"]) + stages - 1)  # layers per stage, with the bubble
-    launch = next(seconds for split, seconds in LAUNCH.items() if int(fact["tp"]) <= split)
+    return _nanotron_row(
+        f"{number}",
+        fact,
+        fact["model"],
+        SHAPES[fact["model"]],
+        _VOCAB,
+        source=_SOURCE.format(fact["source"]),
+        measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None,
+        bytes_are="reserved",
+        bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""),
+        differs=_likely_slowdown(number, fact),
+        unreliable=(
+            "runs that should take equally long differ by 1.3x or more (network)" if fact["suspect"] == "1" else ""
+        ),
+        published="2025-02",
+    )
+
+
+def _old_row(number: int, fact: Fact) -> MeasuredRow:
+    unreliable = ""
+    if fact["unsteady"] == "1":
+        unreliable = f"the fastest step took {float(fact['fastest_ms']) / 1e3:.2f} s, the median step is far above it"
+    elif int(fact["gpus"]) > 16:
+        unreliable = "times of old_bench on more than two hosts vary between equal runs"
+    split = int(fact["tp"])
+    return _nanotron_row(
+        f"old{number}",
+        fact,
+        OLD_MODEL,
+        OLD_SHAPE,
+        -(-_OLD_VOCAB // split) * split,
+        source=f"old_bench: huggingface.co/nanotron/{fact['source']} (2024-07)",
+        measured_bytes=int(float(fact["peak_allocated_mib"]) * 2**20),
+        bytes_are="allocated",
+        unreliable=unreliable,
+        published="2024-07",
+    )
+
+
+def _nanotron_row(key: str, fact: Fact, model: str, shape: Shape, vocab: int, **more: Any) -> MeasuredRow:
+    gpus, stages, split = int(fact["gpus"]), int(fact["pp"]), int(fact["tp"])
+    slots = shape[0] / stages * (int(fact["ga"]) + stages - 1)  # layers per stage, with the bubble
+    launch = next(seconds for size, seconds in LAUNCH.items() if split <= size)
     return MeasuredRow(
         set=NAME,
-        id=str(number),
-        model=fact["model"],
+        id=key,
+        model=model,
         chip="h100",
         gpus=gpus,
-        overrides=_overrides(fact),
+        overrides=_overrides(fact, shape, vocab),
         config="llama_8b",
         target=target("h100", gpus, _PER_HOST),
         measured_seconds=float(fact["elapsed_ms"]) / 1e3,
-        measured_bytes=int(fact["peak_reserved_mib"]) << 20 if fact["peak_reserved_mib"] else None,
         quality="A",
-        source=_SOURCE.format(fact["source"]),
-        reason=reason,
         setup=_setup(fact),
-        tensor=int(fact["tp"]),
+        tensor=split,
         stages=stages,
         launch_seconds=launch * slots,
         host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _MAX_LAUNCH_FACTOR * launch,
         network=_NETWORK if gpus > _PER_HOST else "",
-        differs=_likely_slowdown(number, fact),
-        bytes_are="reserved",
+        framework_bytes=_framework_bytes(fact, shape, vocab, asynchronous=more["bytes_are"] == "reserved"),
         framework="eager torch",
-        published="2025-02",
-        bytes_reason=_BYTES_DOUBTED.get(f"{number}", ""),
+        other_program=_other_program(stages, split, gpus, shape, vocab),
+        **more,
     )
 
 
-def _reason_to_exclude(fact: Fact) -> str:
-    if fact["suspect"] == "1":
-        return "suspect: runs that should take equally long differ by 1.3x or more (network)"
-    if int(fact["gbs_seqs"]) != _BATCH:
-        return f"the batch is not {_BATCH} sequences"
+def nanotron_run(fact: Fact, shape: Shape, vocab: int, asynchronous: bool) -> NanotronRun:
+    """Returns the facts of a run without stages that decide nanotron's bytes.
+
+    Args:
+        fact: the row of the table, column -> text.
+        shape: layers, width, heads, width of the MLP, whether the embedding is tied to the head.
+        vocab: size of the vocabulary.
+        asynchronous: True for the nanotron of the Playbook's runs, False for that of old_bench.
+    """
+    data, split, zero, micro = (int(fact[name]) for name in ("dp", "tp", "zero_stage", "mbs"))
+    return NanotronRun(*shape, vocab, data, split, zero, micro, asynchronous)
+
+
+def _framework_bytes(fact: Fact, shape: Shape, vocab: int, asynchronous: bool) -> dict[str, int]:
+    if fact["pp"] != "1":
+        return {}
+    run = nanotron_run(fact, shape, vocab, asynchronous)
+    return {term.name: term.bytes for term in nanotron_bytes.terms(run) if not term.ours}
+
+
+def _other_program(stages: int, split: int, gpus: int, shape: Shape, vocab: int) -> str:
+    if stages == 1:
+        return ""
+    if split > 1 and gpus > _PER_HOST:
+        return (
+            "between pipeline stages on several hosts, each process of nanotron's tensor-parallel group receives the "
+            "shape of each tensor ahead, and its host waits for it before it launches more kernels; our stages are "
+            "one compiled program"
+        )
+    uneven = slowest_stage(stages, shape, vocab)
+    if uneven > _UNEVEN_FACTOR:
+        return (
+            "only nanotron's last pipeline stage has the head, so that the slowest stage has more than "
+            f"{_UNEVEN_FACTOR} times the work of the mean stage; our stages share the head"
+        )
     return ""
+
+
+def slowest_stage(stages: int, shape: Shape, vocab: int) -> float:
+    """Returns the work of nanotron's slowest pipeline stage, divided by the work of the mean stage.
+
+    nanotron assigns whole layers and the head to stages in their order, and goes to the next stage when the work so far
+    exceeds the stage's share (src/nanotron/models/base.py, `build_model`). The work of a layer and of the head is their
+    number of weights (src/nanotron/models/llama.py, `get_block_compute_costs`).
+
+    Args:
+        stages: number of pipeline stages.
+        shape: layers, width, heads, width of the MLP, whether the embedding is tied to the head.
+        vocab: size of the vocabulary.
+    """
+    layers, width, _, mlp, _ = shape
+    costs = [4 * width * width + 3 * mlp * width] * layers + [vocab * width]
+    total, done, stage, work = sum(costs), 0, 0, [0] * stages
+    for cost in costs:
+        work[stage] += cost
+        done += cost
+        if done * stages > total * (stage + 1):
+            stage += 1
+    return max(work) * stages / total
 
 
 def _likely_slowdown(number: int, fact: Fact) -> str:
@@ -137,8 +247,8 @@ def _setup(fact: Fact) -> str:
     return f"dp{fact['dp']} tp{fact['tp']}{stages} zero{fact['zero_stage']} {fact['mbs']}x{fact['ga']}"
 
 
-def _overrides(fact: Fact) -> dict[str, str]:
-    layers, width, heads, mlp, tied = SHAPES[fact["model"]]
+def _overrides(fact: Fact, shape: Shape, vocab: int) -> dict[str, str]:
+    layers, width, heads, mlp, tied = shape
     split = int(fact["tp"])
     return {
         "model.n_layers": f"{layers}",
@@ -147,7 +257,7 @@ def _overrides(fact: Fact) -> dict[str, str]:
         "model.n_kv_heads": f"{heads}",
         "model.d_head": f"{width // heads}",
         "model.d_ff": f"{mlp}",
-        "model.vocab_size": f"{_VOCAB}",
+        "model.vocab_size": f"{vocab}",
         "model.tie_embeddings": f"{tied}",
         "model.rope_scaling": "()",
         "model.max_seq_len": f"{_SEQ_LEN}",

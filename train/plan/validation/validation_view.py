@@ -9,6 +9,7 @@ offline; `static/validation.js` draws its chart.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,11 +22,10 @@ from bytescope.memory.view.elements import HeaderFigure, versions
 from bytescope.memory.view.figures import seconds
 from bytescope.memory.view.frame import page
 from bytescope.memory.view.prediction_text import within
-from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView, value_at
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import Prose, blocks
-from bytescope.train.plan.validation.cohorts import BYTES_WITHIN
-from bytescope.train.plan.validation.validation_score import WITHIN
+from bytescope.train.plan.validation.validation_score import BYTES_WITHIN, WITHIN
 
 Record = Mapping[str, Any]
 
@@ -37,17 +37,20 @@ NOTES = (
     "For each measured run, the config that comes nearest to it is compiled. Its seconds are predicted from the "
     "compiled schedule, at the FLOP/s and bytes/s that the chip reaches.",
     "Pairs: two runs whose measured seconds differ by more than 5 % (near: by less than 1.5x). A pair is right if "
-    "the faster run is predicted to be faster; a tie counts as half. The columns by tensor split show the fraction "
-    "that sorting by the size of the tensor-parallel group gets right. Runs of different models or numbers of GPUs "
-    "are never pooled.",
+    "the faster run is predicted to be faster; a tie counts as half. Other columns show the fraction that is right if "
+    "runs are sorted by the size of the tensor-parallel group (tp), then by the number of stages (pp) and of "
+    "micro-batches (mb), smaller first. A coloured fraction is below one of them. Runs of different models or numbers "
+    "of GPUs are never pooled.",
+    "Claimed: some measured programs are known to be other programs than ours, and some measured seconds are "
+    "unreliable. Such runs are predicted, but each score is also given without them.",
     "If the measured framework launches kernels more slowly than the device runs them, the time of its launches is "
     "the prediction. The time per launch was read from runs of this set. Our compiled step has no such minimum; the "
     "seconds of the device are shown too.",
     "Interval: four of five measured runs are expected within it. Its width is that of the ratios of other publishers' "
     "runs of the same kind: compiled or eager, with or without sends between devices, limited by the device, by "
     "transfers or by launches.",
-    "Bytes: the bytes that our program allocates, divided by the measured bytes. A reserved maximum is an upper "
-    "bound of the bytes that were needed.",
+    "Bytes: the bytes that our program allocates, with the bytes that only the measured framework has by its source "
+    "code, divided by the measured bytes. A reserved maximum is an upper bound of the bytes that were needed.",
     "Scores over all models: runs that have the same program (measured twice, or with differences that no config "
     "expresses) have the weight of one run.",
 )
@@ -68,6 +71,22 @@ def is_off(row: Record) -> str:
     return "" if WITHIN[0] <= row["ratio"] <= WITHIN[1] else "exceeds"
 
 
+def is_beaten(path: str) -> Callable[[Record], str]:
+    """Returns a function from a group to the style of its fraction of right pairs: "exceeds" (a warning colour) if a
+    baseline puts more pairs in the right order than the prediction, else "".
+
+    path: where the group has its `Pairs`, such as "order.pairs".
+    """
+
+    def style(group: Record) -> str:
+        pairs = value_at(group, path)
+        if not pairs or pairs["right"] is None:
+            return ""
+        return "exceeds" if max(pairs["sorted_by"].values()) > pairs["right"] else ""
+
+    return style
+
+
 def ratio(key: str, title: str, **more: Any) -> ColumnView:
     """Returns a table column for ratios predicted/measured, with two digits after the decimal point.
 
@@ -79,41 +98,83 @@ def ratio(key: str, title: str, **more: Any) -> ColumnView:
     return ColumnView(key, title, "ratio", digits=2, **more)
 
 
-def cohort_columns(title: str) -> tuple[ColumnView, ...]:
-    """Returns the columns of the table that compares predicted with measured seconds for groups of runs.
+# The parts of a group or cohort: all runs, and the runs that we claim to predict. Each has a `Score`.
+_ALL, _CLAIMED = "all", "claimed"
+# Baseline -> the title of its column, in full and on the terminal.
+_BASELINE_TITLES = {
+    "tensor": ("by tensor split", "by tp"),
+    "tensor_micro": ("by tensor split, micro-batches", "tp, mb"),
+    "tensor_stages_micro": ("by tensor split, stages, micro-batches", "tp, pp, mb"),
+}
 
-    title: the title of the first column, which contains the name of each group.
+
+def score_columns(part: str, quantiles: bool = False) -> tuple[ColumnView, ...]:
+    """Returns the columns for the `Score` of measured seconds.
+
+    Args:
+        part: the key of the score in a group or cohort, "all" or "claimed".
+        quantiles: whether the terminal shows the quantiles 0.1 and 0.9 too.
     """
+    runs = ColumnView(
+        f"{part}_rows", "runs" if part == _ALL else "runs claimed", "number", path=f"{part}.rows", short="runs"
+    )
+    programs = ColumnView(
+        f"{part}_programs", "programs", "number", path=f"{part}.programs", skip_zero=True, only=TERMINAL
+    )
     return (
-        ColumnView("name", title, min_width=18),
-        ColumnView("rows", "runs", "number", skip_zero=True),
-        ColumnView("programs", "programs", "number", skip_zero=True),
-        ColumnView("within", "within 15 %", "share"),
+        runs,
+        *(() if quantiles else (programs,)),
+        ColumnView(f"{part}_within", "within 15 %", "share", path=f"{part}.within"),
         ratio(
-            "median", "predicted/measured", short="median", note=lambda cohort: between(cohort["least"], cohort["most"])
+            f"{part}_median",
+            "predicted/measured",
+            short="median",
+            path=f"{part}.median",
+            note=lambda row: between(row[part]["least"], row[part]["most"]),
         ),
-        ratio("least", "least", only=TERMINAL),
-        ratio("most", "most", only=TERMINAL),
+        ratio(f"{part}_least", "least", path=f"{part}.least", only=TERMINAL),
+        *(
+            (
+                ratio(f"{part}_low", "10 %", path=f"{part}.low", only=TERMINAL),
+                ratio(f"{part}_high", "90 %", path=f"{part}.high", only=TERMINAL),
+            )
+            if quantiles
+            else ()
+        ),
+        ratio(f"{part}_most", "most", path=f"{part}.most", only=TERMINAL),
     )
 
 
+def cohort_columns(title: str, part: str = _ALL) -> tuple[ColumnView, ...]:
+    """Returns the columns of the table that compares predicted with measured seconds for groups of runs.
+
+    Args:
+        title: the title of the first column, which contains the name of each group.
+        part: "all" for all runs, "claimed" for the runs that we claim to predict.
+    """
+    return (ColumnView("name", title, min_width=18), *score_columns(part))
+
+
 COHORT_BYTES = (
-    ColumnView("bytes_are", "measured", "text", only=TERMINAL),
-    ColumnView("bytes_rows", "with bytes", "number", short="runs", skip_zero=True),
-    ColumnView("bytes_programs", "programs with bytes", "number", short="programs", only=TERMINAL),
-    ColumnView("bytes_below", "at or below", "share", only=TERMINAL),
+    ColumnView("bytes_are", "measured", "text", path="all.bytes_are", only=TERMINAL),
+    ColumnView("bytes_rows", "with bytes", "number", short="runs", path="all.bytes_rows", skip_zero=True),
+    ColumnView(
+        "bytes_programs", "programs with bytes", "number", short="programs", path="all.bytes_programs", only=TERMINAL
+    ),
+    ColumnView("bytes_below", "at or below", "share", path="all.bytes_below", only=TERMINAL),
     *(
-        ColumnView(f"bytes {name}", f"bytes {name}", "share", short=name, path=f"bytes_within.{number}")
+        ColumnView(f"bytes {name}", f"bytes {name}", "share", short=name, path=f"all.bytes_within.{number}")
         for number, name in enumerate(BYTES_WITHIN)
     ),
     ratio(
         "bytes_median",
         "bytes, ours/measured",
         short="median",
-        note=lambda cohort: between(cohort["bytes_least"], cohort["bytes_most"]),
+        path="all.bytes_median",
+        note=lambda cohort: between(cohort["all"]["bytes_least"], cohort["all"]["bytes_most"]),
     ),
-    ratio("bytes_least", "least", only=TERMINAL),
-    ratio("bytes_most", "most", only=TERMINAL),
+    ratio("bytes_least", "least", path="all.bytes_least", only=TERMINAL),
+    ratio("bytes_most", "most", path="all.bytes_most", only=TERMINAL),
 )
 
 # How many measured runs are within their predicted interval, by source.
@@ -128,64 +189,71 @@ COVERAGE_COLUMNS = (
     ratio("width", "upper/lower end, median", short="width"),
 )
 
-# The scores of a model on a number of GPUs. The page has one table, the terminal has four.
+# The scores of a model on a number of GPUs. The page has one table, the terminal has several.
 GROUP = (ColumnView("name", "model"), ColumnView("gpus", "GPUs", "number"))
-GROUP_SECONDS = (
-    ColumnView("rows", "runs", "number"),
-    ratio("least", "least", path="ratios.0", only=TERMINAL),
-    ratio("low", "10 %", path="ratios.1", only=TERMINAL),
-    ratio(
-        "median",
-        "predicted/measured",
-        short="median",
-        path="ratios.2",
-        note=lambda group: between(group["ratios"][0], group["ratios"][4]),
-    ),
-    ratio("high", "90 %", path="ratios.3", only=TERMINAL),
-    ratio("most", "most", path="ratios.4", only=TERMINAL),
-    ColumnView("within", "within 15 %", "share"),
-)
 GROUP_FREE_OF_HOST = (
-    ratio("free_median", "not bound by the host", short="free of host"),
+    ratio("free_median", "not bound by the host", short="free of host", path="all.free_median"),
     ColumnView(
         "free_rows",
         "runs",
         "number",
-        read=lambda group: group["free_rows"] if group["free_median"] else None,
+        read=lambda group: group["all"]["free_rows"] if group["all"]["free_median"] else None,
         only=TERMINAL,
     ),
 )
-GROUP_PAIRS = (
-    ColumnView("count", "pairs", "number", path="pairs.count"),
-    ColumnView("right", "right", "share", path="pairs.right"),
-    ColumnView("by_tensor", "by tensor split", "share", short="by tensor", path="pairs.by_tensor"),
-    ColumnView("near_count", "near pairs", "number", path="pairs.near_count", only=TERMINAL),
-    ColumnView("near_right", "near pairs right", "share", short="right", path="pairs.near_right"),
-    ColumnView("near_by_tensor", "by tensor split", "share", short="by tensor", path="pairs.near_by_tensor"),
-)
-GROUP_PAIRS_ACROSS = (
-    ColumnView("across_count", "pairs across stages", "number", short="pairs", path="across.count"),
-    ColumnView("across_right", "right", "share", path="across.right"),
-    ColumnView("across_by_tensor", "by tensor", "share", path="across.by_tensor", only=TERMINAL),
-    ColumnView("across_near_count", "near pairs", "number", path="across.near_count", only=TERMINAL),
-    ColumnView("across_near_right", "right", "share", path="across.near_right", only=TERMINAL),
-    ColumnView("across_near_by_tensor", "by tensor", "share", path="across.near_by_tensor", only=TERMINAL),
-)
+
+
+def pair_columns(path: str, title: str, near: bool = True) -> tuple[ColumnView, ...]:
+    """Returns the columns for the `Pairs` of a group: their number, the fraction that is predicted in the right order,
+    and the fractions of the baselines.
+
+    Args:
+        path: where the group has its `Pairs`, such as "order.pairs".
+        title: the title of the first column on the page.
+        near: whether the page shows pairs that differ by less than 1.5x too.
+    """
+    columns = [
+        ColumnView(f"{path}.count", title, "number", short="pairs"),
+        ColumnView(f"{path}.right", "right", "share", verdict=is_beaten(path)),
+    ]
+    for name, (long, short) in _BASELINE_TITLES.items():
+        columns.append(ColumnView(f"{path}.sorted_by.{name}", long, "share", short=short))
+    if near:
+        columns.append(ColumnView(f"{path}.near_count", "near pairs", "number", short="near", only=TERMINAL))
+        columns.append(ColumnView(f"{path}.near_right", "near pairs right", "share", short="right"))
+        for name, (long, short) in _BASELINE_TITLES.items():
+            columns.append(
+                ColumnView(f"{path}.near_sorted_by.{name}", f"near, {long}", "share", short=short, only=PAGE)
+            )
+    return tuple(columns)
+
+
 GROUP_RANKS = (
-    ratio("spearman", "rank correlation", short="rank corr."),
-    ratio("spearman_by_tensor", "by tensor split", short="by tensor"),
+    ratio("spearman", "rank correlation", short="rank corr.", path="order.spearman"),
+    *(
+        ratio(f"spearman_{name}", long, short=short, path=f"order.spearman_by.{name}")
+        for name, (long, short) in _BASELINE_TITLES.items()
+    ),
 )
 GROUP_BYTES = (
-    ColumnView("bytes_rows", "runs with bytes", "number", short="runs", only=TERMINAL),
-    ratio("bytes_median", "bytes, ours/measured", short="median"),
-    ColumnView("bytes_below", "at or below", "share"),
+    ColumnView("bytes_rows", "runs with bytes", "number", short="runs", path="all.bytes_rows", only=TERMINAL),
+    ratio("bytes_median", "bytes, ours/measured", short="median", path="all.bytes_median"),
+    ColumnView("bytes_below", "at or below", "share", path="all.bytes_below"),
+    ColumnView(
+        "claimed_bytes_rows", "claimed with bytes", "number", short="claimed", path="claimed.bytes_rows", only=TERMINAL
+    ),
+    ratio("claimed_bytes_median", "claimed, ours/measured", short="median", path="claimed.bytes_median"),
+    ColumnView("claimed_bytes_below", "at or below", "share", path="claimed.bytes_below"),
 )
 GROUP_COLUMNS = (
     *GROUP,
-    *GROUP_SECONDS,
+    *score_columns(_ALL, quantiles=True),
     *GROUP_FREE_OF_HOST,
-    *GROUP_PAIRS,
-    *GROUP_PAIRS_ACROSS,
+    *score_columns(_CLAIMED, quantiles=True),
+    *pair_columns("order.pairs", "pairs"),
+    *pair_columns("order.across", "pairs across stages", near=False),
+    *pair_columns("claimed_order.pairs", "pairs claimed", near=False),
+    *pair_columns("claimed_order.across", "claimed pairs across stages", near=False),
     *GROUP_RANKS,
     *GROUP_BYTES,
 )
@@ -204,16 +272,44 @@ ROW_COLUMNS = (
     ColumnView("device_seconds", "device alone", "seconds", only=PAGE),
     ColumnView("allocated_bytes", "allocated", "bytes", short="alloc", skip_zero=True, rank=1),
     ColumnView("measured_bytes", "measured bytes", "bytes", short="measured", skip_zero=True, rank=1),
+    ColumnView(
+        "framework_bytes",
+        "framework alone",
+        "bytes",
+        read=lambda row: sum(row["framework_bytes"].values()),
+        skip_zero=True,
+        only=PAGE,
+        rank=2,
+    ),
     ColumnView("bound_by", "bound by", "value"),
     ratio("bytes_ratio", "ratio of bytes", only=PAGE, rank=2),
     ColumnView("quality", "source", "text", hover=lambda row: row["source"], only=PAGE, rank=2),
     ColumnView("differs", "differs", "text", only=PAGE, rank=2),
+    ColumnView("not_claimed", "not claimed", "text", only=PAGE, rank=2),
+)
+NOT_CLAIMED_COLUMNS = (
+    ColumnView("reason", "predicted, but not claimed"),
+    ColumnView("rows", "runs", "number", read=lambda group: len(group["rows"])),
+    ratio("median", "median", read=lambda group: _median_ratio(group["rows"])),
 )
 NOT_COMPARED_COLUMNS = (
     ColumnView("reason", "why"),
     ColumnView("rows", "runs", "number", read=lambda group: len(group["rows"])),
     ColumnView("which", "which", "text", read=lambda group: ", ".join(named(group["rows"]))),
 )
+
+
+def _median_ratio(rows: Sequence[Record]) -> float | None:
+    ratios = [row["ratio"] for row in rows if row["ratio"]]
+    return statistics.median(ratios) if ratios else None
+
+
+def not_claimed(rows: Sequence[Record]) -> list[Record]:
+    """Returns the runs that have a prediction which we do not claim, grouped by the reason: {"reason", "rows"}, largest
+    group first."""
+    groups = _by_reason(rows, lambda row: row["not_claimed"])
+    largest_first = sorted(groups.items(), key=lambda each: -len(each[1]))
+    return [{"reason": reason, "rows": some} for reason, some in largest_first]
 
 
 def named(rows: Sequence[Record]) -> list[str]:
@@ -255,8 +351,9 @@ def render_text(validation: Mapping[str, Any]) -> RenderableType:
         _coverage(validation),
         _cohort_bytes(validation),
         _seconds(validation) if validation["groups"] else None,
-        _render_order(validation),
-        _render_order_across_stages(validation),
+        *_order(validation),
+        *_claimed(validation),
+        _render_ranks(validation),
         None if pooled else _bytes(validation),
         _worst(validation),
         _render_reasons_of_errors(validation) if pooled else _render_known_differences(validation),
@@ -266,7 +363,9 @@ def render_text(validation: Mapping[str, Any]) -> RenderableType:
 
 def _head(validation: Mapping[str, Any]) -> RenderableType:
     counts = (f"{validation['set']}: {len(validation['rows'])} measured runs", "bold")
-    lines: list[RenderableType] = [Text.assemble(counts, f", {validation['compiled']} compiled now")]
+    claimed = sum(not row["not_claimed"] for row in validation["rows"])
+    unclaimed = f" ({claimed} claimed)" if claimed < len(validation["rows"]) else ""
+    lines: list[RenderableType] = [Text.assemble(counts, f"{unclaimed}, {validation['compiled']} compiled now")]
     if validation["rates"]:
         lines.append(Prose(f"rates: {one_line(validation['rates'])}", "dim"))
     for compiler, rows in validation["elsewhere"]:
@@ -277,14 +376,22 @@ def _head(validation: Mapping[str, Any]) -> RenderableType:
 
 
 def _cohorts(cohorts: Sequence[Record], title: str) -> RenderableType | None:
-    timed = [cohort for cohort in cohorts if cohort["rows"]]
+    timed = [cohort for cohort in cohorts if cohort["all"]["rows"]]
     if not timed:
         return None
     words = Prose(
         "predicted over measured seconds, for all models; runs that have the same program have the weight of one run:"
     )
     heading = words if title == "rows" else Text("by source:")
-    return Group(heading, terminal_table(TableView(cohort_columns(title), timed)))
+    tables: list[RenderableType] = [heading, terminal_table(TableView(cohort_columns(title), timed))]
+    claimed = [cohort for cohort in timed if cohort["claimed"]["rows"]]
+    if _some_unclaimed(timed):
+        tables += [Text("runs that are claimed:"), terminal_table(TableView(cohort_columns(title, _CLAIMED), claimed))]
+    return Group(*tables)
+
+
+def _some_unclaimed(parts: Sequence[Record]) -> bool:
+    return any(part["claimed"]["rows"] != part["all"]["rows"] for part in parts)
 
 
 def _coverage(validation: Mapping[str, Any]) -> RenderableType | None:
@@ -300,7 +407,7 @@ def _coverage(validation: Mapping[str, Any]) -> RenderableType | None:
 
 
 def _cohort_bytes(validation: Mapping[str, Any]) -> RenderableType | None:
-    sized = [source for source in validation["sources"] if source["bytes_rows"]]
+    sized = [source for source in validation["sources"] if source["all"]["bytes_rows"]]
     if not sized:
         return None
     name, *_ = cohort_columns("source")
@@ -314,49 +421,71 @@ def _cohort_bytes(validation: Mapping[str, Any]) -> RenderableType | None:
 def _seconds(validation: Mapping[str, Any]) -> RenderableType:
     hosts = any(row["host_bound"] for row in validation["rows"])
     free = "; free of host: the median of runs that are not bound by launches:" if hosts else ", by model and GPUs:"
-    columns = (*GROUP, *GROUP_SECONDS, *(GROUP_FREE_OF_HOST if hosts else ()))
+    columns = (*GROUP, *score_columns(_ALL, quantiles=True), *(GROUP_FREE_OF_HOST if hosts else ()))
     return Group(
         Prose(f"predicted over measured seconds{free}"), terminal_table(TableView(columns, validation["groups"]))
     )
 
 
-def _render_order(validation: Mapping[str, Any]) -> RenderableType | None:
-    # Small groups are left out if there are also scores over the runs of all models.
-    groups = [
-        group
-        for group in validation["groups"]
-        if group["pairs"]["count"] >= (_MIN_PAIRS if validation["cohorts"] else 0)
-    ]
-    if not groups:
-        return None
-    return Group(
-        Prose(
-            "order: pairs of runs with equal numbers of stages that differ by more than 5 % (near: by less than 1.5x), "
-            "the share that is predicted in the right order, and the share in the right order if runs are sorted by "
-            "the size of the tensor-parallel group:"
-        ),
-        terminal_table(TableView((*GROUP, *GROUP_PAIRS, *GROUP_RANKS), groups)),
+def _order(validation: Mapping[str, Any]) -> list[RenderableType]:
+    words = (
+        "order: pairs of runs with equal numbers of stages that differ by more than 5 % (near: by less than 1.5x), "
+        "the share that is predicted in the right order, and the share in the right order if runs are sorted by "
+        "the size of the tensor-parallel group (tp), the number of micro-batches (mb) and of stages (pp), smaller "
+        "first:"
     )
+    across = "order of runs with different numbers of stages, including runs without stages:"
+    # Small groups are left out if there are also scores over the runs of all models.
+    fewest = _MIN_PAIRS if validation["cohorts"] else 0
+    return [
+        *_pairs(validation["groups"], "order.pairs", words, fewest),
+        *_pairs(validation["groups"], "order.across", across, 1, near=False),
+    ]
 
 
-def _render_order_across_stages(validation: Mapping[str, Any]) -> RenderableType | None:
-    groups = [group for group in validation["groups"] if group["across"] and group["across"]["count"]]
+def _claimed(validation: Mapping[str, Any]) -> list[RenderableType]:
+    groups = [group for group in validation["groups"] if group["claimed"]["rows"]]
+    if not _some_unclaimed(validation["groups"]):
+        return []
+    words = "runs that are claimed, predicted over measured seconds:"
+    columns = (*GROUP, *score_columns(_CLAIMED, quantiles=True))
+    return [
+        terminal_table(TableView(NOT_CLAIMED_COLUMNS, not_claimed(validation["rows"]))),
+        Group(Text(words), terminal_table(TableView(columns, groups))),
+        *_pairs(
+            groups, "claimed_order.pairs", "order of runs that are claimed, equal numbers of stages:", 1, near=False
+        ),
+        *_pairs(groups, "claimed_order.across", "order of runs that are claimed, across stages:", 1, near=False),
+    ]
+
+
+def _pairs(groups: Sequence[Record], path: str, words: str, fewest: int, near: bool = True) -> list[RenderableType]:
+    some = [group for group in groups if (value_at(group, f"{path}.count") or 0) >= fewest]
+    if not some:
+        return []
+    return [Group(Prose(words), terminal_table(TableView((*GROUP, *pair_columns(path, "pairs", near)), some)))]
+
+
+def _render_ranks(validation: Mapping[str, Any]) -> RenderableType | None:
+    groups = [group for group in validation["groups"] if group["order"]["spearman"] is not None]
     if not groups:
         return None
     return Group(
-        Prose("order of runs with different numbers of stages, including runs without stages:"),
-        terminal_table(TableView((*GROUP, *GROUP_PAIRS_ACROSS), groups)),
+        Prose("rank correlation with the measured seconds, by prediction and by sorting:"),
+        terminal_table(TableView((*GROUP, *GROUP_RANKS), groups)),
     )
 
 
 def _bytes(validation: Mapping[str, Any]) -> RenderableType | None:
-    groups = [group for group in validation["groups"] if group["bytes_rows"]]
+    groups = [group for group in validation["groups"] if group["all"]["bytes_rows"]]
     if not groups:
         return None
     kinds = {row["bytes_are"] for row in validation["rows"] if row["bytes_ratio"]} - {""}
     what = f" ({' or '.join(sorted(kinds))})" if kinds else ""
+    framework = any(row["framework_bytes"] for row in validation["rows"])
+    more = " and the bytes that only the measured framework has" if framework else ""
     return Group(
-        Prose(f"our allocated bytes over the measured bytes{what}:"),
+        Prose(f"our allocated bytes{more} over the measured bytes{what}:"),
         terminal_table(TableView((*GROUP, *GROUP_BYTES), groups)),
         *_lines_of_uncompared_bytes(validation),
     )
@@ -445,14 +574,19 @@ def render_page(validation: Mapping[str, Any]) -> str:
         versions=versions(validation["versions"]),
         figures=_header_figures(validation),
         left=len(validation["left"]),
-        cohorts=page_table(TableView((*cohort_columns("rows"), *COHORT_BYTES), validation["cohorts"])),
-        sources=page_table(TableView((*cohort_columns("source"), *COHORT_BYTES), validation["sources"])),
+        cohorts=page_table(TableView(_page_cohort_columns("rows"), validation["cohorts"])),
+        sources=page_table(TableView(_page_cohort_columns("source"), validation["sources"])),
         coverage=page_table(TableView(COVERAGE_COLUMNS, [one for one in validation["coverage"] if one["rows"]])),
         groups=page_table(TableView(GROUP_COLUMNS, validation["groups"])),
         rows=page_table(TableView(ROW_COLUMNS, worst_first(validation["rows"]))),
+        not_claimed=page_table(TableView(NOT_CLAIMED_COLUMNS, not_claimed(validation["rows"]))),
         unsaid=page_table(TableView(NOT_COMPARED_COLUMNS, validation["unsaid"])),
         notes=(*NOTES, rates) if long else NOTES,
     )
+
+
+def _page_cohort_columns(title: str) -> tuple[ColumnView, ...]:
+    return (*cohort_columns(title), *score_columns(_CLAIMED), *COHORT_BYTES)
 
 
 def page_data(validation: Mapping[str, Any]) -> dict[str, Any]:
@@ -497,8 +631,10 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
             f"interval {within(row['seconds_low'], row['seconds_high'])} s: {holds} the measured seconds",
             f"device only {seconds(row['device_seconds'])}" if row["launch_seconds"] else "",
             sizes,
+            f"{human(sum(row['framework_bytes'].values()))} more by the framework" if row["framework_bytes"] else "",
             row["differs"],
             row["bytes_reason"],
+            f"not claimed: {row['not_claimed']}" if row["not_claimed"] else "",
         )
         if text
     ]
@@ -507,7 +643,9 @@ def _tip(row: Mapping[str, Any]) -> list[str]:
 def _header_figures(validation: Mapping[str, Any]) -> list[HeaderFigure]:
     # There is no overall score, because runs of different models are never pooled.
     unsaid = sum(len(group["rows"]) for group in validation["unsaid"])
+    claimed = sum(not row["not_claimed"] for row in validation["rows"])
     return [
         HeaderFigure("runs", str(len(validation["rows"])), "measured and predicted"),
+        HeaderFigure("claimed", str(claimed), "our program, with reliable seconds"),
         HeaderFigure("not compared", str(unsaid), "with the reason below"),
     ]

@@ -7,29 +7,66 @@ import pytest
 
 from bytescope.memory.seconds.achieved import NETWORKS
 from bytescope.model.remat.policies import ADAPTERS, EXPERTS, LATENTS, POLICIES
-from bytescope.train.plan.validation import setups_playbook
+from bytescope.train.plan.validation import measured_rows, nanotron_bytes, setups_playbook
 
 pytestmark = pytest.mark.quick
 
 
-def test_the_rows_that_are_compiled_are_those_without_suspicion():
-    rows = setups_playbook.rows()
-    assert len(rows) == 532 and len({row.id for row in rows}) == 532
-    said = Counter((row.gpus, row.stages > 1) for row in rows if not row.reason)
-    assert said == {(8, False): 26, (32, False): 52, (64, False): 52, (8, True): 40, (32, True): 120, (64, True): 187}
-    assert Counter(row.stages for row in rows if not row.reason) == {1: 130, 2: 159, 4: 107, 8: 61, 16: 19, 32: 1}
-    assert sum("suspect" in row.reason for row in rows) == 51
-    assert all(row.config and row.overrides for row in rows if not row.reason)
+def test_every_row_has_a_config_and_those_not_claimed_say_why():
+    rows = [row for row in setups_playbook.rows() if row.published == "2025-02"]
+    assert len(rows) == 532 and len({row.id for row in setups_playbook.rows()}) == 551
+    assert all(row.config and row.overrides and not row.reason for row in setups_playbook.rows())
+    unreliable = [row for row in rows if row.unreliable]
+    assert len(unreliable) == 51 and all("1.3x" in row.unreliable for row in unreliable)
+    assert not any(row.other_program for row in rows if row.stages == 1)
+    claimed = Counter((row.gpus, row.stages > 1) for row in rows if row.claims_seconds)
+    assert claimed == {(8, False): 26, (32, False): 52, (64, False): 52, (8, True): 32, (32, True): 12, (64, True): 14}
 
 
-def test_every_row_computes_one_batch_on_its_devices():
+def test_stages_with_tensor_parallelism_over_hosts_are_another_program():
     for row in setups_playbook.rows():
-        if not row.reason:
-            of = row.overrides
-            sequences = int(of["mesh.fsdp"]) * int(of["batch.micro"]) * int(of["batch.accumulation"])
-            assert sequences == 256, row
-            assert int(of["mesh.fsdp"]) * int(of["mesh.tensor"]) * int(of.get("mesh.stage", 1)) == row.gpus, row
-            assert int(of.get("mesh.stage", 1)) == row.stages, row
+        over_hosts = row.stages > 1 and row.tensor > 1 and row.gpus > 8
+        assert ("receives the shape" in row.other_program) == over_hosts
+        assert row.claims_bytes == (not row.other_program)
+
+
+def test_the_slowest_stage_is_that_of_nanotrons_assignment():
+    # 16 layers of one unit and a head of 4. Of 20 units, 2 stages have 11 and 9, 4 stages 6, 5, 5 and 4. Of 8 stages,
+    # which have 2.5 units on average, the last has the head alone.
+    small = setups_playbook.SHAPES["llama-1.34B"]
+    assert [setups_playbook.slowest_stage(count, small, 131072) for count in (2, 4, 8)] == pytest.approx(
+        [1.1, 1.2, 1.6]
+    )
+    marked = {
+        row.stages
+        for row in setups_playbook.rows()
+        if row.model == "llama-1.34B" and "has the head" in row.other_program
+    }
+    assert marked and 2 not in marked
+    # Without a vocabulary, equal stages.
+    assert setups_playbook.slowest_stage(4, small, 0) == pytest.approx(5 / 4)  # a layer more than a share of 4
+
+
+def test_rows_of_old_bench_have_allocated_bytes_and_seconds_of_two_hosts_at_most():
+    rows = [row for row in setups_playbook.rows() if row.source_id == "old_bench"]
+    assert (
+        len(rows) == 19
+        and {row.bytes_are for row in rows} == {"allocated"}
+        and {row.model for row in rows} == {"llama-1.11B"}
+    )
+    assert all(bool(row.unreliable) == (row.gpus == 64) for row in rows)
+    assert sum("fastest step" in row.unreliable for row in rows) == 4
+    assert all(int(row.overrides["model.vocab_size"]) % row.tensor == 0 for row in rows)
+
+
+def test_every_row_computes_its_batch_on_its_devices():
+    batches = Counter()
+    for row in setups_playbook.rows():
+        of = row.overrides
+        batches[int(of["mesh.fsdp"]) * int(of["batch.micro"]) * int(of["batch.accumulation"])] += 1
+        assert int(of["mesh.fsdp"]) * int(of["mesh.tensor"]) * int(of.get("mesh.stage", 1)) == row.gpus, row
+        assert int(of.get("mesh.stage", 1)) == row.stages and row.micro_batches == int(of["batch.accumulation"]), row
+    assert batches == {256: 528, 128: 3, 16: 1, 1024: 19}
 
 
 def test_a_row_says_its_setup():
@@ -83,6 +120,45 @@ def test_the_policy_keeps_what_nanotron_keeps():
     assert {name for name in names if not name.endswith(("_mask", "_fp8", "_scale"))} == SAVED
 
 
+def test_the_byte_sum_is_the_allocated_peak_of_old_bench():
+    for fact in measured_rows.facts("old_bench"):
+        if fact["pp"] == "1":
+            split = int(fact["tp"])
+            vocab = -(-50257 // split) * split
+            run = setups_playbook.nanotron_run(fact, setups_playbook.OLD_SHAPE, vocab, asynchronous=False)
+            rest = float(fact["peak_allocated_mib"]) - nanotron_bytes.total(nanotron_bytes.terms(run)) / 2**20
+            assert 0 < rest < 20, fact  # MiB, of 4.5 to 59 GiB
+            # torch reserves more, which is explained by the terms of the reserved bytes and 1.4 GiB of other slack.
+            slack = float(fact["peak_reserved_mib"]) - float(fact["peak_allocated_mib"])
+            assert slack < nanotron_bytes.total(nanotron_bytes.reserved_terms(run)) / 2**20 + 700
+
+
+def test_reserved_bytes_of_wide_splits_are_between_the_sum_and_its_maximum():
+    inside, rows = 0, 0
+    for number, fact in enumerate(measured_rows.facts("playbook")):
+        row = setups_playbook.rows()[number]
+        if row.stages > 1 or row.tensor < 8 or row.bytes_reason:
+            continue
+        run = setups_playbook.nanotron_run(fact, setups_playbook.SHAPES[row.model], 131072, asynchronous=True)
+        least = nanotron_bytes.total(nanotron_bytes.terms(run))
+        most = least + nanotron_bytes.total(nanotron_bytes.reserved_terms(run))
+        rows += 1
+        inside += least <= row.measured_bytes <= most
+        assert row.measured_bytes >= least and row.measured_bytes < 1.06 * most, fact
+    assert (rows, inside) == (69, 66)
+
+
+def test_only_terms_that_our_program_does_not_have_are_added():
+    row = next(row for row in setups_playbook.rows() if row.id == "old1")
+    names = {"storage of all three projections, silu(gate)", "gathered inputs of linear layers"}
+    assert names < set(row.framework_bytes) and "logits in float32, twice" not in row.framework_bytes
+    # 24 layers and the head, 32,768 tokens of width 2048 in bfloat16, of which 7 of 8 parts are on other ranks.
+    assert row.framework_bytes["gathered inputs of linear layers"] == 49 * 2 * 2048 * 32768 * 7 // 8
+    assert not any(row.framework_bytes for row in setups_playbook.rows() if row.stages > 1)
+    whole = next(row for row in setups_playbook.rows() if row.stages == 1 and row.tensor == 1)
+    assert "buffers of gathered tensors" not in whole.framework_bytes
+
+
 def needed(row):
     """Bytes that nanotron holds at once at least: bfloat16 parameters, float32 sums, masters and moments, DDP's
     buckets, what layers keep, and the logits twice in float32."""
@@ -95,18 +171,18 @@ def needed(row):
 
 
 def test_no_run_reserved_less_than_it_needs_but_the_one_that_says_so():
-    said = [row for row in setups_playbook.rows() if not row.reason and row.stages == 1]
+    said = [row for row in setups_playbook.rows() if row.bytes_are == "reserved" and row.stages == 1]
     ratios = {row.id: row.measured_bytes / needed(row) for row in said}
     (doubted,) = (row for row in said if row.bytes_reason)
     assert ratios.pop(doubted.id) < 0.5
-    assert min(ratios.values()) > 1.03
+    assert min(ratios.values()) > 1.01
     assert needed(doubted) / 2**30 == pytest.approx(60.7, abs=0.05)
 
 
 def test_rows_that_ran_out_of_memory_are_those_slower_than_half_their_micro_batch():
     runs = {}
     for row in setups_playbook.rows():
-        if not row.reason and row.stages == 1:
+        if row.bytes_are == "reserved" and row.stages == 1 and not row.unreliable:
             dp, tp, zero, micro = (int(part) for part in re.findall(r"\d+", row.setup)[:4])
             runs.setdefault((row.model, row.gpus, dp, tp, zero), {})[micro] = row
     slower = set()
