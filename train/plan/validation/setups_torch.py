@@ -145,7 +145,7 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "torchtitan_202412": _because(_TITAN),
     "torchtitan_asynctp": _because(_TITAN),
     "torchtitan_a100_2024": _because("its sequence length is not stated"),
-    "kempner_mfu": _because("the width of its MLP is not stated, and its hosts have 4 GPUs"),
+    "kempner": _because("the width of its MLP is not stated, and its hosts have 4 GPUs"),
     "nemo_2412": _because("its shape and micro-batches are not stated"),
     "nemo_launcher": _because("its shape and layout are not stated"),
     "megatron_a100": _because("its pipeline stages are not translated into a config"),
