@@ -34,6 +34,41 @@ _CHIPS = {
 }
 
 
+# Source -> year and month of its publication: the commit that added the figures, the release, or the issue.
+PUBLISHED: Mapping[str, str] = {
+    "algoperf_pr892": "2026-01",
+    "alpa_e2e": "2022-04",
+    "alpa_intra": "2022-04",
+    "alpa_readme": "2022-03",
+    "axlearn_fuji70b_v2": "2024-06",
+    "axlearn_fuji7b_v1": "2024-04",
+    "axlearn_fuji7b_v2": "2024-09",
+    "axlearn_paper": "2025-07",
+    "axlearn_pr1171": "2025-05",
+    "dgxc_l2_70b": "2025-04",
+    "dgxc_l2_70b_old": "2024-11",
+    "gpurecipes_b200_405b": "2025-03",
+    "gpurecipes_b200_70b": "2025-03",
+    "gpurecipes_h200_405b_fp8": "2025-03",
+    "gpurecipes_h200_70b": "2025-03",
+    "jax_14056": "2023-01",
+    "jax_23869": "2024-09",
+    "jaxtoolbox_maxtext": "2024-05",
+    "marin_4312": "2026-06",
+    "marin_6304": "2026-06",
+    "marin_8053": "2026-08",
+    "marin_d12_logbook": "2026-06",
+    "maxtext_a3_l2_7b": "2024-04",
+    "pax_2023-07-oldest": "2023-07",
+    "pax_2023-08": "2023-08",
+    "pax_2024-04": "2024-06",
+    "pax_llama2_7b_lora32": "2024-06",
+    "pax_llama2_7b_sft": "2024-06",
+    "t5x": "2023-06",
+    "t5x_vit": "2023-08",
+    "uva_single": "2024-03",
+    "xla_pr45753": "2026-07",
+}
 # Sources whose later release was measured too.
 OLDER = ("pax_2023-08", "pax_2023-07-oldest", "dgxc_l2_70b_old")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row and its chip.
@@ -79,6 +114,7 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         bytes_reason=BYTES.get(fact["source_id"], _no_reason)(fact) if fact["mem_gib"] else "",
         cohort=f"{fact['quality']}, {'older' if fact['source_id'] in OLDER else 'newest'}",
         differs=_find_known_difference(fact, chip),
+        published=PUBLISHED[fact["source_id"]],
     )
 
 

@@ -31,6 +31,25 @@ _CHIPS = {
     "H200": "h200",
 }
 _PER_HOST = 8
+# Source -> year and month of its publication: the commit that added the figures, the release, or the issue.
+PUBLISHED: Mapping[str, str] = {
+    "deepspeed_a800_7b": "2023-08",
+    "fms_fsdp": "2024-05",
+    "kempner": "2026-04",
+    "llm_foundry": "2024-01",
+    "megatron_a100": "2022-05",
+    "megatron_a100_175b": "2022-05",
+    "megatron_h100": "2024-07",
+    "megatron_h100_strong": "2024-07",
+    "modded_nanogpt": "2024-11",
+    "nanochat": "2025-10",
+    "nemo_2412": "2024-12",
+    "nemo_launcher": "2024-07",
+    "torchtitan_191": "2024-04",
+    "torchtitan_202412": "2024-12",
+    "torchtitan_a100_2024": "2024-04",
+    "torchtitan_asynctp": "2025-06",
+}
 # Sources that ran torch.compile; the others launch each kernel from Python.
 _COMPILED = ("fms_fsdp",)
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
@@ -65,6 +84,7 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         cohort="compiled" if fact["source_id"] in _COMPILED else "eager",
         framework="compiled torch" if fact["source_id"] in _COMPILED else "eager torch",
         differs=_likely_difference(fact),
+        published=PUBLISHED[fact["source_id"]],
     )
 
 
