@@ -8,6 +8,7 @@ of `setups_jax`, and no constant is fitted on them.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 
 from bytescope.train.plan.validation.measured_rows import (
@@ -30,7 +31,8 @@ _CHIPS = {
     "a100_40gb": "a100-40g",
     "H200": "h200",
 }
-_PER_HOST = 8
+# Devices per host: 8, except in the cluster of KempnerForge.
+_PER_HOST, _PER_HOST_KEMPNER = 8, 4
 # Source -> year and month of its publication: the commit that added the figures, the release, or the issue.
 PUBLISHED: Mapping[str, str] = {
     "deepspeed_a800_7b": "2023-08",
@@ -51,13 +53,17 @@ PUBLISHED: Mapping[str, str] = {
     "torchtitan_asynctp": "2025-06",
 }
 # Sources that ran torch.compile; the others launch each kernel from Python.
-_COMPILED = ("fms_fsdp",)
+_COMPILED = ("fms_fsdp", "kempner")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     # Dao 2023 (arXiv 2307.08691) has up to 335 TFLOP/s on H100, Shah et al. 2024 (arXiv 2407.08608) 35 % of its peak.
     "sequences of 8,192 tokens or more: the attention kernels of 2023 (FlashAttention 2 or Triton) were slower than "
     "cuDNN's today": lambda fact: fact["source_id"] == "llm_foundry" and int(fact["seq"]) >= 8192,
-    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: fact["source_id"] not in _COMPILED,
+    "KempnerForge sums the float32 gradients of all parameters over the micro-batches of an update and reduces them "
+    "once; our program reduces the shards in every micro-batch": lambda fact: (
+        fact["source_id"] == "kempner" and _is_compiled(fact)
+    ),
+    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: not _is_compiled(fact),
 }
 
 
@@ -78,11 +84,14 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         nearest,
         chip,
         gpus,
-        _PER_HOST,
+        _PER_HOST_KEMPNER if fact["source_id"] == "kempner" else _PER_HOST,
         setup=_setup(fact),
-        bytes_are="reserved" if fact["mem_gib"] else "",
-        cohort="compiled" if fact["source_id"] in _COMPILED else "eager",
-        framework="compiled torch" if fact["source_id"] in _COMPILED else "eager torch",
+        tensor=_group_sizes(fact).get("tp", 1),
+        stages=_group_sizes(fact).get("pp", 1),
+        bytes_are=_kind_of_bytes(fact),
+        cohort="compiled" if _is_compiled(fact) else "eager",
+        framework="compiled torch" if _is_compiled(fact) else "eager torch",
+        other_program=OTHER_PROGRAM.get(fact["source_id"], _no_reason)(fact),
         differs=_likely_difference(fact),
         published=PUBLISHED[fact["source_id"]],
     )
@@ -90,6 +99,21 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 
 def _likely_difference(fact: Fact) -> str:
     return next((why for why, holds in DIFFERS.items() if holds(fact)), "")
+
+
+def _is_compiled(fact: Fact) -> bool:
+    return fact["source_id"] in _COMPILED and not fact["framework"].endswith(" eager")
+
+
+def _kind_of_bytes(fact: Fact) -> str:
+    if not fact["mem_gib"]:
+        return ""
+    return "allocated" if "allocated" in fact["mem_kind"] else "reserved"
+
+
+def _group_sizes(fact: Fact) -> dict[str, int]:
+    # The sizes of the groups of devices that the table states, such as {"tp": 4, "fsdp": 8} for "tp4 fsdp8".
+    return {name: int(size) for name, size in re.findall(r"\b([a-z]+)(\d+)\b", fact["parallelism"])}
 
 
 def _setup(fact: Fact) -> str:
@@ -153,8 +177,63 @@ def _fms(fact: Fact) -> Setup:
     }
 
 
+def _kempner(fact: Fact) -> Setup:
+    # KempnerForge (kempnerforge/distributed/parallel.py, tensor_parallel.py; benchmarks/*/*_bench.sh; configs/train):
+    # parameters, their gradients and both moments are bfloat16 without float32 master parameters, and the shards of
+    # gradients are reduced in float32. Ours has one of the two moments in bfloat16. FSDP2 shards parameters over
+    # `fsdp`. "full" recomputes whole blocks. Tensor parallelism shards norms and the residual stream along the
+    # sequence, except with experts or stages. The embedding and the logits are replicated in a tensor-parallel group;
+    # ours are sharded.
+    sizes = _group_sizes(fact)
+    tensor, stages, experts = sizes.get("tp", 1), sizes.get("pp", 1), int(fact["model"].partition("-E")[2] or 0)
+    return "llama_8b", shape(fact) | {
+        "precision.preset": "bf16_params",
+        "precision.rounding": "nearest",
+        "precision.reduce": "float32",
+        "optimizer.name": "adamw_bf16",
+        "batch.accumulation": fact["ga"],
+        "batch.mode": "scan",
+        "xla.latency_hiding": "on",
+        "mesh.strategy": "zero3" if int(fact["n_gpus"]) > 1 else "ddp",
+        "mesh.fsdp": f"{sizes.get('fsdp', 1)}",
+        "mesh.tensor": f"{tensor}",
+        "mesh.sequence_parallel": f"{tensor > 1 and stages == 1 and not experts}",
+        "remat.policy": _KEMPNER_REMAT[fact["act_ckpt"]],
+        **({"mesh.stage": f"{stages}", "pipeline.schedule": "1f1b"} if stages > 1 else {}),
+        **(
+            {"model.experts": f"{experts}", "model.experts_per_token": "2", "mesh.expert": f"{sizes.get('ep', 1)}"}
+            if experts
+            else {}
+        ),
+    }
+
+
+# KempnerForge's "selective" recomputes attention with its projections; ours recomputes only what is between them.
+_KEMPNER_REMAT = {"full": "full", "selective": "selective", "none": _POLICY}
+
+
+def _why_kempner_is_another_program(fact: Fact) -> str:
+    sizes = _group_sizes(fact)
+    if "moe" in fact["model"] and sizes.get("tp", 1) > 1:
+        return "every rank of a tensor-parallel group computes all experts of all tokens; ours shares this work"
+    if "ep" in sizes:
+        return "the ranks of an expert-parallel group read the same sequences; ours are data-parallel"
+    if "pp" in sizes:
+        return "1F1B with one program per stage, whose last stage alone has the head"
+    return ""
+
+
 def _because(reason: str) -> Callable[[Fact], Setup]:
     return lambda _: reason
+
+
+def _no_reason(fact: Fact) -> str:
+    del fact
+    return ""
+
+
+# Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
+OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {"kempner": _why_kempner_is_another_program}
 
 
 _TITAN = "the GPU is an H100 with 96 GB, 2.4 TB/s and 500 W, which our table of chips does not have"
@@ -165,7 +244,7 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "torchtitan_202412": _because(_TITAN),
     "torchtitan_asynctp": _because(_TITAN),
     "torchtitan_a100_2024": _because("its sequence length is not stated"),
-    "kempner": _because("the width of its MLP is not stated, and its hosts have 4 GPUs"),
+    "kempner": _kempner,
     "nemo_2412": _because("its shape and micro-batches are not stated"),
     "nemo_launcher": _because("its shape and layout are not stated"),
     "megatron_a100": _because("its pipeline stages are not translated into a config"),
