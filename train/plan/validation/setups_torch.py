@@ -25,6 +25,7 @@ NAME = "torch"
 # Prefix of the column `gpu` -> chip.
 _CHIPS = {
     "h100_80gb": "h100",
+    "H100 96GB": "h100",
     "H100 80GB": "h100",
     "a100_80gb": "a100-80g",
     "A100 80GB": "a100-80g",
@@ -53,7 +54,7 @@ PUBLISHED: Mapping[str, str] = {
     "torchtitan_asynctp": "2025-06",
 }
 # Sources that ran torch.compile; the others launch each kernel from Python.
-_COMPILED = ("fms_fsdp", "kempner")
+_COMPILED = ("fms_fsdp", "kempner", "torchtitan_202412", "torchtitan_asynctp")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     # Dao 2023 (arXiv 2307.08691) has up to 335 TFLOP/s on H100, Shah et al. 2024 (arXiv 2407.08608) 35 % of its peak.
@@ -133,6 +134,7 @@ _POLICY = "selective"
 _FOUNDRY_PRECISION = {
     "amp_bf16/DEFAULT": {"precision.preset": "bf16", "precision.reduce": "float32"},
     "bf16/PURE": {"precision.preset": "bf16"},
+    "amp_fp8/DEFAULT": {"precision.reduce": "float32"},
 }
 
 
@@ -175,6 +177,39 @@ def _fms(fact: Fact) -> Setup:
         "mesh.fsdp": f"{_PER_HOST}",
         "mesh.data": f"{int(fact['n_gpus']) // _PER_HOST}",
     }
+
+
+# What torchtitan's selective recomputation by operations saves (parallelize_llama.py, apply_ac): the output of
+# attention and of every other matrix product: the queries, the values, the gate and the output of the MLP.
+_TITAN_SAVED = "('q','v','context','gate','mlp_out')"
+
+
+def _torchtitan(fact: Fact) -> Setup:
+    # torchtitan (benchmarks/, docs/performance.md, train_configs/): FSDP2 gathers bfloat16 parameters and reduces in
+    # float32, and parameters are float32. Tensor parallelism includes norms along the sequence. "Selective by layer"
+    # recomputes every other layer; ours recomputes the first half of the layers.
+    if not fact["ga"]:
+        return "the number of micro-batches is not stated"
+    sizes = _group_sizes(fact)
+    tensor = sizes.get("tp", 1)
+    if fact["act_ckpt"] in ("selective layer", "selective every-2-layer"):
+        remat = {"remat.policy": _POLICY, "remat.layers": f"0-{int(fact['layers']) // 2}:full"}
+    elif fact["act_ckpt"].startswith("selective"):
+        remat = {"remat.policy": "custom", "remat.save": _TITAN_SAVED}
+    else:
+        remat = {"remat.policy": "full" if fact["act_ckpt"] == "full" else _POLICY}
+    return "llama_8b", shape(fact) | remat | {
+        "precision.reduce": "float32",
+        "xla.latency_hiding": "on",
+        "mesh.fsdp": f"{sizes['fsdp']}",
+        "mesh.context": f"{sizes.get('cp', 1)}",
+        "mesh.tensor": f"{tensor}",
+        "mesh.sequence_parallel": f"{tensor > 1}",
+    }
+
+
+def _why_torchtitan_is_another_program(fact: Fact) -> str:
+    return "another H100: 96 GB of HBM2e with 2.4 TB/s and a limit of 500 W" if "96GB" in fact["gpu"] else ""
 
 
 def _kempner(fact: Fact) -> Setup:
@@ -233,20 +268,22 @@ def _no_reason(fact: Fact) -> str:
 
 
 # Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
-OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {"kempner": _why_kempner_is_another_program}
+OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
+    "kempner": _why_kempner_is_another_program,
+    "torchtitan_202412": _why_torchtitan_is_another_program,
+    "torchtitan_asynctp": _why_torchtitan_is_another_program,
+}
 
 
-_TITAN = "the GPU is an H100 with 96 GB, 2.4 TB/s and 500 W, which our table of chips does not have"
 # Source -> the function that returns the config of a row, or the reason why there is none.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "llm_foundry": _foundry,
     "fms_fsdp": _fms,
-    "torchtitan_202412": _because(_TITAN),
-    "torchtitan_asynctp": _because(_TITAN),
-    "torchtitan_a100_2024": _because("its sequence length is not stated"),
+    "torchtitan_202412": _torchtitan,
+    "torchtitan_asynctp": _torchtitan,
+    "torchtitan_a100_2024": _torchtitan,
     "kempner": _kempner,
     "nemo_2412": _because("its shape and micro-batches are not stated"),
     "nemo_launcher": _because("its shape and layout are not stated"),
-    "megatron_a100": _because("its pipeline stages are not translated into a config"),
     "modded_nanogpt": _because("no config has Newton-Schulz iterations spread over devices and value embeddings"),
 }
