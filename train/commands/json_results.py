@@ -425,6 +425,7 @@ class ValidateResult(TypedDict):
     groups: list[Values]
     rows: list[Values]
     unsaid: list[Values]
+    choices: list[dict[str, str]]
 
 
 class RatesKeys(TypedDict):

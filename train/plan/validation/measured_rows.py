@@ -121,6 +121,18 @@ def facts(name: str) -> list[Fact]:
     return list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
 
 
+def choices(name: str) -> list[Fact]:
+    """Returns the choices that were made to describe the runs of a set, or to predict them, oldest first.
+
+    The columns of a choice are date, set ("all" for choices that concern every set), rows (the sources or ids that the
+    choice concerns), choice, reason, source, and outcome_known: whether the predicted or measured figures of these rows
+    were known at that time ("yes", "no" or "partly").
+
+    name: the name of the set, a key of SETS.
+    """
+    return sorted((fact for fact in facts("choices") if fact["set"] in (name, "all")), key=lambda fact: fact["date"])
+
+
 def shape(fact: Fact) -> dict[str, str]:
     """Returns the config overrides for the model, sequence length and batch of a measured run.
 

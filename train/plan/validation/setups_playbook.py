@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from bytescope.train.plan.validation.measured_rows import MeasuredRow, facts, target
 
 NAME = "playbook"
-_SOURCE = "huggingface.co/spaces/nanotron/ultrascale-playbook assets/data/benchmarks/{} (2025-02)"
+_SOURCE = "playbook: huggingface.co/spaces/nanotron/ultrascale-playbook assets/data/benchmarks/{} (2025-02)"
 # Model -> layers, width, heads, width of the MLP, whether the embedding is tied to the head.
 SHAPES = {
     "llama-1.34B": (16, 2048, 32, 8192, True),
