@@ -43,7 +43,9 @@ from bytescope.memory.seconds.step_schedule import (
 
 # ---- kernels --------------------------------------------------------------------------------------------------
 
-# (rows, columns) of a tile -> its rate relative to the largest tiles: smaller tiles load more per FLOP.
+# (rows, columns) of a tile -> its rate relative to the largest tiles: smaller tiles load more per FLOP. The order is
+# from NVIDIA's Matrix Multiplication Background User's Guide (section 2.3). The values, and those of the next two
+# lines, are assumed: no source states them.
 _TILES = {(256, 128): 1.0, (128, 256): 1.0, (128, 128): 0.95, (128, 64): 0.8, (64, 128): 0.8, (64, 64): 0.65}
 # Cost of a tile's first loads and last stores, in elements of the reduction.
 _FILL = 128

@@ -426,6 +426,7 @@ class ValidateResult(TypedDict):
     groups: list[Values]
     rows: list[Values]
     unsaid: list[Values]
+    choices: list[dict[str, str]]
 
 
 class RatesKeys(TypedDict):

@@ -162,6 +162,18 @@ def facts(name: str) -> list[Fact]:
     return list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
 
 
+def choices(name: str) -> list[Fact]:
+    """Returns the choices that were made to describe the runs of a set, or to predict them, oldest first.
+
+    The columns of a choice are date, set ("all" for choices that concern every set), rows (the sources or ids that the
+    choice concerns), choice, reason, source, and outcome_known: whether the predicted or measured figures of these rows
+    were known at that time ("yes", "no" or "partly").
+
+    name: the name of the set, a key of SETS.
+    """
+    return sorted((fact for fact in facts("choices") if fact["set"] in (name, "all")), key=lambda fact: fact["date"])
+
+
 def shape(fact: Fact) -> dict[str, str]:
     """Returns the config overrides for the model, sequence length and batch of a measured run.
 
@@ -197,8 +209,6 @@ def reason_not_compared(fact: Fact) -> str:
         return "neither time nor bytes are stated"
     if fact["quality"] == "C":
         return "the figure is second-hand or from prose, too uncertain for a score"
-    if "fp8" in fact["precision"]:
-        return "fp8 matmuls of a library with one scale per array; ours scale tiles of 128 in their own kernel"
     if not fact["n_gpus"].isdigit():
         return "the number of GPUs is not stated"
     if int(fact["n_gpus"]) > MAX_GPUS:
@@ -218,8 +228,20 @@ def target(chip: str, gpus: int, per_host: int) -> str:
     return f"{chip}:{gpus}" if gpus <= per_host else f"{chip}:{gpus // per_host}x{per_host}"
 
 
+# Why fp8 runs of other projects are other programs than ours.
+FP8 = "fp8 matmuls of a library with one scale per array or row; ours scale tiles of 128 in their own kernel"
+
+
 def row_of(
-    name: str, number: int, fact: Fact, nearest: Setup, chip: str, gpus: int, per_host: int, **more: Any
+    name: str,
+    number: int,
+    fact: Fact,
+    nearest: Setup,
+    chip: str,
+    gpus: int,
+    per_host: int,
+    other_program: str = "",
+    **more: Any,
 ) -> MeasuredRow:
     """Converts one row of a table of published measurements into a `MeasuredRow`.
 
@@ -231,9 +253,16 @@ def row_of(
         chip: the type of GPU.
         gpus: the total number of GPUs.
         per_host: number of GPUs per host.
+        other_program: why the measured program is another program than ours. Such a run is in no cohort. Runs in fp8
+            always are other programs; their nearest program is in our fp8.
         more: other fields of `MeasuredRow`.
     """
     config, overrides = ("", {}) if isinstance(nearest, str) else nearest
+    if "fp8" in fact["precision"]:
+        overrides = {**overrides, "precision.preset": "fp8"}
+        other_program = "; ".join(filter(None, (FP8, other_program)))
+    if other_program:
+        more["cohort"] = ""
     return MeasuredRow(
         set=name,
         id=str(number),
@@ -248,5 +277,6 @@ def row_of(
         quality=fact["quality"],
         source=f"{fact['source_id']}: {fact['source_url']}",
         reason=nearest if isinstance(nearest, str) else "",
+        other_program=other_program,
         **more,
     )

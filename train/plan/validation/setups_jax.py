@@ -9,6 +9,7 @@ They differ from ours in two ways: XLA is as old as the run, and the schedules o
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 
 from bytescope.train.plan.validation.measured_rows import (
@@ -34,6 +35,41 @@ _CHIPS = {
 }
 
 
+# Source -> year and month of its publication: the commit that added the figures, the release, or the issue.
+PUBLISHED: Mapping[str, str] = {
+    "algoperf_pr892": "2026-01",
+    "alpa_e2e": "2022-04",
+    "alpa_intra": "2022-04",
+    "alpa_readme": "2022-03",
+    "axlearn_fuji70b_v2": "2024-06",
+    "axlearn_fuji7b_v1": "2024-04",
+    "axlearn_fuji7b_v2": "2024-09",
+    "axlearn_paper": "2025-07",
+    "axlearn_pr1171": "2025-05",
+    "dgxc_l2_70b": "2025-04",
+    "dgxc_l2_70b_old": "2024-11",
+    "gpurecipes_b200_405b": "2025-03",
+    "gpurecipes_b200_70b": "2025-03",
+    "gpurecipes_h200_405b_fp8": "2025-03",
+    "gpurecipes_h200_70b": "2025-03",
+    "jax_14056": "2023-01",
+    "jax_23869": "2024-09",
+    "jaxtoolbox_maxtext": "2024-05",
+    "marin_4312": "2026-06",
+    "marin_6304": "2026-06",
+    "marin_8053": "2026-08",
+    "marin_d12_logbook": "2026-06",
+    "maxtext_a3_l2_7b": "2024-04",
+    "pax_2023-07-oldest": "2023-07",
+    "pax_2023-08": "2023-08",
+    "pax_2024-04": "2024-06",
+    "pax_llama2_7b_lora32": "2024-06",
+    "pax_llama2_7b_sft": "2024-06",
+    "t5x": "2023-06",
+    "t5x_vit": "2023-08",
+    "uva_single": "2024-03",
+    "xla_pr45753": "2026-07",
+}
 # Sources whose later release was measured too.
 OLDER = ("pax_2023-08", "pax_2023-07-oldest", "dgxc_l2_70b_old")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row and its chip.
@@ -75,10 +111,14 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         per_host,
         setup=" ".join(filter(None, (fact["precision"], fact["parallelism"], fact["remat"]))),
         tensor=int("1" if isinstance(nearest, str) else nearest[1].get("mesh.tensor", "1")),
+        stages=int("1" if isinstance(nearest, str) else nearest[1].get("mesh.stage", "1")),
         bytes_are="allocated" if fact["mem_gib"] else "",
         bytes_reason=BYTES.get(fact["source_id"], _no_reason)(fact) if fact["mem_gib"] else "",
         cohort=f"{fact['quality']}, {'older' if fact['source_id'] in OLDER else 'newest'}",
         differs=_find_known_difference(fact, chip),
+        published=PUBLISHED[fact["source_id"]],
+        network="efa" if "p5.48xlarge" in fact["gpu"] else "",  # links between hosts of this instance
+        other_program=OTHER_PROGRAM.get(fact["source_id"], _no_reason)(fact),
     )
 
 
@@ -174,6 +214,7 @@ _ALPA_STRATEGY = {
     "zero_3": "zero3",
     "auto_sharding": "zero2",
     "intra_only": "zero2",
+    "heuristic": "zero3",
 }
 
 
@@ -182,19 +223,67 @@ def _alpa(fact: Fact) -> Setup:
     # float32 master parameters. AdamW has no clipping and no loss scale, and the head has its own matrix. On a mesh A x
     # B, A devices are data-parallel and B are tensor-parallel.
     kind, _, mesh = fact["parallelism"].partition(" mesh ")
-    if "gpt" not in fact["model"]:
-        return "the model has experts or convolutions, which are not translated into a config"
+    if "wresnet" in fact["model"]:
+        return "the model consists of convolutions, which no config describes"
     if kind not in _ALPA_STRATEGY:
-        return _NO_MESH if kind == "heuristic" else _NO_STAGES
-    data, tensor = mesh.split("x")
+        return _NO_BATCH
+    # Of several meshes, only the fastest run is in the table; ours is the first.
+    data, tensor = (int(size) for size in re.findall(r"\d+", mesh)[:2])
     accumulation = int(fact["ga"])
-    return "gpt2_small", shape(fact) | _ALPA | {
-        "batch.micro": f"{int(fact['gbs']) // accumulation // int(data)}",
+    common = _ALPA | {
+        "batch.micro": f"{int(fact['gbs']) // accumulation // data}",
         "batch.accumulation": f"{accumulation}",
         "mesh.strategy": _ALPA_STRATEGY[kind] if fact["n_gpus"] != "1" else "ddp",
-        "mesh.fsdp": data,
-        "mesh.tensor": tensor,
+        "mesh.fsdp": f"{data}",
+        "mesh.tensor": f"{tensor}",
     }
+    if "moe" not in fact["model"]:
+        return "gpt2_small", shape(fact) | common
+    # alpa/model/moe.py: every other layer has experts, of which a token uses two; both kinds of MLP are eight times as
+    # wide as the model; an expert takes at most as many tokens as it gets on average. Without forced data parallelism
+    # the solver shards experts over the data-parallel devices, and moves tokens with all-to-alls.
+    experts = _ALPA_EXPERTS.get(fact["model"]) or int(fact["model"].partition("-E")[2])
+    shards = data if kind in ("auto_sharding", "intra_only") else 1
+    wide = dict(fact) | {"ffn": f"{8 * int(fact['hidden'])}", "kv": fact["heads"]}
+    return "gpt2_small", shape(wide) | common | {
+        "model.experts": f"{experts}",
+        "model.experts_per_token": "2",
+        "model.moe_every": "2",
+        "model.moe_kernel": "capacity",
+        "model.capacity_factor": "1.0",
+        "mesh.expert": f"{shards}",
+        "mesh.fsdp": f"{data // shards}",
+    }
+
+
+# Experts of Alpa's models (benchmark/alpa/suite_paper_manual_moe.py).
+_ALPA_EXPERTS = {"moe-380M": 8, "moe-690M": 16, "moe-1.3B": 16, "moe-2.4B": 16, "moe-10B": 32}
+
+
+def _alpa_readme(fact: Fact) -> Setup:
+    # benchmark/alpa/README.md: the settings of the GPT above, with two data-parallel, two tensor-parallel and two
+    # pipeline-parallel devices.
+    return "gpt2_small", shape(fact) | _ALPA | {
+        "batch.micro": f"{int(fact['gbs']) // int(fact['ga']) // 2}",
+        "batch.accumulation": fact["ga"],
+        "mesh.strategy": "zero2",
+        "mesh.fsdp": "2",
+        "mesh.tensor": "2",
+        "mesh.stage": "2",
+        "pipeline.schedule": "1f1b",
+    }
+
+
+def _why_alpa_is_another_program(fact: Fact) -> str:
+    if "|" in fact["parallelism"]:
+        return "one of several meshes, which is not stated"
+    if "heuristic" in fact["parallelism"] and fact["n_gpus"] != "1":
+        return "a heuristic shards the largest dimension of every array, activations included; ours shards parameters"
+    if "moe" in fact["model"]:
+        return "one-hot matrix products move tokens to their experts (GShard); ours gathers rows by their index"
+    if "pp2" in fact["parallelism"]:
+        return "1F1B with one program per stage, whose last stage alone has the head"
+    return ""
 
 
 def _why_alpa_bytes_differ(fact: Fact) -> str:
@@ -204,6 +293,60 @@ def _why_alpa_bytes_differ(fact: Fact) -> str:
     # parameters after the layer's backward pass.
     data = fact["parallelism"].rpartition(" mesh ")[2].split("x")[0]
     return "" if data == "1" else _WHOLE_GRADIENTS
+
+
+def _pax_llama(fact: Fact) -> Setup:
+    # Pax' LLaMA7B (paxml/contrib/gpu/scripts_gpu/configs.py, llama_utils.py, run_llama_boolq.sh): layers are not
+    # repeated, so none is recomputed; parameters are float32; the container of 2024-04 has flash attention by default.
+    # Adapters of rank 32 are on all matrices of the blocks; ours stores the frozen parameters in bfloat16.
+    adapters = {"lora.rank": "32"} if fact["source_id"] == "pax_llama2_7b_lora32" else {}
+    return "llama_8b", shape(fact) | adapters | {
+        "remat.policy": "none",
+        "model.scan": "False",
+        "model.unroll": "1",
+        "xla.latency_hiding": "on",
+    }
+
+
+def _axlearn(fact: Fact) -> Setup:
+    # axlearn's Fuji (axlearn/experiments/text/gpt/fuji.py of 2024-09; attention.py, build_remat_spec): layers are
+    # repeated, and save queries and keys after their rotation, values, the output of attention and its projection. It
+    # is not stated whether attention was fused: it is in ours.
+    shards, replicas = (int(size) for size in re.findall(r"\d+", fact["parallelism"]))
+    stated = dict(fact) | {"bs_per_gpu": f"{int(fact['gbs']) // int(fact['n_gpus'])}"}
+    return "llama_8b", shape(stated) | {
+        "remat.policy": "custom",
+        "remat.save": f"({_PROJECTIONS},'context')",
+        "xla.latency_hiding": "on",
+        "mesh.fsdp": f"{shards}",
+        "mesh.data": f"{replicas}",
+    }
+
+
+def _marin(fact: Fact) -> Setup:
+    # Marin's Grug, May Recipe (github.com/marin-community/marin, issue 6044): head dimension 128, a shared expert of
+    # twice the width of a routed one, routed weights that sum to 2.5. Experts are sharded over the GPUs of a host.
+    stated = dict(fact) | {"heads": "20", "kv": "5", "ffn": "1280", "vocab": "128256", "seq": "4096"}
+    return "llama_8b", shape(stated) | {
+        "model.experts": "256",
+        "model.experts_per_token": "4",
+        "model.d_expert": "1280",
+        "model.shared_experts": "2",
+        "model.router": "sigmoid",
+        "model.router_scale": "2.5",
+        "model.router_bias": "True",
+        "optimizer.name": "muon",
+        "optimizer.clip_norm": "0.0",
+        "remat.policy": "full",
+        "xla.latency_hiding": "on",
+        "mesh.expert": "8",
+        "mesh.fsdp": "-1",
+    }
+
+
+def _why_marin_is_another_program(fact: Fact) -> str:
+    del fact
+    return "gates on norms and attention, values subtracted from the output of attention, and the optimizer MuonH"
 
 
 def _uva(fact: Fact) -> Setup:
@@ -234,12 +377,11 @@ def _why_uva_bytes_differ(fact: Fact) -> str:
     )
 
 
-_NO_REMAT, _NO_STAGES = "its remat policy is not stated", "its pipeline stages are not translated into a config"
+_NO_REMAT, _NO_BATCH = "its remat policy is not stated", "the number of micro-batches is not stated"
 _WHOLE_GRADIENTS = (
     "Alpa keeps all gradients in memory for one combined reduction; our program reduces each gradient when it is "
     "computed"
 )
-_NO_MESH = "its heuristic shards the largest dimension of every array, which no mesh of ours does"
 
 
 def _because(reason: str) -> Callable[[Fact], Setup]:
@@ -253,6 +395,13 @@ def _no_reason(fact: Fact) -> str:
 
 # Source -> the function that returns why the bytes of a row are not compared; "" if they are.
 BYTES: Mapping[str, Callable[[Fact], str]] = {"alpa_intra": _why_alpa_bytes_differ, "uva_single": _why_uva_bytes_differ}
+# Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
+OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
+    "alpa_e2e": _why_alpa_is_another_program,
+    "alpa_intra": _why_alpa_is_another_program,
+    "alpa_readme": _why_alpa_is_another_program,
+    "marin_4312": _why_marin_is_another_program,
+}
 # Source -> the function that returns the config of a row, or the reason why there is none.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "jaxtoolbox_maxtext": _maxtext_7b,
@@ -267,15 +416,15 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "pax_2023-07-oldest": _pax,
     "alpa_intra": _alpa,
     "alpa_e2e": _alpa,
-    "alpa_readme": _because(_NO_STAGES),
+    "alpa_readme": _alpa_readme,
     "uva_single": _uva,
-    "pax_llama2_7b_sft": _because(_NO_REMAT),
-    "axlearn_fuji7b_v1": _because(_NO_REMAT),
-    "axlearn_fuji7b_v2": _because(_NO_REMAT),
-    "axlearn_fuji70b_v2": _because(_NO_REMAT),
-    "pax_llama2_7b_lora32": _because("its low-rank adapters are not translated into a config"),
+    "pax_llama2_7b_sft": _pax_llama,
+    "axlearn_fuji7b_v1": _axlearn,
+    "axlearn_fuji7b_v2": _axlearn,
+    "axlearn_fuji70b_v2": _axlearn,
+    "pax_llama2_7b_lora32": _pax_llama,
     "xla_pr45753": _because("its batch and its remat policy are not stated"),
     "t5x": _because("the model has an encoder and a decoder, which no config describes"),
     "t5x_vit": _because("the model classifies images, which no config describes"),
-    "marin_4312": _because("its experts are not translated into a config"),
+    "marin_4312": _marin,
 }

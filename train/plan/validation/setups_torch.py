@@ -8,6 +8,7 @@ of `setups_jax`, and no constant is fitted on them.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 
 from bytescope.train.plan.validation.measured_rows import (
@@ -24,21 +25,46 @@ NAME = "torch"
 # Prefix of the column `gpu` -> chip.
 _CHIPS = {
     "h100_80gb": "h100",
+    "H100 96GB": "h100",
     "H100 80GB": "h100",
     "a100_80gb": "a100-80g",
     "A100 80GB": "a100-80g",
     "a100_40gb": "a100-40g",
     "H200": "h200",
 }
-_PER_HOST = 8
+# Devices per host: 8, except in the cluster of KempnerForge.
+_PER_HOST, _PER_HOST_KEMPNER = 8, 4
+# Source -> year and month of its publication: the commit that added the figures, the release, or the issue.
+PUBLISHED: Mapping[str, str] = {
+    "deepspeed_a800_7b": "2023-08",
+    "fms_fsdp": "2024-05",
+    "kempner": "2026-04",
+    "llm_foundry": "2024-01",
+    "megatron_a100": "2022-05",
+    "megatron_a100_175b": "2022-05",
+    "megatron_h100": "2024-07",
+    "megatron_h100_strong": "2024-07",
+    "modded_nanogpt": "2024-11",
+    "nanochat": "2025-10",
+    "nemo_2412": "2024-12",
+    "nemo_launcher": "2024-07",
+    "torchtitan_191": "2024-04",
+    "torchtitan_202412": "2024-12",
+    "torchtitan_a100_2024": "2024-04",
+    "torchtitan_asynctp": "2025-06",
+}
 # Sources that ran torch.compile; the others launch each kernel from Python.
-_COMPILED = ("fms_fsdp",)
+_COMPILED = ("fms_fsdp", "kempner", "torchtitan_202412", "torchtitan_asynctp")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     # Dao 2023 (arXiv 2307.08691) has up to 335 TFLOP/s on H100, Shah et al. 2024 (arXiv 2407.08608) 35 % of its peak.
     "sequences of 8,192 tokens or more: the attention kernels of 2023 (FlashAttention 2 or Triton) were slower than "
     "cuDNN's today": lambda fact: fact["source_id"] == "llm_foundry" and int(fact["seq"]) >= 8192,
-    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: fact["source_id"] not in _COMPILED,
+    "KempnerForge sums the float32 gradients of all parameters over the micro-batches of an update and reduces them "
+    "once; our program reduces the shards in every micro-batch": lambda fact: (
+        fact["source_id"] == "kempner" and _is_compiled(fact)
+    ),
+    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: not _is_compiled(fact),
 }
 
 
@@ -59,17 +85,36 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         nearest,
         chip,
         gpus,
-        _PER_HOST,
+        _PER_HOST_KEMPNER if fact["source_id"] == "kempner" else _PER_HOST,
         setup=_setup(fact),
-        bytes_are="reserved" if fact["mem_gib"] else "",
-        cohort="compiled" if fact["source_id"] in _COMPILED else "eager",
-        framework="compiled torch" if fact["source_id"] in _COMPILED else "eager torch",
+        tensor=_group_sizes(fact).get("tp", 1),
+        stages=_group_sizes(fact).get("pp", 1),
+        bytes_are=_kind_of_bytes(fact),
+        cohort="compiled" if _is_compiled(fact) else "eager",
+        framework="compiled torch" if _is_compiled(fact) else "eager torch",
+        other_program=OTHER_PROGRAM.get(fact["source_id"], _no_reason)(fact),
         differs=_likely_difference(fact),
+        published=PUBLISHED[fact["source_id"]],
     )
 
 
 def _likely_difference(fact: Fact) -> str:
     return next((why for why, holds in DIFFERS.items() if holds(fact)), "")
+
+
+def _is_compiled(fact: Fact) -> bool:
+    return fact["source_id"] in _COMPILED and not fact["framework"].endswith(" eager")
+
+
+def _kind_of_bytes(fact: Fact) -> str:
+    if not fact["mem_gib"]:
+        return ""
+    return "allocated" if "allocated" in fact["mem_kind"] else "reserved"
+
+
+def _group_sizes(fact: Fact) -> dict[str, int]:
+    # The sizes of the groups of devices that the table states, such as {"tp": 4, "fsdp": 8} for "tp4 fsdp8".
+    return {name: int(size) for name, size in re.findall(r"\b([a-z]+)(\d+)\b", fact["parallelism"])}
 
 
 def _setup(fact: Fact) -> str:
@@ -89,6 +134,7 @@ _POLICY = "selective"
 _FOUNDRY_PRECISION = {
     "amp_bf16/DEFAULT": {"precision.preset": "bf16", "precision.reduce": "float32"},
     "bf16/PURE": {"precision.preset": "bf16"},
+    "amp_fp8/DEFAULT": {"precision.reduce": "float32"},
 }
 
 
@@ -133,21 +179,111 @@ def _fms(fact: Fact) -> Setup:
     }
 
 
+# What torchtitan's selective recomputation by operations saves (parallelize_llama.py, apply_ac): the output of
+# attention and of every other matrix product: the queries, the values, the gate and the output of the MLP.
+_TITAN_SAVED = "('q','v','context','gate','mlp_out')"
+
+
+def _torchtitan(fact: Fact) -> Setup:
+    # torchtitan (benchmarks/, docs/performance.md, train_configs/): FSDP2 gathers bfloat16 parameters and reduces in
+    # float32, and parameters are float32. Tensor parallelism includes norms along the sequence. "Selective by layer"
+    # recomputes every other layer; ours recomputes the first half of the layers.
+    if not fact["ga"]:
+        return "the number of micro-batches is not stated"
+    sizes = _group_sizes(fact)
+    tensor = sizes.get("tp", 1)
+    if fact["act_ckpt"] in ("selective layer", "selective every-2-layer"):
+        remat = {"remat.policy": _POLICY, "remat.layers": f"0-{int(fact['layers']) // 2}:full"}
+    elif fact["act_ckpt"].startswith("selective"):
+        remat = {"remat.policy": "custom", "remat.save": _TITAN_SAVED}
+    else:
+        remat = {"remat.policy": "full" if fact["act_ckpt"] == "full" else _POLICY}
+    return "llama_8b", shape(fact) | remat | {
+        "precision.reduce": "float32",
+        "xla.latency_hiding": "on",
+        "mesh.fsdp": f"{sizes['fsdp']}",
+        "mesh.context": f"{sizes.get('cp', 1)}",
+        "mesh.tensor": f"{tensor}",
+        "mesh.sequence_parallel": f"{tensor > 1}",
+    }
+
+
+def _why_torchtitan_is_another_program(fact: Fact) -> str:
+    return "another H100: 96 GB of HBM2e with 2.4 TB/s and a limit of 500 W" if "96GB" in fact["gpu"] else ""
+
+
+def _kempner(fact: Fact) -> Setup:
+    # KempnerForge (kempnerforge/distributed/parallel.py, tensor_parallel.py; benchmarks/*/*_bench.sh; configs/train):
+    # parameters, their gradients and both moments are bfloat16 without float32 master parameters, and the shards of
+    # gradients are reduced in float32. Ours has one of the two moments in bfloat16. FSDP2 shards parameters over
+    # `fsdp`. "full" recomputes whole blocks. Tensor parallelism shards norms and the residual stream along the
+    # sequence, except with experts or stages. The embedding and the logits are replicated in a tensor-parallel group;
+    # ours are sharded.
+    sizes = _group_sizes(fact)
+    tensor, stages, experts = sizes.get("tp", 1), sizes.get("pp", 1), int(fact["model"].partition("-E")[2] or 0)
+    return "llama_8b", shape(fact) | {
+        "precision.preset": "bf16_params",
+        "precision.rounding": "nearest",
+        "precision.reduce": "float32",
+        "optimizer.name": "adamw_bf16",
+        "batch.accumulation": fact["ga"],
+        "batch.mode": "scan",
+        "xla.latency_hiding": "on",
+        "mesh.strategy": "zero3" if int(fact["n_gpus"]) > 1 else "ddp",
+        "mesh.fsdp": f"{sizes.get('fsdp', 1)}",
+        "mesh.tensor": f"{tensor}",
+        "mesh.sequence_parallel": f"{tensor > 1 and stages == 1 and not experts}",
+        "remat.policy": _KEMPNER_REMAT[fact["act_ckpt"]],
+        **({"mesh.stage": f"{stages}", "pipeline.schedule": "1f1b"} if stages > 1 else {}),
+        **(
+            {"model.experts": f"{experts}", "model.experts_per_token": "2", "mesh.expert": f"{sizes.get('ep', 1)}"}
+            if experts
+            else {}
+        ),
+    }
+
+
+# KempnerForge's "selective" recomputes attention with its projections; ours recomputes only what is between them.
+_KEMPNER_REMAT = {"full": "full", "selective": "selective", "none": _POLICY}
+
+
+def _why_kempner_is_another_program(fact: Fact) -> str:
+    sizes = _group_sizes(fact)
+    if "moe" in fact["model"] and sizes.get("tp", 1) > 1:
+        return "every rank of a tensor-parallel group computes all experts of all tokens; ours shares this work"
+    if "ep" in sizes:
+        return "the ranks of an expert-parallel group read the same sequences; ours are data-parallel"
+    if "pp" in sizes:
+        return "1F1B with one program per stage, whose last stage alone has the head"
+    return ""
+
+
 def _because(reason: str) -> Callable[[Fact], Setup]:
     return lambda _: reason
 
 
-_TITAN = "the GPU is an H100 with 96 GB, 2.4 TB/s and 500 W, which our table of chips does not have"
+def _no_reason(fact: Fact) -> str:
+    del fact
+    return ""
+
+
+# Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
+OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
+    "kempner": _why_kempner_is_another_program,
+    "torchtitan_202412": _why_torchtitan_is_another_program,
+    "torchtitan_asynctp": _why_torchtitan_is_another_program,
+}
+
+
 # Source -> the function that returns the config of a row, or the reason why there is none.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "llm_foundry": _foundry,
     "fms_fsdp": _fms,
-    "torchtitan_202412": _because(_TITAN),
-    "torchtitan_asynctp": _because(_TITAN),
-    "torchtitan_a100_2024": _because("its sequence length is not stated"),
-    "kempner_mfu": _because("the width of its MLP is not stated, and its hosts have 4 GPUs"),
+    "torchtitan_202412": _torchtitan,
+    "torchtitan_asynctp": _torchtitan,
+    "torchtitan_a100_2024": _torchtitan,
+    "kempner": _kempner,
     "nemo_2412": _because("its shape and micro-batches are not stated"),
     "nemo_launcher": _because("its shape and layout are not stated"),
-    "megatron_a100": _because("its pipeline stages are not translated into a config"),
     "modded_nanogpt": _because("no config has Newton-Schulz iterations spread over devices and value embeddings"),
 }

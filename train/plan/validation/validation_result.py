@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.seconds import intervals, step_prediction, step_schedule
-from bytescope.train.plan.validation import cohorts, coverage, validation_score
+from bytescope.train.plan.validation import cohorts, coverage, measured_rows, validation_score
 from bytescope.train.plan.validation.cohorts import Cohort
 from bytescope.train.plan.validation.coverage import Coverage
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
@@ -67,6 +67,7 @@ class ValidationResult:
             "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
             "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid],
+            "choices": [dict(choice) for choice in measured_rows.choices(self.set)],
         }
 
 

@@ -297,6 +297,14 @@ NOT_COMPARED_COLUMNS = (
     ColumnView("rows", "runs", "number", read=lambda group: len(group["rows"])),
     ColumnView("which", "which", "text", read=lambda group: ", ".join(named(group["rows"]))),
 )
+CHOICE_COLUMNS = (
+    ColumnView("date", "date", "text"),
+    ColumnView("rows", "runs", "text"),
+    ColumnView("choice", "choice", "text"),
+    ColumnView("reason", "why", "text"),
+    ColumnView("source", "source", "text"),
+    ColumnView("outcome_known", "outcome known", "text"),
+)
 
 
 def _median_ratio(rows: Sequence[Record]) -> float | None:
@@ -338,8 +346,8 @@ def render_text(validation: Mapping[str, Any]) -> RenderableType:
     """Renders the comparison of predictions with measurements for the terminal.
 
     The text has a heading, scores over all models (if the set has cohorts), scores of seconds, order and bytes for each
-    model and number of GPUs, the worst predictions, runs with known differences, and the reasons why other runs are not
-    compared.
+    model and number of GPUs, the worst predictions, runs with known differences, the reasons why other runs are not
+    compared, and the number of choices of setup.
 
     validation: the JSON of the comparison (`ValidationResult.to_json`).
     """
@@ -358,6 +366,7 @@ def render_text(validation: Mapping[str, Any]) -> RenderableType:
         _worst(validation),
         _render_reasons_of_errors(validation) if pooled else _render_known_differences(validation),
         _not_compared(validation),
+        _count_choices(validation["choices"]),
     )
 
 
@@ -554,6 +563,14 @@ def _not_compared(validation: Mapping[str, Any]) -> RenderableType | None:
     return Group(*lines)
 
 
+def _count_choices(choices: Sequence[Record]) -> RenderableType:
+    late = sum(choice["outcome_known"] != "no" for choice in choices)
+    return Prose(
+        f"choices of setup: {len(choices)}, of which {late} were made when the outcome was known, at least in part; "
+        "the page and the JSON list them"
+    )
+
+
 # ---- the page -------------------------------------------------------------------------------------------------
 
 
@@ -581,6 +598,7 @@ def render_page(validation: Mapping[str, Any]) -> str:
         rows=page_table(TableView(ROW_COLUMNS, worst_first(validation["rows"]))),
         not_claimed=page_table(TableView(NOT_CLAIMED_COLUMNS, not_claimed(validation["rows"]))),
         unsaid=page_table(TableView(NOT_COMPARED_COLUMNS, validation["unsaid"])),
+        choices=page_table(TableView(CHOICE_COLUMNS, validation["choices"])),
         notes=(*NOTES, rates) if long else NOTES,
     )
 

@@ -14,8 +14,11 @@ BOTH = [*setups_jax.rows(), *setups_torch.rows()]
 
 
 def test_every_row_is_said_or_has_its_reason():
-    assert len(JAX) == 244 and sum(not row.reason for row in JAX.values()) == 58
-    assert len(setups_torch.rows()) == 288 and sum(not row.reason for row in setups_torch.rows()) == 153
+    torch = setups_torch.rows()
+    assert (len(JAX), len(torch)) == (244, 324)
+    assert [sum(not row.reason for row in rows) for rows in (JAX.values(), torch)] == [100, 236]
+    claimed = [sum(not (row.reason or row.other_program) for row in rows) for rows in (JAX.values(), torch)]
+    assert claimed == [68, 196]
     for row in BOTH:
         assert bool(row.reason) != bool(row.config and row.overrides and row.target), row
         assert row.reason or (row.chip in CHIPS and (row.measured_seconds or row.measured_bytes)), row
@@ -42,7 +45,7 @@ def test_maxtext_is_sharded_in_a_host_with_replicas_over_hosts():
 
 def test_names_that_maxtexts_policies_keep():
     assert "mlp_out" in JAX[25].overrides["remat.save"] and "precision.preset" not in JAX[25].overrides
-    assert not JAX[31].overrides and "one scale per array" in JAX[31].reason
+    assert JAX[31].overrides["precision.preset"] == "fp8" and "one scale per array" in JAX[31].other_program
     assert "'context'" in JAX[43].overrides["remat.save"] and JAX[43].target == "h200:32x8"
     assert (JAX[28].overrides["mesh.data"], JAX[28].overrides["mesh.prefetch"]) == ("4", "1")
     assert JAX[37].reason == "its remat policy is not stated"
@@ -62,18 +65,47 @@ def test_meshes_of_alpa_are_data_by_tensor():
     assert (
         mixed.tensor == 2 and plain.overrides["mesh.strategy"] == "ddp" and stage3.overrides["mesh.strategy"] == "zero3"
     )
-    assert "heuristic" in JAX[94].reason
+    assert "heuristic" in JAX[94].other_program and not JAX[91].other_program  # one device shards nothing
+    assert "one of several meshes" in JAX[120].other_program and JAX[120].overrides["mesh.expert"] == "4"
     assert [JAX[141].overrides[key] for key in ("batch.micro", "batch.accumulation")] == ["8", "32"]
     for row in JAX.values():
         if row.source.startswith("alpa") and not row.reason:
-            of = {
-                key: int(row.overrides[key])
-                for key in ("mesh.fsdp", "mesh.tensor", "batch.micro", "batch.accumulation")
-            }
-            assert of["mesh.fsdp"] * of["mesh.tensor"] == row.gpus
-            assert of["mesh.fsdp"] * of["batch.micro"] * of["batch.accumulation"] == (
-                8 if row.source.startswith("alpa_intra") else 1024
-            ), row
+            of = {key: int(value) for key, value in row.overrides.items() if value.isdigit()}
+            data = of["mesh.fsdp"] * of.get("mesh.expert", 1)
+            assert data * of["mesh.tensor"] * row.stages == row.gpus
+            batches = {"alpa_intra": 8, "alpa_e2e": 1024, "alpa_readme": 32}
+            assert data * of["batch.micro"] * of["batch.accumulation"] == batches[row.source_id], row
+
+
+def test_layers_of_alpa_have_experts_by_turns_and_wide_mlps():
+    """Each token has room in two experts on average; the solver shards experts over the data-parallel devices."""
+    row = JAX[162]
+    keys = ("model.experts", "model.moe_every", "model.d_ff", "model.capacity_factor", "mesh.expert", "mesh.fsdp")
+    assert [row.overrides[key] for key in keys] == ["16", "2", "8192", "1.0", "8", "1"]
+    assert JAX[133].overrides["mesh.expert"] == "1" and "one-hot" in JAX[133].other_program
+
+
+def test_adapters_of_pax():
+    assert JAX[22].overrides["lora.rank"] == "32" and "lora.rank" not in JAX[20].overrides
+    assert {JAX[n].overrides["remat.policy"] for n in range(20, 25)} == {"none"}
+
+
+def test_hosts_of_kempnerforge_have_four_gpus_and_stages_no_sequence_parallelism():
+    rows = {row.id: row for row in setups_torch.rows() if row.source_id == "kempner" and not row.reason}
+    assert rows["207"].target == "h200:8x4" and rows["207"].overrides["model.d_ff"] == "28672"
+    assert (rows["198"].overrides["mesh.tensor"], rows["198"].overrides["mesh.sequence_parallel"]) == ("4", "True")
+    assert (rows["201"].framework, rows["202"].framework) == ("eager torch", "compiled torch")
+    staged = rows["296"]
+    assert (staged.stages, staged.tensor, staged.overrides["mesh.sequence_parallel"]) == (4, 4, "False")
+    assert staged.other_program and not rows["307"].other_program and rows["307"].overrides["model.experts"] == "8"
+
+
+def test_torchtitan_recomputes_by_layers_or_by_operations():
+    rows = {row.id: row for row in setups_torch.rows() if row.source_id.startswith("torchtitan")}
+    assert rows["191"].overrides["remat.layers"] == "0-20:full"
+    assert "'gate'" in rows["192"].overrides["remat.save"] and rows["188"].overrides["remat.policy"] == "full"
+    assert rows["156"].framework == "eager torch" and "96 GB" in rows["157"].other_program
+    assert rows["164"].overrides["mesh.context"] == "4"
 
 
 def test_uva_checkpoints_halves_or_blocks():
@@ -101,7 +133,7 @@ def test_rows_are_scored_by_quality_and_vintage_and_by_framework():
     assert {JAX[n].cohort for n in (0, 1, 25, 69)} == {"A, newest"}
     assert (JAX[11].cohort, JAX[15].cohort, JAX[38].cohort) == ("A, older", "A, older", "B, newest")
     torch = {row.source_id: row.cohort for row in setups_torch.rows() if not row.reason}
-    assert torch == {"llm_foundry": "eager", "fms_fsdp": "compiled"}
+    assert (torch["llm_foundry"], torch["fms_fsdp"], torch["torchtitan_202412"]) == ("eager", "compiled", "")
 
 
 def test_what_is_likely_to_differ_is_said_by_row():
@@ -112,7 +144,8 @@ def test_what_is_likely_to_differ_is_said_by_row():
 
 
 def test_torch_without_checkpointing_keeps_what_eager_blocks_keep():
-    kept = {"recomputed" in row.setup: row.overrides["remat.policy"] for row in setups_torch.rows() if not row.reason}
+    rows = [row for row in setups_torch.rows() if row.source_id in ("llm_foundry", "fms_fsdp") and not row.reason]
+    kept = {"recomputed" in row.setup: row.overrides["remat.policy"] for row in rows}
     assert kept == {True: "full", False: "selective"}
 
 

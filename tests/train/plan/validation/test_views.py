@@ -75,6 +75,15 @@ def test_the_terminal_has_scores_worst_rows_and_reasons():
     assert "stopped: 2 rows left" in plain_text(view.render_text(found(("8", "9")).to_json()), 140)
 
 
+def test_choices_are_counted_on_the_terminal_and_listed_on_the_page():
+    result = found().to_json()
+    assert {choice["set"] for choice in result["choices"]} == {"playbook", "all"}
+    late = sum(choice["outcome_known"] != "no" for choice in result["choices"])
+    assert f"choices of setup: {len(result['choices'])}, of which {late} " in plain_text(view.render_text(result), 140)
+    document = view.render_page(result)
+    assert "outcome known" in document and "remat.policy=selective instead of none" in document
+
+
 def test_the_worst_are_furthest_on_either_side():
     runs = [{"ratio": ratio} for ratio in (1.5, 0.5, 1.0, None)]
     assert [row["ratio"] for row in view.worst_first(runs)] == [0.5, 1.5, 1.0, None]
