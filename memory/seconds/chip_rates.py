@@ -55,6 +55,9 @@ def with_network(rates: DeviceRates, network: str) -> DeviceRates:
 def with_attention(rates: DeviceRates, kernel: str, kind: str) -> DeviceRates:
     """Returns a copy of a device's rates in which the attention rates are replaced by measurements of another kernel.
 
+    The published seconds are used as they are: `constants.ATTENTION` was fitted to cuDNN's kernels on H100, which
+    compute near the power limit.
+
     Args:
         rates: the rates of the device.
         kernel: a name in `achieved.ATTENTION_KERNELS`, such as "flash-attention-2".
@@ -78,6 +81,7 @@ def with_attention(rates: DeviceRates, kernel: str, kind: str) -> DeviceRates:
     return dataclasses.replace(
         rates,
         attention=table,
+        attention_slowdown=1.0,
         source=f"{rates.source}; attention: {source}",
         sources={**rates.sources, "attention": source},
     )

@@ -168,6 +168,7 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
         ({"memory": [[1, -1]]}, "memory is"),
         ({"memory": [[2, 1], [1, 1]]}, "memory is"),
         ({"floor_seconds": "fast"}, "floor_seconds is 'fast'"),
+        ({"attention_slowdown": 0}, "attention_slowdown is 0"),
         ({"host_link_bytes_per_s": 0}, "host_link_bytes_per_s is 0"),
         ({"products": {}}, "products is empty"),
         ({"products": {"bf17": [[1, 1]]}}, "bf17"),
@@ -299,6 +300,10 @@ def test_another_attention_kernel_changes_attention_alone():
         found = chip_rates.with_attention(H100, name, "NVIDIA H100 80GB HBM3")
         seconds[name] = kernel_seconds(kernel, found)
         assert kernel_seconds(product(4096, 4096, 4096), found) == kernel_seconds(product(4096, 4096, 4096), H100)
+        # The published seconds, without the slowdown that was fitted to the usual kernels.
+        alone = kernel.flops / found.attention["backward_causal"][128][4][1]
+        assert seconds[name] == pytest.approx(alone + H100.floor_seconds)
+        assert from_json(json.loads(json.dumps(found.to_json()))) == found
     assert seconds["triton"] > 2 * seconds["flash-attention-2"] > 2.5 * seconds["cuDNN"]
 
 
