@@ -11,7 +11,17 @@ from typing import Any
 from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS, PCIE_5, Chip
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import achieved
-from bytescope.memory.seconds.achieved import COLLECTIVES, LIKE, MEASURED, MESHES, NEAREST, NETWORKS, TWINS, Bus
+from bytescope.memory.seconds.achieved import (
+    ATTENTION_KERNELS,
+    COLLECTIVES,
+    LIKE,
+    MEASURED,
+    MESHES,
+    NEAREST,
+    NETWORKS,
+    TWINS,
+    Bus,
+)
 from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, DeviceRates, at
 
 
@@ -39,6 +49,41 @@ def with_network(rates: DeviceRates, network: str) -> DeviceRates:
         collectives=inside + rows,
         source=f"{rates.source}; between hosts: {source}",
         sources={**rates.sources, "collectives between hosts": source},
+    )
+
+
+def with_attention(rates: DeviceRates, kernel: str, kind: str) -> DeviceRates:
+    """Returns a copy of a device's rates in which the attention rates are replaced by measurements of another kernel.
+
+    The published seconds are used as they are: `constants.ATTENTION` was fitted to cuDNN's kernels on H100, which
+    compute near the power limit.
+
+    Args:
+        rates: the rates of the device.
+        kernel: a name in `achieved.ATTENTION_KERNELS`, such as "flash-attention-2".
+        kind: the device kind (jax's device_kind). If the kernel was not measured on this chip, its rates on the most
+            similar chip are multiplied by the ratio of the data sheets.
+
+    Raises ReportError if `kernel` is unknown, or if no chip has this kind.
+    """
+    if kernel not in ATTENTION_KERNELS:
+        raise ReportError(f"unknown attention kernel {kernel!r:.40}: choose one of {', '.join(ATTENTION_KERNELS)}")
+    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+    if chip is None:
+        raise ReportError(f"no rates of attention kernel {kernel} are known for {kind!r:.40}: leave the kernel out")
+    measured = ATTENTION_KERNELS[kernel]
+    name = next(each for each in (chip.name, *NEAREST[chip.name], *measured) if each in measured)
+    ratio = _of_16_bits(chip) / _of_16_bits(CHIPS[name])
+    table: dict[str, dict[int, Curve]] = {way: {} for way in WAYS}
+    for (way, width), figure in measured[name].items():
+        table[way][width] = _times(figure.points, ratio)
+    source = _name_chip(next(iter(measured[name].values())).source, name, chip.name)
+    return dataclasses.replace(
+        rates,
+        attention=table,
+        attention_slowdown=1.0,
+        source=f"{rates.source}; attention: {source}",
+        sources={**rates.sources, "attention": source},
     )
 
 

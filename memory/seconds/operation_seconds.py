@@ -81,7 +81,8 @@ def _block_scaled_seconds(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def _attention(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    computed = constants.ATTENTION * kernel.flops / attention_flops_per_s(kernel, rates) if kernel.flops else 0.0
+    slowdown = constants.ATTENTION if rates.attention_slowdown is None else rates.attention_slowdown
+    computed = slowdown * kernel.flops / attention_flops_per_s(kernel, rates) if kernel.flops else 0.0
     return max(computed, _memory(kernel, rates))
 
 

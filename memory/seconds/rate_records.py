@@ -65,6 +65,8 @@ class DeviceRates:
             devices, date and versions; {} for the built-in table.
         host: constants of the host ledger that `bytescope calibrate --host` measured: name of a field of
             `host.host_terms.HostRates` -> value; {} if they were not measured.
+        attention_slowdown: seconds of an attention kernel in a training step divided by its seconds alone; None for
+            `constants.ATTENTION`.
 
     Raises ReportError if a figure is not a positive number or a part is missing.
     """
@@ -84,6 +86,7 @@ class DeviceRates:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    attention_slowdown: float | None = None
 
     def __post_init__(self) -> None:
         RATES.replaced(self.host)  # refuses unknown names and values
@@ -95,6 +98,8 @@ class DeviceRates:
                 )
         for name, positive in _NUMBERS.items():
             value = getattr(self, name)
+            if value is None and name == "attention_slowdown":
+                continue
             if not is_number(value) or value < 0 or (positive and not value):
                 raise ReportError(
                     f"the rates are not valid: {name} is {value!r:.40}, "
@@ -200,6 +205,7 @@ _NUMBERS = {
     "hop_seconds": False,
     "network_hop_seconds": False,
     "cores": False,
+    "attention_slowdown": True,
 }
 
 

@@ -80,6 +80,7 @@ def predict(
     tokens: int | None = None,
     model_flops: int | None = None,
     network: str = "",
+    attention: str = "",
 ) -> StepPrediction | None:
     """Returns the predicted seconds of a training update on a target; None if the schedule or the rates of the target
     are unknown, or if the schedule takes no time.
@@ -92,6 +93,8 @@ def predict(
         model_flops: FLOPs of one call, over all devices, without recomputation.
         network: a name in `achieved.NETWORKS` of the network to assume between hosts; "" for the usual network of the
             chip.
+        attention: a name in `achieved.ATTENTION_KERNELS` of the attention kernel to assume; "" for the usual kernel of
+            the chip.
 
     Raises ReportError if the schedule takes infinitely long or contains values that no program has.
     """
@@ -100,6 +103,7 @@ def predict(
     if rates is None:
         return None
     rates = chip_rates.with_network(rates, network) if network else rates
+    rates = chip_rates.with_attention(rates, attention, str(known.get("kind"))) if attention else rates
     try:
         once = walk(steps, rates)
     except (
@@ -195,7 +199,7 @@ def predict_report(report: ReportRecord) -> StepPrediction | None:
     return predict(report.schedule, report.target, subject.calls, subject.tokens or None, subject.model_flops or None)
 
 
-def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPrediction | None:
+def predict_answer(answer: Mapping[str, Any], network: str = "", attention: str = "") -> StepPrediction | None:
     """Returns the predicted seconds of an update from the answer of the process that compiled the program. Returns None
     if the schedule or the target's rates are unknown.
 
@@ -203,6 +207,8 @@ def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPredicti
         answer: JSON with the keys `schedule`, `target`, `calls_per_update`, `tokens_per_update` and `model_flops`.
         network: a name in `achieved.NETWORKS` of the network to assume between hosts; "" for the usual network of the
             chip.
+        attention: a name in `achieved.ATTENTION_KERNELS` of the attention kernel to assume; "" for the usual kernel of
+            the chip.
 
     Raises ReportError if the schedule or the rates are damaged.
     """
@@ -219,4 +225,5 @@ def predict_answer(answer: Mapping[str, Any], network: str = "") -> StepPredicti
         answer.get("tokens_per_update"),
         answer.get("model_flops"),
         network,
+        attention,
     )

@@ -54,6 +54,18 @@ def test_another_network_joins_the_hosts(monkeypatch):
     assert step_prediction.predict_answer(answer).rates == "by hand"
 
 
+def test_another_attention_kernel_runs(monkeypatch):
+    monkeypatch.setattr(
+        chip_rates,
+        "with_attention",
+        lambda found, kernel, kind: SimpleNamespace(floor_seconds=0.25, source=f"{found.source}, {kernel} on {kind}"),
+    )
+    answer = {"schedule": to_json(STEPS), "target": H100}
+    expected = f"by hand, triton on {targets.parse('h100:8').to_json()['kind']}"
+    assert step_prediction.predict_answer(answer, attention="triton").rates == expected
+    assert step_prediction.predict_answer(answer).rates == "by hand"
+
+
 def test_mfu_is_the_models_own_flops_at_the_peak_over_the_time():
     """Half of 989,400 FLOPs a device are the model's: at 989.4 TFLOP/s they take 0.5 ns of 6 s."""
     found = step_prediction.predict(STEPS, targets.parse("h100:8"), calls=3, model_flops=8 * 989_400 // 2)

@@ -1,6 +1,7 @@
 """Rates: the table by chip, the file, the choice of a process, and seconds of single records at them."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -167,6 +168,7 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
         ({"memory": [[1, -1]]}, "memory is"),
         ({"memory": [[2, 1], [1, 1]]}, "memory is"),
         ({"floor_seconds": "fast"}, "floor_seconds is 'fast'"),
+        ({"attention_slowdown": 0}, "attention_slowdown is 0"),
         ({"host_link_bytes_per_s": 0}, "host_link_bytes_per_s is 0"),
         ({"products": {}}, "products is empty"),
         ({"products": {"bf17": [[1, 1]]}}, "bf17"),
@@ -269,3 +271,44 @@ def test_a_network_measured_by_size_meets_its_points_and_is_slower_over_more_hos
 def test_a_batch_of_small_products_fills_the_device_together():
     one, many = (product_flops_per_s(product(1024, 1024, 64, batch=batch), H100) for batch in (1, 64))
     assert many > 1.2 * one
+
+
+@pytest.mark.parametrize("kernel", achieved.ATTENTION_KERNELS)
+@pytest.mark.parametrize("name", ["a100-80g", "h100"])
+def test_rates_of_an_attention_kernel_grow_with_the_sequence_and_stay_below_the_data_sheet(kernel, name):
+    chip = CHIPS[name]
+    found = chip_rates.with_attention(chip_rates.rates_of_kind(chip.kind), kernel, chip.kind)
+    assert kernel in found.source and found.sources["attention"] in found.source
+    for table in found.attention.values():
+        for width in (64, 128):
+            rates_by_keys = [rate for _, rate in table[width]]
+            # Measured curves dip by up to 14 %.
+            assert all(later > 0.85 * earlier for earlier, later in itertools.pairwise(rates_by_keys))
+            assert rates_by_keys[0] < rates_by_keys[-1] * 1.05 and max(rates_by_keys) < chip.peak_flops["bf16"]
+    # Both passes together take what the figures say: 2.5 of 3.5 parts of the FLOPs are backward.
+    parts = [found.attention[f"{way}_causal"][128][-1][1] for way in ("forward", "backward")]
+    both = 3.5 / (1 / parts[0] + 2.5 / parts[1])
+    expected = {("triton", "a100-80g"): 80, ("triton", "h100"): 80 * 137 / 83}
+    expected |= {("flash-attention-2", "a100-80g"): 189, ("flash-attention-2", "h100"): 328}
+    assert both == pytest.approx(expected[kernel, name] * 1e12)
+
+
+def test_another_attention_kernel_changes_attention_alone():
+    kernel = ScheduledKernel("attention_backward", "backward", 1, 2**50, "bfloat16", (64, 8192, 8192, 128), True)
+    seconds = {"cuDNN": kernel_seconds(kernel, H100)}
+    for name in achieved.ATTENTION_KERNELS:
+        found = chip_rates.with_attention(H100, name, "NVIDIA H100 80GB HBM3")
+        seconds[name] = kernel_seconds(kernel, found)
+        assert kernel_seconds(product(4096, 4096, 4096), found) == kernel_seconds(product(4096, 4096, 4096), H100)
+        # The published seconds, without the slowdown that was fitted to the usual kernels.
+        alone = kernel.flops / found.attention["backward_causal"][128][4][1]
+        assert seconds[name] == pytest.approx(alone + H100.floor_seconds)
+        assert from_json(json.loads(json.dumps(found.to_json()))) == found
+    assert seconds["triton"] > 2 * seconds["flash-attention-2"] > 2.5 * seconds["cuDNN"]
+
+
+def test_an_attention_kernel_needs_a_known_name_and_a_known_chip():
+    with pytest.raises(ReportError, match="unknown attention kernel 'abacus'.*triton"):
+        chip_rates.with_attention(H100, "abacus", "NVIDIA H100 80GB HBM3")
+    with pytest.raises(ReportError, match="'MI1'.*leave the kernel out"):
+        chip_rates.with_attention(H100, "triton", "MI1")

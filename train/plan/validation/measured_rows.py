@@ -66,6 +66,8 @@ class MeasuredRow:
         host_bound: whether kernel launches determine the seconds, so that the run says nothing about the device; None
             if unknown.
         network: a key of `seconds.achieved.NETWORKS` for the links between hosts; "" for the chip's default.
+        attention: a key of `seconds.achieved.ATTENTION_KERNELS`, the attention kernel that the run used according to
+            its project; "" for the chip's default.
         differs: a description of known differences between the measured run and our program.
         bytes_are: what `measured_bytes` counts: "reserved" (an upper bound of the bytes needed), "allocated" or "".
         bytes_reason: why `measured_bytes` is not compared with our prediction; "" if it is.
@@ -101,6 +103,7 @@ class MeasuredRow:
     launch_seconds: float = 0.0
     host_bound: bool | None = None
     network: str = ""
+    attention: str = ""
     differs: str = ""
     bytes_are: str = ""
     bytes_reason: str = ""

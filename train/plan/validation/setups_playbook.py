@@ -81,6 +81,9 @@ _UNEVEN_FACTOR = 1.15
 # Rows that took 1.9 to 4.9 times the seconds of the same run with half the micro-batch, and reserved 10 to 51 GiB less
 # than the second half of the micro-batch needs by nanotron's source code.
 _OUT_OF_MEMORY_ROWS = {"404", "450", "463", "464"}
+# nanotron calls flash-attention's `flash_attn_varlen_func` (src/nanotron/models/llama.py) and requires flash-attn 2.5
+# or 2.6 (pyproject.toml, January 2025).
+_ATTENTION = "flash-attention-2"
 # The remat policy that saves the same tensors as nanotron's autograd.
 _POLICY = "selective"
 # Id of a row -> why its measured bytes are not compared with our prediction.
@@ -162,6 +165,7 @@ def _nanotron_row(key: str, fact: Fact, model: str, shape: Shape, vocab: int, **
         host_bound=float(fact["ms_per_layer_per_slot"]) <= 1e3 * _MAX_LAUNCH_FACTOR * launch,
         network=_NETWORK if gpus > _PER_HOST else "",
         framework_bytes=_framework_bytes(fact, shape, vocab, asynchronous=more["bytes_are"] == "reserved"),
+        attention=_ATTENTION,
         framework="eager torch",
         other_program=_other_program(stages, split, gpus, shape, vocab),
         **more,

@@ -57,9 +57,6 @@ PUBLISHED: Mapping[str, str] = {
 _COMPILED = ("fms_fsdp", "kempner", "torchtitan_202412", "torchtitan_asynctp")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
-    # Dao 2023 (arXiv 2307.08691) has up to 335 TFLOP/s on H100, Shah et al. 2024 (arXiv 2407.08608) 35 % of its peak.
-    "sequences of 8,192 tokens or more: the attention kernels of 2023 (FlashAttention 2 or Triton) were slower than "
-    "cuDNN's today": lambda fact: fact["source_id"] == "llm_foundry" and int(fact["seq"]) >= 8192,
     "KempnerForge sums the float32 gradients of all parameters over the micro-batches of an update and reduces them "
     "once; our program reduces the shards in every micro-batch": lambda fact: (
         fact["source_id"] == "kempner" and _is_compiled(fact)
@@ -93,9 +90,29 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
         cohort="compiled" if _is_compiled(fact) else "eager",
         framework="compiled torch" if _is_compiled(fact) else "eager torch",
         other_program=OTHER_PROGRAM.get(fact["source_id"], _no_reason)(fact),
+        attention=_attention(fact),
         differs=_likely_difference(fact),
         published=PUBLISHED[fact["source_id"]],
     )
+
+
+# Models of llm-foundry that ran FlashAttention 2 on 128 and more H100 (scripts/train/benchmarking/sweep.py of January
+# 2024; MPT 13B and 30B ran `triton` there).
+_FLASH_2_MODELS = ("MPT-1b", "MPT-3b", "MPT-7b", "MPT-70b")
+
+
+def _attention(fact: Fact) -> str:
+    """Returns the attention kernel that a project states for a run, a key of `achieved.ATTENTION_KERNELS`; "" if it
+    states none.
+    """
+    if fact["source_id"] == "llm_foundry":
+        # submit_benchmarks.py sets `attn_impl` of every run. Its default was `triton` when the tables of the A100 40 GB
+        # (April 2023) and of up to 64 A100 80 GB and H100 (October 2023) were made, and their sweep.sh sets no other.
+        # `triton` is a copy of flash-attention's flash_attn_triton.py (llmfoundry/models/layers).
+        large = "Large Scale" in fact["notes"]
+        return "flash-attention-2" if large and fact["model"] in _FLASH_2_MODELS else "triton"
+    # fms-fsdp's README: "SDPA implementation of Flash attention v2".
+    return "flash-attention-2" if fact["source_id"] == "fms_fsdp" else ""
 
 
 def _likely_difference(fact: Fact) -> str:

@@ -87,7 +87,7 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
         answer = runs.answers.get(row.id)
         if answer is None or row.id in why:
             continue
-        prediction = step_prediction.predict_answer(answer, row.network)
+        prediction = step_prediction.predict_answer(answer, row.network, row.attention)
         if prediction is None:
             why[row.id] = "the rates of its chip are unknown"
             continue
