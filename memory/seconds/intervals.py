@@ -7,12 +7,13 @@ whatever its number of runs, and programs have equal weights within a family.
 
 Kinds form a tree: all runs, then the runs of compiled or of eager frameworks, then those with or without sends between
 devices, then those with the same limit. The distribution of a kind is a mixture. With K families of its own, their runs
-have the weight K/(K+1), and the other runs of the kind above have 1/(K+1), as the new run is from one of K+1 families.
-This pools the distributions of groups as in Dunn, Wasserman and Ramdas 2018 (arXiv 1809.07441), with the correction for
-a small number of groups of Lee, Barber and Willett 2023 (arXiv 2306.06342). A kind without runs has the distribution of
-the next kind above that has runs, twice as wide, and a chip whose generation was not measured makes it twice as wide
-again. Above all runs, a ratio is log-uniform between 1/3 and 3, an assumption. The ends of the interval are the
-quantiles at 10 % and 90 %, so its width is never zero.
+have the weight K/(K+1), as the new run is from one of K+1 families. The weight 1/(K+1) goes to the families that have
+runs only of the kind above, whose distribution is made twice as wide, because they are of another kind. A kind without
+runs has this wider distribution alone. This pools the distributions of groups as in Dunn, Wasserman and Ramdas 2018
+(arXiv 1809.07441), with the correction for a small number of groups of Lee, Barber and Willett 2023 (arXiv 2306.06342).
+A chip whose generation was not measured makes the distribution twice as wide again. Above all runs, a ratio is
+log-uniform between 1/3 and 3, an assumption. The ends of the interval are the quantiles at 10 % and 90 %, so its width
+is never zero.
 
 The coverage, the fraction of runs within the interval, is measured without the runs' own family (`without`).
 """
@@ -162,15 +163,19 @@ def distribution(chip: str, kind: Kind, own: Sequence[float] = (), without: str 
         kind, own, without: as for `around`.
     """
     runs = [run for run in measured_ratios() if run.family != without and chip != "cpu"]
-    nodes = [[run for run in runs if run.kind.path()[level] == node] for level, node in enumerate(kind.path())]
-    levels = [node for node in nodes if node]
-    found = _unknown()
-    for level, node in enumerate(levels):
-        below = levels[level + 1] if level + 1 < len(levels) else []
-        found = _mixed([run for run in node if run not in below], found)
-    if levels and not nodes[-1]:
-        found = _widened(found)
-    if levels and _generation(chip) not in {_generation(run.chip) for run in runs}:
+    levels: list[list[MeasuredRatio]] = []  # of this kind, then of the kinds above
+    seen: set[str] = set()
+    for level, node in reversed(list(enumerate(kind.path()))):
+        new = [run for run in runs if run.kind.path()[level] == node and run.family not in seen]
+        levels.append(new)
+        seen.update(run.family for run in new)
+    found, first = _unknown(), True
+    for number, new in reversed(list(enumerate(levels))):
+        if not first and (new or not number):
+            found = _widened(found)
+        if new:
+            found, first = _mixed(new, found), False
+    if runs and _generation(chip) not in {_generation(run.chip) for run in runs}:
         found = _widened(found)
     if own:
         count = len(own)
