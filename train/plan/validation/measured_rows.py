@@ -37,8 +37,8 @@ MAX_GPUS = 512
 # Name of a set -> its content in one line. `setups_NAME.py` has its rows.
 SETS: Mapping[str, str] = {
     "playbook": "the Ultra-Scale Playbook's own runs of nanotron on 8, 32 and 64 H100",
-    "jax": "MaxText, Pax, Alpa and UvA's tutorial on A5000, V100, A100, H100, H200 and B200",
-    "torch": "llm-foundry and fms-fsdp on A100 and H100",
+    "jax": "MaxText, Pax, Alpa, axlearn and UvA's tutorial on A5000, V100, A100, H100, H200, B200 and TPU v6e",
+    "torch": "llm-foundry, fms-fsdp, torchtitan and KempnerForge on A100, H100 and H200",
 }
 
 
@@ -219,15 +219,21 @@ def reason_not_compared(fact: Fact) -> str:
     return ""
 
 
+# Number of TPU chips -> the slice of v6e with these chips.
+_TPU_SLICES = {8: "2x4", 16: "4x4", 32: "4x8"}
+
+
 def target(chip: str, gpus: int, per_host: int) -> str:
     """Returns the name of the compile target with this number of GPUs, such as "h100:4" or "h100:2x8" (2 hosts with 8
-    GPUs each).
+    GPUs each), or the slice of a TPU, such as "v6e:4x4".
 
     Args:
         chip: the type of GPU.
         gpus: the total number of GPUs. If it exceeds `per_host`, whole hosts are used.
         per_host: number of GPUs per host.
     """
+    if chip == "v6e":
+        return f"{chip}:{_TPU_SLICES[gpus]}"
     return f"{chip}:{gpus}" if gpus <= per_host else f"{chip}:{gpus // per_host}x{per_host}"
 
 

@@ -1,4 +1,4 @@
-"""Published measurements of JAX on GPUs, each with the config that comes nearest to the measured program.
+"""Published measurements of JAX on GPUs and TPUs, each with the config that comes nearest to the measured program.
 
 The rows are those of `data/jax.csv`; the id of a row is its index. Facts that a table does not state were read in the
 code and the launch scripts of its project, which the functions below name. In addition, the measured programs have in
@@ -32,6 +32,7 @@ _CHIPS = {
     "A100": ("a100-80g", 8),
     "V100": ("v100", 8),
     "A5000": ("a5000", 8),
+    "v6e": ("v6e", 8),
 }
 
 
@@ -67,6 +68,7 @@ PUBLISHED: Mapping[str, str] = {
     "pax_llama2_7b_sft": "2024-06",
     "t5x": "2023-06",
     "t5x_vit": "2023-08",
+    "tpurecipes_v6e": "2025-07",
     "uva_single": "2024-03",
     "xla_pr45753": "2026-07",
 }
@@ -84,6 +86,7 @@ DIFFERS: Mapping[str, Callable[[Fact, str], bool]] = {
     "measured": lambda fact, chip: fact["source_id"] == "maxtext_a3_l2_7b" and int(fact["n_gpus"]) > 8,
     "in bfloat16 with full recomputation the run would have reached about 80 % of the data sheet's FLOP/s; it "
     "probably recomputed less, or used fp8": lambda fact, chip: chip == "b200",
+    "a TPU: no rate was measured on it; all efficiencies are those of H100": lambda fact, chip: chip == "v6e",
     "an A5000 in a notebook: its clock rate and most other rates are taken from other chips": lambda fact, chip: (
         chip == "a5000"
     ),
@@ -308,6 +311,27 @@ def _pax_llama(fact: Fact) -> Setup:
     }
 
 
+# MaxText's names of tensors that are moved to host memory -> ours.
+_OFFLOADED = {
+    "decoder_layer_input": "block_in",
+    "query_proj": "q_rot",
+    "key_proj": "k_rot",
+    "value_proj": "v",
+    "out_proj": "attn_out",
+}
+# More TPU chips are not compiled, because their compile time is too long.
+_MAX_TPU_CHIPS = 32
+
+
+def _tpu_recipe(fact: Fact) -> Setup:
+    # As run by tpu-recipes (MaxText, benchmarks/maxtext_trillium_model_configs.py): fully sharded and scanned layers,
+    # of which the named tensors are in host memory until the backward pass and all others are recomputed.
+    if int(fact["n_gpus"]) > _MAX_TPU_CHIPS:
+        return f"more than {_MAX_TPU_CHIPS} TPU chips; smaller slices with the same model are compared"
+    names = ",".join(f"'{_OFFLOADED[name]}'" for name in fact["remat"].split()[1:])
+    return "llama_8b", shape(fact) | {"remat.policy": "custom", "remat.offload": f"({names})"}
+
+
 def _axlearn(fact: Fact) -> Setup:
     # axlearn's Fuji (axlearn/experiments/text/gpt/fuji.py of 2024-09; attention.py, build_remat_spec): layers are
     # repeated, and save queries and keys after their rotation, values, the output of attention and its projection. It
@@ -418,6 +442,7 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "alpa_e2e": _alpa,
     "alpa_readme": _alpa_readme,
     "uva_single": _uva,
+    "tpurecipes_v6e": _tpu_recipe,
     "pax_llama2_7b_sft": _pax_llama,
     "axlearn_fuji7b_v1": _axlearn,
     "axlearn_fuji7b_v2": _axlearn,

@@ -16,10 +16,10 @@ BOTH = [*setups_jax.rows(), *setups_torch.rows()]
 
 def test_every_row_is_said_or_has_its_reason():
     torch = setups_torch.rows()
-    assert (len(JAX), len(torch)) == (244, 324)
-    assert [sum(not row.reason for row in rows) for rows in (JAX.values(), torch)] == [100, 236]
+    assert (len(JAX), len(torch)) == (254, 324)
+    assert [sum(not row.reason for row in rows) for rows in (JAX.values(), torch)] == [104, 236]
     claimed = [sum(not (row.reason or row.other_program) for row in rows) for rows in (JAX.values(), torch)]
-    assert claimed == [68, 196]
+    assert claimed == [72, 196]
     for row in BOTH:
         assert bool(row.reason) != bool(row.config and row.overrides and row.target), row
         assert row.reason or (row.chip in CHIPS and (row.measured_seconds or row.measured_bytes)), row
@@ -84,6 +84,12 @@ def test_layers_of_alpa_have_experts_by_turns_and_wide_mlps():
     keys = ("model.experts", "model.moe_every", "model.d_ff", "model.capacity_factor", "mesh.expert", "mesh.fsdp")
     assert [row.overrides[key] for key in keys] == ["16", "2", "8192", "1.0", "8", "1"]
     assert JAX[133].overrides["mesh.expert"] == "1" and "one-hot" in JAX[133].other_program
+
+
+def test_slices_of_tpus_offload_the_named_tensors():
+    assert (JAX[244].target, JAX[250].target) == ("v6e:2x4", "v6e:4x8")
+    assert JAX[250].overrides["remat.offload"] == "('block_in','q_rot','k_rot','v')"
+    assert "32 TPU chips" in JAX[251].reason
 
 
 def test_adapters_of_pax():
