@@ -122,9 +122,9 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 def _old_row(number: int, fact: Fact) -> MeasuredRow:
     unreliable = ""
     if fact["unsteady"] == "1":
-        unreliable = f"the fastest step took {float(fact['fastest_ms']) / 1e3:.2f} s, the median step is far above it"
+        unreliable = "unsteady: the fastest step took less than a third of the median step"
     elif int(fact["gpus"]) > 16:
-        unreliable = "times of old_bench on more than two hosts vary between equal runs"
+        unreliable = "unsteady: the steps of old_bench on more than 16 GPUs"
     split = int(fact["tp"])
     return _nanotron_row(
         f"old{number}",
