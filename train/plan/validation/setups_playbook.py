@@ -191,6 +191,8 @@ def _framework_bytes(fact: Fact, shape: Shape, vocab: int, asynchronous: bool) -
 def _other_program(stages: int, split: int, gpus: int, shape: Shape, vocab: int) -> str:
     if stages == 1:
         return ""
+    # Stages are the outermost axis of nanotron's ranks (src/nanotron/parallel/context.py), so that they are on several
+    # hosts. The shapes are sent by src/nanotron/parallel/pipeline_parallel/p2p.py, `_send_meta` and `_recv_meta`.
     if split > 1 and gpus > _PER_HOST:
         return (
             "between pipeline stages on several hosts, each process of nanotron's tensor-parallel group receives the "
