@@ -135,6 +135,7 @@ def _old_row(number: int, fact: Fact) -> MeasuredRow:
         source=f"old_bench: huggingface.co/nanotron/{fact['source']} (2024-07)",
         measured_bytes=int(float(fact["peak_allocated_mib"]) * 2**20),
         bytes_are="allocated",
+        differs="torch's profiler was probably on (bench_cluster/template/base_config.py)",
         unreliable=unreliable,
         published="2024-07",
     )
