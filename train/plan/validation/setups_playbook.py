@@ -125,9 +125,9 @@ def _row(number: int, fact: Fact) -> MeasuredRow:
 def _old_row(number: int, fact: Fact) -> MeasuredRow:
     unreliable = ""
     if fact["unsteady"] == "1":
-        unreliable = f"the fastest step took {float(fact['fastest_ms']) / 1e3:.2f} s, the median step is far above it"
+        unreliable = "unsteady: the fastest step took less than a third of the median step"
     elif int(fact["gpus"]) > 16:
-        unreliable = "times of old_bench on more than two hosts vary between equal runs"
+        unreliable = "unsteady: the steps of old_bench on more than 16 GPUs"
     split = int(fact["tp"])
     return _nanotron_row(
         f"old{number}",
@@ -138,6 +138,7 @@ def _old_row(number: int, fact: Fact) -> MeasuredRow:
         source=f"old_bench: huggingface.co/nanotron/{fact['source']} (2024-07)",
         measured_bytes=int(float(fact["peak_allocated_mib"]) * 2**20),
         bytes_are="allocated",
+        differs="torch's profiler was probably on (bench_cluster/template/base_config.py)",
         unreliable=unreliable,
         published="2024-07",
     )
@@ -195,6 +196,8 @@ def _framework_bytes(fact: Fact, shape: Shape, vocab: int, asynchronous: bool) -
 def _other_program(stages: int, split: int, gpus: int, shape: Shape, vocab: int) -> str:
     if stages == 1:
         return ""
+    # Stages are the outermost axis of nanotron's ranks (src/nanotron/parallel/context.py), so that they are on several
+    # hosts. The shapes are sent by src/nanotron/parallel/pipeline_parallel/p2p.py, `_send_meta` and `_recv_meta`.
     if split > 1 and gpus > _PER_HOST:
         return (
             "between pipeline stages on several hosts, each process of nanotron's tensor-parallel group receives the "

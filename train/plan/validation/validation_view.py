@@ -113,36 +113,30 @@ def score_columns(part: str, quantiles: bool = False) -> tuple[ColumnView, ...]:
 
     Args:
         part: the key of the score in a group or cohort, "all" or "claimed".
-        quantiles: whether the terminal shows the quantiles 0.1 and 0.9 too.
+        quantiles: whether the terminal shows the quantiles 0.1 and 0.9 instead of the number of programs.
     """
-    runs = ColumnView(
-        f"{part}_rows", "runs" if part == _ALL else "runs claimed", "number", path=f"{part}.rows", short="runs"
-    )
-    programs = ColumnView(
-        f"{part}_programs", "programs", "number", path=f"{part}.programs", skip_zero=True, only=TERMINAL
-    )
-    return (
-        runs,
-        *(() if quantiles else (programs,)),
-        ColumnView(f"{part}_within", "within 15 %", "share", path=f"{part}.within"),
+    title = "runs" if part == _ALL else "runs claimed"
+    columns = [ColumnView(f"{part}_rows", title, "number", path=f"{part}.rows", short="runs")]
+    if not quantiles:
+        columns.append(
+            ColumnView(f"{part}_programs", "programs", "number", path=f"{part}.programs", skip_zero=True, only=TERMINAL)
+        )
+    columns.append(ColumnView(f"{part}_within", "within 15 %", "share", path=f"{part}.within"))
+    columns.append(
         ratio(
             f"{part}_median",
             "predicted/measured",
             short="median",
             path=f"{part}.median",
             note=lambda row: between(row[part]["least"], row[part]["most"]),
-        ),
-        ratio(f"{part}_least", "least", path=f"{part}.least", only=TERMINAL),
-        *(
-            (
-                ratio(f"{part}_low", "10 %", path=f"{part}.low", only=TERMINAL),
-                ratio(f"{part}_high", "90 %", path=f"{part}.high", only=TERMINAL),
-            )
-            if quantiles
-            else ()
-        ),
-        ratio(f"{part}_most", "most", path=f"{part}.most", only=TERMINAL),
+        )
     )
+    columns.append(ratio(f"{part}_least", "least", path=f"{part}.least", only=TERMINAL))
+    if quantiles:
+        columns.append(ratio(f"{part}_low", "10 %", path=f"{part}.low", only=TERMINAL))
+        columns.append(ratio(f"{part}_high", "90 %", path=f"{part}.high", only=TERMINAL))
+    columns.append(ratio(f"{part}_most", "most", path=f"{part}.most", only=TERMINAL))
+    return tuple(columns)
 
 
 def cohort_columns(title: str, part: str = _ALL) -> tuple[ColumnView, ...]:

@@ -55,8 +55,12 @@ def test_rows_of_old_bench_have_allocated_bytes_and_seconds_of_two_hosts_at_most
         and {row.model for row in rows} == {"llama-1.11B"}
     )
     assert all(bool(row.unreliable) == (row.gpus == 64) for row in rows)
-    assert sum("fastest step" in row.unreliable for row in rows) == 4
+    assert sum("less than a third" in row.unreliable for row in rows) == 4
     assert all(int(row.overrides["model.vocab_size"]) % row.tensor == 0 for row in rows)
+    for fact in measured_rows.facts("old_bench"):
+        assert (fact["unsteady"] == "1") == (
+            3 * float(fact["fastest_ms"]) < float(fact["elapsed_ms"]) and fact["gpus"] == "64"
+        )
 
 
 def test_every_row_computes_its_batch_on_its_devices():
