@@ -54,7 +54,7 @@ PUBLISHED: Mapping[str, str] = {
     "torchtitan_asynctp": "2025-06",
 }
 # Sources that ran torch.compile; the others launch each kernel from Python.
-_COMPILED = ("fms_fsdp", "kempner", "torchtitan_202412", "torchtitan_asynctp")
+_COMPILED = ("fms_fsdp", "modded_nanogpt", "kempner", "torchtitan_202412", "torchtitan_asynctp")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     "KempnerForge sums the float32 gradients of all parameters over the micro-batches of an update and reduces them "
@@ -111,8 +111,8 @@ def _attention(fact: Fact) -> str:
         # `triton` is a copy of flash-attention's flash_attn_triton.py (llmfoundry/models/layers).
         large = "Large Scale" in fact["notes"]
         return "flash-attention-2" if large and fact["model"] in _FLASH_2_MODELS else "triton"
-    # fms-fsdp's README: "SDPA implementation of Flash attention v2".
-    return "flash-attention-2" if fact["source_id"] == "fms_fsdp" else ""
+    # fms-fsdp's README: "SDPA implementation of Flash attention v2". modded-nanogpt calls the same function of PyTorch.
+    return "flash-attention-2" if fact["source_id"] in ("fms_fsdp", "modded_nanogpt") else ""
 
 
 def _likely_difference(fact: Fact) -> str:
@@ -193,6 +193,25 @@ def _fms(fact: Fact) -> Setup:
         "xla.latency_hiding": "on",
         "mesh.fsdp": f"{_PER_HOST}",
         "mesh.data": f"{int(fact['n_gpus']) // _PER_HOST}",
+    }
+
+
+def _modded_nanogpt(fact: Fact) -> Setup:
+    # modded-nanogpt (train_gpt2.py, October and November 2024): DDP with torch.compile, bfloat16 autocast, RMSNorm,
+    # rotary positions, no biases, an MLP of two matrices (squared ReLU), the head tied until the record of 2024-11-03,
+    # and Muon.
+    return "gpt2_small", shape(fact) | {
+        "model.norm": "rmsnorm",
+        "model.position": "rope",
+        "model.bias": "False",
+        "model.unroll": "1",
+        "model.tie_embeddings": f"{fact['notes'] < 'record 2024-11-03'}",
+        "optimizer.name": "muon",
+        "mesh.strategy": "ddp",
+        "batch.accumulation": fact["ga"],
+        "batch.mode": "scan",
+        "remat.policy": _POLICY,
+        "xla.latency_hiding": "on",
     }
 
 
@@ -286,6 +305,10 @@ def _no_reason(fact: Fact) -> str:
 
 # Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
 OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
+    "modded_nanogpt": lambda _: (
+        "its devices share the Newton-Schulz iterations of Muon, and later records have value embeddings and skip "
+        "connections; ours orthogonalizes every matrix on every device"
+    ),
     "kempner": _why_kempner_is_another_program,
     "torchtitan_202412": _why_torchtitan_is_another_program,
     "torchtitan_asynctp": _why_torchtitan_is_another_program,
@@ -302,5 +325,5 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "kempner": _kempner,
     "nemo_2412": _because("its shape and micro-batches are not stated"),
     "nemo_launcher": _because("its shape and layout are not stated"),
-    "modded_nanogpt": _because("no config has Newton-Schulz iterations spread over devices and value embeddings"),
+    "modded_nanogpt": _modded_nanogpt,
 }
