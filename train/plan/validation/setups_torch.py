@@ -54,12 +54,15 @@ PUBLISHED: Mapping[str, str] = {
     "torchtitan_asynctp": "2025-06",
 }
 # Sources that ran torch.compile; the others launch each kernel from Python.
-_COMPILED = ("fms_fsdp", "kempner", "torchtitan_202412", "torchtitan_asynctp")
+_COMPILED = ("fms_fsdp", "kempner", "modded_nanogpt", "torchtitan_202412", "torchtitan_asynctp")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     # Dao 2023 (arXiv 2307.08691) has up to 335 TFLOP/s on H100, Shah et al. 2024 (arXiv 2407.08608) 35 % of its peak.
     "sequences of 8,192 tokens or more: the attention kernels of 2023 (FlashAttention 2 or Triton) were slower than "
     "cuDNN's today": lambda fact: fact["source_id"] == "llm_foundry" and int(fact["seq"]) >= 8192,
+    "Newton-Schulz iterations are spread over the devices; every device of ours computes all of them": lambda fact: (
+        fact["source_id"] == "modded_nanogpt" and _record_date(fact) >= "2024-10-17"
+    ),
     "KempnerForge sums the float32 gradients of all parameters over the micro-batches of an update and reduces them "
     "once; our program reduces the shards in every micro-batch": lambda fact: (
         fact["source_id"] == "kempner" and _is_compiled(fact)
@@ -258,6 +261,39 @@ def _why_kempner_is_another_program(fact: Fact) -> str:
     return ""
 
 
+def _modded_nanogpt(fact: Fact) -> Setup:
+    # modded-nanogpt (records/track_1_short, the script in each log): GPT-2 with rotary positions, RMSNorm and no
+    # biases, DDP with gradients in float32, torch.compile, logits in one array, Muon for matrices, no clipping. Since
+    # 2024-10-14 queries and keys are normalized, since 2024-11-03 the head has its own matrix. The activation is then
+    # relu squared; ours is GELU.
+    record = _record_date(fact)
+    return "gpt2_small", shape(fact) | {
+        "model.norm": "rmsnorm",
+        "model.position": "rope",
+        "model.bias": "False",
+        "model.qk_norm": f"{record >= '2024-10-14'}",
+        "model.tie_embeddings": f"{record < '2024-11-03'}",
+        "model.unroll": "12" if fact["layers"] == "12" else "4",
+        "precision.reduce": "float32",
+        "optimizer.name": "muon",
+        "optimizer.clip_norm": "0.0",
+        "batch.accumulation": fact["ga"],
+        "batch.mode": "scan",
+        "mesh.strategy": "ddp",
+        "remat.policy": _POLICY,
+    }
+
+
+def _record_date(fact: Fact) -> str:
+    return fact["source_url"].partition("track_1_short/")[2][:10]
+
+
+def _why_modded_nanogpt_is_another_program(fact: Fact) -> str:
+    return (
+        "shortcuts from the first layer's values and from the embedding" if _record_date(fact) >= "2024-11-06" else ""
+    )
+
+
 def _because(reason: str) -> Callable[[Fact], Setup]:
     return lambda _: reason
 
@@ -270,6 +306,7 @@ def _no_reason(fact: Fact) -> str:
 # Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
 OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
     "kempner": _why_kempner_is_another_program,
+    "modded_nanogpt": _why_modded_nanogpt_is_another_program,
     "torchtitan_202412": _why_torchtitan_is_another_program,
     "torchtitan_asynctp": _why_torchtitan_is_another_program,
 }
@@ -285,5 +322,5 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "kempner": _kempner,
     "nemo_2412": _because("its shape and micro-batches are not stated"),
     "nemo_launcher": _because("its shape and layout are not stated"),
-    "modded_nanogpt": _because("no config has Newton-Schulz iterations spread over devices and value embeddings"),
+    "modded_nanogpt": _modded_nanogpt,
 }
