@@ -8,6 +8,7 @@ of `setups_jax`, and no constant is fitted on them.
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable, Mapping
 
@@ -221,8 +222,9 @@ def _kempner(fact: Fact) -> Setup:
     # gradients are reduced in float32. Ours has one of the two moments in bfloat16. FSDP2 shards parameters over
     # `fsdp`. "full" recomputes whole blocks. Tensor parallelism shards norms and the residual stream along the
     # sequence, except with experts or stages. The embedding and the logits are replicated in a tensor-parallel group;
-    # ours are sharded.
+    # ours are sharded. Ours shards the width evenly: if it is not divisible, there are fewer shards and replicas.
     sizes = _group_sizes(fact)
+    shards = math.gcd(sizes.get("fsdp", 1), int(fact["hidden"]))
     tensor, stages, experts = sizes.get("tp", 1), sizes.get("pp", 1), int(fact["model"].partition("-E")[2] or 0)
     return "llama_8b", shape(fact) | {
         "precision.preset": "bf16_params",
@@ -233,7 +235,8 @@ def _kempner(fact: Fact) -> Setup:
         "batch.mode": "scan",
         "xla.latency_hiding": "on",
         "mesh.strategy": "zero3" if int(fact["n_gpus"]) > 1 else "ddp",
-        "mesh.fsdp": f"{sizes.get('fsdp', 1)}",
+        "mesh.fsdp": f"{shards}",
+        "mesh.data": f"{sizes.get('fsdp', 1) // shards}",
         "mesh.tensor": f"{tensor}",
         "mesh.sequence_parallel": f"{tensor > 1 and stages == 1 and not experts}",
         "remat.policy": _KEMPNER_REMAT[fact["act_ckpt"]],
@@ -256,6 +259,8 @@ def _why_kempner_is_another_program(fact: Fact) -> str:
         return "every rank of a tensor-parallel group computes all experts of all tokens; ours shares this work"
     if "ep" in sizes:
         return "the ranks of an expert-parallel group read the same sequences; ours are data-parallel"
+    if int(fact["hidden"]) % sizes.get("fsdp", 1):
+        return f"parameters in {sizes['fsdp']} uneven shards; ours are in fewer shards, with replicas"
     if "pp" in sizes:
         return "1F1B with one program per stage, whose last stage alone has the head"
     return ""
