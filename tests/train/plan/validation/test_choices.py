@@ -7,7 +7,7 @@ import pytest
 from bytescope.train.plan.validation import measured_rows, setups_jax, setups_torch
 
 # Sources without a compared row: nothing was chosen.
-UNUSED = {"t5x", "t5x_vit", "xla_pr45753", "nemo_2412", "nemo_launcher", "modded_nanogpt"}
+UNUSED = {"t5x", "t5x_vit", "xla_pr45753", "nemo_2412", "nemo_launcher"}
 
 
 @pytest.mark.quick

@@ -17,9 +17,9 @@ BOTH = [*setups_jax.rows(), *setups_torch.rows()]
 def test_every_row_is_said_or_has_its_reason():
     torch = setups_torch.rows()
     assert (len(JAX), len(torch)) == (254, 324)
-    assert [sum(not row.reason for row in rows) for rows in (JAX.values(), torch)] == [104, 236]
+    assert [sum(not row.reason for row in rows) for rows in (JAX.values(), torch)] == [104, 256]
     claimed = [sum(not (row.reason or row.other_program) for row in rows) for rows in (JAX.values(), torch)]
-    assert claimed == [72, 196]
+    assert claimed == [72, 201]
     for row in BOTH:
         assert bool(row.reason) != bool(row.config and row.overrides and row.target), row
         assert row.reason or (row.chip in CHIPS and (row.measured_seconds or row.measured_bytes)), row
@@ -102,9 +102,19 @@ def test_hosts_of_kempnerforge_have_four_gpus_and_stages_no_sequence_parallelism
     assert rows["207"].target == "h200:8x4" and rows["207"].overrides["model.d_ff"] == "28672"
     assert (rows["198"].overrides["mesh.tensor"], rows["198"].overrides["mesh.sequence_parallel"]) == ("4", "True")
     assert (rows["201"].framework, rows["202"].framework) == ("eager torch", "compiled torch")
+    assert [rows["316"].overrides[key] for key in ("mesh.fsdp", "mesh.data")] == ["8", "3"]
+    assert "uneven" in rows["316"].other_program and rows["323"].overrides["mesh.fsdp"] == "40"
     staged = rows["296"]
     assert (staged.stages, staged.tensor, staged.overrides["mesh.sequence_parallel"]) == (4, 4, "False")
     assert staged.other_program and not rows["307"].other_program and rows["307"].overrides["model.experts"] == "8"
+
+
+def test_records_of_modded_nanogpt_by_date():
+    rows = {row.id: row for row in setups_torch.rows() if row.source_id == "modded_nanogpt" and not row.reason}
+    keys = ("model.qk_norm", "model.tie_embeddings")
+    assert [rows["262"].overrides[key] for key in keys] == ["False", "True"]
+    assert [rows["273"].overrides[key] for key in keys] == ["True", "False"]
+    assert "devices" in rows["264"].differs and "shortcuts" in rows["285"].other_program
 
 
 def test_torchtitan_recomputes_by_layers_or_by_operations():
