@@ -65,7 +65,7 @@ class Measured:
 
     @property
     def fitted(self) -> bool:
-        return self.row.cohort == NEWEST
+        return self.row.cohort == NEWEST and self.row.claims_seconds
 
     def ratio(self, values: Constants) -> float:
         """Predicted over measured seconds with these constants."""
@@ -166,7 +166,7 @@ def report(rows: Sequence[Measured]) -> Iterable[str]:
             f"{one.row.id:>4}  {one.source:20} {one.row.model:16} {one.row.target:14} "
             f"{one.row.measured_seconds:10.3f} {one.ratio(USUAL):7.2f} {one.ratio(best):7.2f}{mark}"
         )
-    newest = [one for one in rows if one.row.cohort == NEWEST]
+    newest = [one for one in rows if one.fitted]
     for name, values in (("before", USUAL), ("now", NOW), ("fitted", best)):
         yield f"{NEWEST}, {name}: {summary(newest, values)}"
         yield f"  without V100: {summary([one for one in newest if one.row.chip != 'v100'], values)}"

@@ -175,6 +175,7 @@ def validation():
         (view.ROW_COLUMNS, BOTH),
         (view.NOT_CLAIMED_COLUMNS, BOTH),
         (view.NOT_COMPARED_COLUMNS, PAGE),
+        (view.CHOICE_COLUMNS, PAGE),
     ]
     view.render_text(out)
     view.render_text({**out, "cohorts": [], "sources": []})

@@ -262,16 +262,14 @@ def row_of(
         chip: the type of GPU.
         gpus: the total number of GPUs.
         per_host: number of GPUs per host.
-        other_program: why the measured program is another program than ours. Such a run is in no cohort. Runs in fp8
-            always are other programs; their nearest program is in our fp8.
+        other_program: why the measured program is another program than ours. Runs in fp8 always are other programs;
+            their nearest program is in our fp8.
         more: other fields of `MeasuredRow`.
     """
     config, overrides = ("", {}) if isinstance(nearest, str) else nearest
     if "fp8" in fact["precision"]:
         overrides = {**overrides, "precision.preset": "fp8"}
         other_program = "; ".join(filter(None, (FP8, other_program)))
-    if other_program:
-        more["cohort"] = ""
     return MeasuredRow(
         set=name,
         id=str(number),

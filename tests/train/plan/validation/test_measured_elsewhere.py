@@ -150,7 +150,7 @@ def test_rows_are_scored_by_quality_and_vintage_and_by_framework():
     assert {JAX[n].cohort for n in (0, 1, 25, 69)} == {"A, newest"}
     assert (JAX[11].cohort, JAX[15].cohort, JAX[38].cohort) == ("A, older", "A, older", "B, newest")
     torch = {row.source_id: row.cohort for row in setups_torch.rows() if not row.reason}
-    assert (torch["llm_foundry"], torch["fms_fsdp"], torch["torchtitan_202412"]) == ("eager", "compiled", "")
+    assert (torch["llm_foundry"], torch["fms_fsdp"], torch["torchtitan_202412"]) == ("eager", "compiled", "compiled")
 
 
 def test_what_is_likely_to_differ_is_said_by_row():
