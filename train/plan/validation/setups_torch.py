@@ -80,7 +80,7 @@ def _attention(fact: Fact) -> str:
         # (April 2023) and of up to 64 A100 80 GB and H100 (October 2023) were made, and their sweep.sh sets no other.
         # `triton` is a copy of flash-attention's flash_attn_triton.py (llmfoundry/models/layers).
         large = "Large Scale" in fact["notes"]
-        return "flash-attention-2" if large and fact["model"] in _FLASH_2_MODELS else "triton"
+        return "flash-attention-2" if large and fact["model"] in _FLASH_2_MODELS else "flash-attention-1-triton"
     # fms-fsdp's README: "SDPA implementation of Flash attention v2".
     return "flash-attention-2" if fact["source_id"] == "fms_fsdp" else ""
 

@@ -144,8 +144,8 @@ def test_rows_of_pytorch_name_the_attention_kernel_that_their_project_states():
             key = row.source_id, row.gpus >= 128 and row.chip == "h100", row.model
             kernels.setdefault(key, set()).add(row.attention)
     assert kernels["llm_foundry", True, "MPT-7b"] == {"flash-attention-2"}
-    assert kernels["llm_foundry", True, "MPT-13b"] == {"triton"}
-    assert kernels["llm_foundry", False, "MPT-7b"] == {"triton"}
+    assert kernels["llm_foundry", True, "MPT-13b"] == {"flash-attention-1-triton"}
+    assert kernels["llm_foundry", False, "MPT-7b"] == {"flash-attention-1-triton"}
     assert kernels["fms_fsdp", False, "llama2-7b"] == {"flash-attention-2"}
     assert {row.attention for row in setups_jax.rows()} == {""}
     assert {row.attention for row in BOTH} - {""} <= set(ATTENTION_KERNELS)
