@@ -35,6 +35,9 @@ _PER_HOST = 8
 _COMPILED = ("fms_fsdp",)
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
+    # 1.30 (H100) and 1.42 (A100) times the seconds per token of the row of 4,096 tokens; our program needs 86 GiB.
+    "a token took 1.3 to 1.4 times as long as with half the sequence, at the limit of the memory: probably the "
+    "allocator ran out of memory": lambda fact: fact["model"] == "MPT-30b" and fact["seq"] == "8192",
     "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: fact["source_id"] not in _COMPILED,
 }
 

@@ -108,7 +108,7 @@ def test_rows_are_scored_by_quality_and_vintage_and_by_framework():
 def test_what_is_likely_to_differ_is_said_by_row():
     assert JAX[25].differs == "" and "older" in JAX[13].differs and "network" in JAX[39].differs
     torch = {int(row.id): row.differs for row in setups_torch.rows()}
-    assert "eager" in torch[24] and "eager" in torch[21] and "eager" in torch[61] and torch[208] == ""
+    assert "allocator" in torch[55] and "eager" in torch[21] and "eager" in torch[61] and torch[208] == ""
     assert "15.0 GiB" in JAX[68].bytes_reason and JAX[67].bytes_reason == ""
 
 
