@@ -180,120 +180,76 @@ MEASURED: Mapping[str, Mapping[tuple[Any, ...], PublishedRate]] = {
     },
 }
 
-# Attention kernels that programs of other frameworks run. TFLOP/s of a forward and a backward pass together, of 512 to
-# 16,384 keys: chip -> kernel -> ((head dimension, mask) -> rates).
+# Attention kernels that programs of other frameworks run. Forward and backward pass together, as published: chip ->
+# version of FlashAttention -> (mask, head dimension) -> TFLOP/s at 512, 1024 ... 16,384 keys.
 _DAO = "Dao 2023, arXiv 2307.08691, fig. 4 and 7 (github.com/Dao-AILab/flash-attention, assets)"
-_BOTH_PASSES: Mapping[str, Mapping[str, Mapping[tuple[int, str], tuple[float, ...]]]] = {
+_BOTH_PASSES: Mapping[str, Mapping[int, Mapping[tuple[str, int], tuple[float, ...]]]] = {
     "a100-80g": {
-        "flash-attention-1": {
-            (64, ""): (91, 92, 104, 108, 110, 110),
-            (128, ""): (76, 72, 76, 80, 82, 83),
-            (64, "_causal"): (58, 70, 77, 87, 92, 97),
-            (128, "_causal"): (55, 62, 69, 76, 80, 83),
+        1: {
+            ("", 64): (91, 92, 104, 108, 110, 110),
+            ("", 128): (76, 72, 76, 80, 82, 83),
+            ("_causal", 64): (58, 70, 77, 87, 92, 97),
+            ("_causal", 128): (55, 62, 69, 76, 80, 83),
         },
-        "triton": {
-            (64, ""): (90, 102, 98, 98, 100, 100),
-            (128, ""): (78, 85, 90, 93, 95, 95),
-            (64, "_causal"): (59, 75, 79, 76, 79, 80),
-            (128, "_causal"): (50, 61, 68, 74, 78, 80),
-        },
-        "flash-attention-2": {
-            (64, ""): (132, 153, 162, 171, 175, 176),
-            (128, ""): (151, 173, 187, 196, 201, 203),
-            (64, "_causal"): (88, 119, 140, 156, 165, 171),
-            (128, "_causal"): (99, 133, 155, 173, 182, 189),
+        2: {
+            ("", 64): (132, 153, 162, 171, 175, 176),
+            ("", 128): (151, 173, 187, 196, 201, 203),
+            ("_causal", 64): (88, 119, 140, 156, 165, 171),
+            ("_causal", 128): (99, 133, 155, 173, 182, 189),
         },
     },
     "h100": {
-        "flash-attention-1": {
-            (64, ""): (157, 159, 161, 161, 166, 168),
-            (128, ""): (127, 127, 128, 131, 137, 139),
-            (64, "_causal"): (104, 123, 136, 138, 149, 156),
-            (128, "_causal"): (98, 109, 108, 126, 135, 137),
+        1: {
+            ("", 64): (157, 159, 161, 161, 166, 168),
+            ("", 128): (127, 127, 128, 131, 137, 139),
+            ("_causal", 64): (104, 123, 136, 138, 149, 156),
+            ("_causal", 128): (98, 109, 108, 126, 135, 137),
         },
-        "flash-attention-2": {
-            (64, ""): (215, 254, 274, 288, 294, 296),
-            (128, ""): (248, 294, 320, 326, 335, 338),
-            (64, "_causal"): (141, 192, 232, 257, 273, 284),
-            (128, "_causal"): (163, 221, 265, 294, 308, 328),
+        2: {
+            ("", 64): (215, 254, 274, 288, 294, 296),
+            ("", 128): (248, 294, 320, 326, 335, 338),
+            ("_causal", 64): (141, 192, 232, 257, 273, 284),
+            ("_causal", 128): (163, 221, 265, 294, 308, 328),
         },
     },
 }
-# Kernel -> FLOP/s of its forward pass divided by those of its backward pass, on an A100.
-_FORWARD_TO_BACKWARD = {
-    # Triton's own tests: 0.471 and 0.231 of the peak, bfloat16, head dimension 64, 4,096 keys.
-    "triton": (2.04, "github.com/triton-lang/triton, python/test/regression/test_performance.py, 2023"),
-    "flash-attention-2": (1.17, "section 1: up to 73 % of the peak forward, 63 % backward"),
-}
-# TFLOP/s of the forward pass of FlashAttention 2 on H100: (head dimension, mask) -> rates.
-_FORWARD_H100 = {
-    (64, ""): (282, 306, 318, 321, 322, 324),
-    (128, ""): (309, 350, 362, 368, 370, 370),
-    (64, "_causal"): (180, 229, 262, 284, 295, 299),
-    (128, "_causal"): (191, 260, 298, 319, 333, 335),
-}
-_BACKWARD_SHARE = 2.5  # FLOPs of a backward pass divided by those of a forward pass
+# FLOPs of a backward pass divided by those of a forward pass.
+_BACKWARD_FLOPS = 2.5
 
 
-def _split_passes(
-    source: str, both: Mapping[tuple[int, str], tuple[float, ...]], forward: Mapping[tuple[int, str], tuple[float, ...]]
-) -> dict[tuple[str, int], PublishedRate]:
-    """Returns (way, head dimension) -> rate curve of an attention kernel. The backward pass takes the seconds that the
-    forward pass leaves.
+def _split_passes(chip: str, version: int, forward_to_backward: float, source: str) -> dict[Any, PublishedRate]:
+    """Returns (way, head dimension) -> rate curve of FlashAttention, from the rates of both passes together.
 
     Args:
-        source: the publication.
-        both: (head dimension, mask) -> TFLOP/s of both passes together, from 512 keys.
-        forward: the same for the forward pass.
+        chip, version: keys of `_BOTH_PASSES`.
+        forward_to_backward: FLOP/s of the forward pass divided by FLOP/s of the backward pass.
+        source: where this ratio was read.
     """
+    source = f"FlashAttention {version}: {_DAO}, ratio of the passes: {source}"
+    share = (1 + _BACKWARD_FLOPS * forward_to_backward) / (1 + _BACKWARD_FLOPS)
     table = {}
-    for (width, mask), rates in both.items():
-        ahead = forward[width, mask]
-        back = [
-            _BACKWARD_SHARE / ((1 + _BACKWARD_SHARE) / rate - 1 / fast) for rate, fast in zip(rates, ahead, strict=True)
-        ]
-        table[f"forward{mask}", width] = _attention(source, *ahead)
-        table[f"backward{mask}", width] = _attention(source, *back)
+    for (mask, width), rates in _BOTH_PASSES[chip][version].items():
+        forward = [share * rate for rate in rates]
+        table[f"forward{mask}", width] = _attention(source, *forward)
+        table[f"backward{mask}", width] = _attention(source, *(rate / forward_to_backward for rate in forward))
     return table
 
 
-def _split_by_ratio(chip: str, kernel: str) -> dict[tuple[str, int], PublishedRate]:
-    ratio, source = _FORWARD_TO_BACKWARD[kernel]
-    both = _BOTH_PASSES[chip][kernel]
-    share = (1 + _BACKWARD_SHARE * ratio) / (1 + _BACKWARD_SHARE)
-    return _split_passes(
-        f"{kernel}: {_DAO}; passes: {source}", both, {cell: tuple(share * rate for rate in both[cell]) for cell in both}
-    )
-
-
-def _triton_on_h100() -> dict[tuple[str, int], PublishedRate]:
-    # Nobody published the Triton kernel of 2022 on H100. Like FlashAttention 1 it has no instructions of Hopper, so it
-    # gains as much as FlashAttention 1 gains from an A100 to an H100.
-    table = {}
-    for (way, width), rate in _split_by_ratio("a100-80g", "triton").items():
-        cell = width, way.removeprefix("forward").removeprefix("backward")
-        old, new = (_BOTH_PASSES[chip]["flash-attention-1"][cell] for chip in ("a100-80g", "h100"))
-        points = tuple(
-            (keys, reached * after / before)
-            for (keys, reached), before, after in zip(rate.points, old, new, strict=True)
-        )
-        table[way, width] = PublishedRate(points, f"{rate.source}; from A100 to H100 like FlashAttention 1 there")
-    return table
-
-
+# Triton's kernel of June 2023 in bfloat16 reached 0.471 of the peak forward and 0.231 backward (A100, 4,096 keys, head
+# dimension 64).
+_TRITON_PASSES = 2.04, "github.com/triton-lang/triton, python/test/regression/test_performance.py"
+_FLASH_2_PASSES = {
+    "a100-80g": (73 / 63, "section 1, up to 73 and 63 % of the peak"),
+    # 335 TFLOP/s forward (Shah et al. 2024, fig. 5), so 325 backward, of 328 together.
+    "h100": (335 / 325, "Shah et al. 2024, arXiv 2407.08608, fig. 5, causal, 16,384 keys"),
+}
 # Name of an attention kernel -> chip -> (way, head dimension) -> FLOP/s over the number of keys, as in `MEASURED`.
-# "triton": the Triton kernel of FlashAttention 1 (flash_attn_triton.py, 2022), which "is slightly slower" than the CUDA
-# kernel, forward and backward together, according to its own text.
+# "flash-attention-1-triton" is flash_attn_triton.py of 2022. Both passes together are about as fast as FlashAttention 1
+# in CUDA: "slightly slower" by its own text, "slightly faster" by llm-foundry's TUTORIAL.md. The curve "FlashAttention
+# Triton" in Dao's figures is another kernel, `triton.ops.flash_attention`.
 ATTENTION_KERNELS: Mapping[str, Mapping[str, Mapping[tuple[str, int], PublishedRate]]] = {
-    "triton": {"a100-80g": _split_by_ratio("a100-80g", "triton"), "h100": _triton_on_h100()},
-    "flash-attention-2": {
-        "a100-80g": _split_by_ratio("a100-80g", "flash-attention-2"),
-        "h100": _split_passes(
-            f"flash-attention-2: {_DAO}; forward pass: Shah et al. 2024, arXiv 2407.08608, fig. 5",
-            _BOTH_PASSES["h100"]["flash-attention-2"],
-            _FORWARD_H100,
-        ),
-    },
+    "flash-attention-1-triton": {chip: _split_passes(chip, 1, *_TRITON_PASSES) for chip in _BOTH_PASSES},
+    "flash-attention-2": {chip: _split_passes(chip, 2, *passes) for chip, passes in _FLASH_2_PASSES.items()},
 }
 
 # Chip -> chips whose efficiency is used for parts that were not measured on this chip, nearest first.

@@ -278,7 +278,7 @@ def test_a_batch_of_small_products_fills_the_device_together():
 def test_rates_of_an_attention_kernel_grow_with_the_sequence_and_stay_below_the_data_sheet(kernel, name):
     chip = CHIPS[name]
     found = chip_rates.with_attention(chip_rates.rates_of_kind(chip.kind), kernel, chip.kind)
-    assert kernel in found.source and found.sources["attention"] in found.source
+    assert "FlashAttention" in found.source and found.sources["attention"] in found.source
     for table in found.attention.values():
         for width in (64, 128):
             rates_by_keys = [rate for _, rate in table[width]]
@@ -288,7 +288,7 @@ def test_rates_of_an_attention_kernel_grow_with_the_sequence_and_stay_below_the_
     # Both passes together take what the figures say: 2.5 of 3.5 parts of the FLOPs are backward.
     parts = [found.attention[f"{way}_causal"][128][-1][1] for way in ("forward", "backward")]
     both = 3.5 / (1 / parts[0] + 2.5 / parts[1])
-    expected = {("triton", "a100-80g"): 80, ("triton", "h100"): 80 * 137 / 83}
+    expected = {("flash-attention-1-triton", "a100-80g"): 83, ("flash-attention-1-triton", "h100"): 137}
     expected |= {("flash-attention-2", "a100-80g"): 189, ("flash-attention-2", "h100"): 328}
     assert both == pytest.approx(expected[kernel, name] * 1e12)
 
@@ -304,11 +304,11 @@ def test_another_attention_kernel_changes_attention_alone():
         alone = kernel.flops / found.attention["backward_causal"][128][4][1]
         assert seconds[name] == pytest.approx(alone + H100.floor_seconds)
         assert from_json(json.loads(json.dumps(found.to_json()))) == found
-    assert seconds["triton"] > 2 * seconds["flash-attention-2"] > 2.5 * seconds["cuDNN"]
+    assert seconds["flash-attention-1-triton"] > 2 * seconds["flash-attention-2"] > 2.5 * seconds["cuDNN"]
 
 
 def test_an_attention_kernel_needs_a_known_name_and_a_known_chip():
     with pytest.raises(ReportError, match="unknown attention kernel 'abacus'.*triton"):
         chip_rates.with_attention(H100, "abacus", "NVIDIA H100 80GB HBM3")
     with pytest.raises(ReportError, match="'MI1'.*leave the kernel out"):
-        chip_rates.with_attention(H100, "triton", "MI1")
+        chip_rates.with_attention(H100, "flash-attention-2", "MI1")

@@ -58,17 +58,10 @@ PUBLISHED: Mapping[str, str] = {
 _COMPILED = ("fms_fsdp", "kempner", "modded_nanogpt", "torchtitan_202412", "torchtitan_asynctp")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
-    # Dao 2023 (arXiv 2307.08691) has up to 335 TFLOP/s on H100, Shah et al. 2024 (arXiv 2407.08608) 35 % of its peak.
-    "sequences of 8,192 tokens or more: the attention kernels of 2023 (FlashAttention 2 or Triton) were slower than "
-    "cuDNN's today": lambda fact: fact["source_id"] == "llm_foundry" and int(fact["seq"]) >= 8192,
-    "Newton-Schulz iterations are spread over the devices; every device of ours computes all of them": lambda fact: (
-        fact["source_id"] == "modded_nanogpt" and _record_date(fact) >= "2024-10-17"
-    ),
-    "KempnerForge sums the float32 gradients of all parameters over the micro-batches of an update and reduces them "
-    "once; our program reduces the shards in every micro-batch": lambda fact: (
-        fact["source_id"] == "kempner" and _is_compiled(fact)
-    ),
-    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: not _is_compiled(fact),
+    # 1.30 (H100) and 1.42 (A100) times the seconds per token of the row of 4,096 tokens; our program needs 86 GiB.
+    "a token took 1.3 to 1.4 times as long as with half the sequence, at the limit of the memory: probably the "
+    "allocator ran out of memory": lambda fact: fact["model"] == "MPT-30b" and fact["seq"] == "8192",
+    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: fact["source_id"] not in _COMPILED,
 }
 
 
@@ -117,9 +110,9 @@ def _attention(fact: Fact) -> str:
         # (April 2023) and of up to 64 A100 80 GB and H100 (October 2023) were made, and their sweep.sh sets no other.
         # `triton` is a copy of flash-attention's flash_attn_triton.py (llmfoundry/models/layers).
         large = "Large Scale" in fact["notes"]
-        return "flash-attention-2" if large and fact["model"] in _FLASH_2_MODELS else "triton"
-    # fms-fsdp's README: "SDPA implementation of Flash attention v2". modded-nanogpt calls the same function of PyTorch.
-    return "flash-attention-2" if fact["source_id"] in ("fms_fsdp", "modded_nanogpt") else ""
+        return "flash-attention-2" if large and fact["model"] in _FLASH_2_MODELS else "flash-attention-1-triton"
+    # fms-fsdp's README: "SDPA implementation of Flash attention v2".
+    return "flash-attention-2" if fact["source_id"] == "fms_fsdp" else ""
 
 
 def _likely_difference(fact: Fact) -> str:
@@ -165,10 +158,12 @@ _FOUNDRY_PRECISION = {
 def _foundry(fact: Fact) -> Setup:
     # MPT in llm-foundry (scripts/train/benchmarking) has learned positions, layernorm, GELU with an MLP four times as
     # wide as the model, a tied head and flash attention. The table's column `ga` is the number of micro-batches per
-    # update.
+    # update. The head's result stays in bfloat16: the loss is flash-attention's FusedCrossEntropyLoss, which reads and
+    # writes logits in their own dtype (llmfoundry/models/mpt/modeling_mpt.py).
     return "gpt3_175b", shape(fact) | _FOUNDRY_PRECISION[fact["precision"]] | {
         "batch.accumulation": fact["ga"],
         "batch.mode": "scan",
+        "precision.logits": "bfloat16",
         "xla.latency_hiding": "on",
         "mesh.strategy": "zero2" if "GRAD_OP" in fact["parallelism"] else "zero3",
         "remat.policy": "full" if fact["act_ckpt"] == "True" else _POLICY,

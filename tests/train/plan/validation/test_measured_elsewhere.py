@@ -156,7 +156,7 @@ def test_rows_are_scored_by_quality_and_vintage_and_by_framework():
 def test_what_is_likely_to_differ_is_said_by_row():
     assert JAX[25].differs == "" and "older" in JAX[13].differs and "network" in JAX[39].differs
     torch = {int(row.id): row.differs for row in setups_torch.rows()}
-    assert "eager" in torch[24] and "eager" in torch[21] and "eager" in torch[61] and torch[208] == ""
+    assert "allocator" in torch[55] and "eager" in torch[21] and "eager" in torch[61] and torch[208] == ""
     assert "15.0 GiB" in JAX[68].bytes_reason and JAX[67].bytes_reason == ""
 
 
@@ -193,8 +193,8 @@ def test_rows_of_pytorch_name_the_attention_kernel_that_their_project_states():
             key = row.source_id, row.gpus >= 128 and row.chip == "h100", row.model
             kernels.setdefault(key, set()).add(row.attention)
     assert kernels["llm_foundry", True, "MPT-7b"] == {"flash-attention-2"}
-    assert kernels["llm_foundry", True, "MPT-13b"] == {"triton"}
-    assert kernels["llm_foundry", False, "MPT-7b"] == {"triton"}
+    assert kernels["llm_foundry", True, "MPT-13b"] == {"flash-attention-1-triton"}
+    assert kernels["llm_foundry", False, "MPT-7b"] == {"flash-attention-1-triton"}
     assert kernels["fms_fsdp", False, "llama2-7b"] == {"flash-attention-2"}
     assert {row.attention for row in setups_jax.rows()} == {""}
     assert {row.attention for row in BOTH} - {""} <= set(ATTENTION_KERNELS)
