@@ -198,25 +198,6 @@ def _fms(fact: Fact) -> Setup:
     }
 
 
-def _modded_nanogpt(fact: Fact) -> Setup:
-    # modded-nanogpt (train_gpt2.py, October and November 2024): DDP with torch.compile, bfloat16 autocast, RMSNorm,
-    # rotary positions, no biases, an MLP of two matrices (squared ReLU), the head tied until the record of 2024-11-03,
-    # and Muon.
-    return "gpt2_small", shape(fact) | {
-        "model.norm": "rmsnorm",
-        "model.position": "rope",
-        "model.bias": "False",
-        "model.unroll": "1",
-        "model.tie_embeddings": f"{fact['notes'] < 'record 2024-11-03'}",
-        "optimizer.name": "muon",
-        "mesh.strategy": "ddp",
-        "batch.accumulation": fact["ga"],
-        "batch.mode": "scan",
-        "remat.policy": _POLICY,
-        "xla.latency_hiding": "on",
-    }
-
-
 # What torchtitan's selective recomputation by operations saves (parallelize_llama.py, apply_ac): the output of
 # attention and of every other matrix product: the queries, the values, the gate and the output of the MLP.
 _TITAN_SAVED = "('q','v','context','gate','mlp_out')"
@@ -344,11 +325,6 @@ def _no_reason(fact: Fact) -> str:
 
 # Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
 OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
-    "modded_nanogpt": lambda _: (
-        "its devices share the Newton-Schulz iterations of Muon, and later records have value embeddings and skip "
-        "connections; ours orthogonalizes every matrix on every device"
-    ),
-    "kempner": _why_kempner_is_another_program,
     "modded_nanogpt": _why_modded_nanogpt_is_another_program,
     "torchtitan_202412": _why_torchtitan_is_another_program,
     "torchtitan_asynctp": _why_torchtitan_is_another_program,
