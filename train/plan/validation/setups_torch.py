@@ -61,7 +61,14 @@ DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     # 1.30 (H100) and 1.42 (A100) times the seconds per token of the row of 4,096 tokens; our program needs 86 GiB.
     "a token took 1.3 to 1.4 times as long as with half the sequence, at the limit of the memory: probably the "
     "allocator ran out of memory": lambda fact: fact["model"] == "MPT-30b" and fact["seq"] == "8192",
-    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: fact["source_id"] not in _COMPILED,
+    "Newton-Schulz iterations are spread over the devices; every device of ours computes all of them": lambda fact: (
+        fact["source_id"] == "modded_nanogpt" and _record_date(fact) >= "2024-10-17"
+    ),
+    "KempnerForge sums the float32 gradients of all parameters over the micro-batches of an update and reduces them "
+    "once; our program reduces the shards in every micro-batch": lambda fact: (
+        fact["source_id"] == "kempner" and _is_compiled(fact)
+    ),
+    "eager PyTorch: norms, GELU and dropout are separate kernels": lambda fact: not _is_compiled(fact),
 }
 
 
@@ -325,6 +332,7 @@ def _no_reason(fact: Fact) -> str:
 
 # Source -> the function that returns why a measured program is known to be another program than ours; "" if it is not.
 OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
+    "kempner": _why_kempner_is_another_program,
     "modded_nanogpt": _why_modded_nanogpt_is_another_program,
     "torchtitan_202412": _why_torchtitan_is_another_program,
     "torchtitan_asynctp": _why_torchtitan_is_another_program,
