@@ -65,6 +65,10 @@ class DeviceRates:
             devices, date and versions; {} for the built-in table.
         host: constants of the host ledger that `bytescope calibrate --host` measured: name of a field of
             `host.host_terms.HostRates` -> value; {} if they were not measured.
+        run_factors: part of the rates (`run_fit.PARTS`) -> factor by which `bytescope calibrate --from-runs` multiplied
+            its seconds; {} without such runs. The curves above already contain the factors.
+        run_ratios: predicted/measured seconds of the programs of these runs, each predicted without its own runs. The
+            interval of predicted seconds is made of them (`run_fit.interval`).
 
     Raises ReportError if a figure is not a positive number or a part is missing.
     """
@@ -84,6 +88,8 @@ class DeviceRates:
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    run_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    run_ratios: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         RATES.replaced(self.host)  # refuses unknown names and values
@@ -100,6 +106,12 @@ class DeviceRates:
                     f"the rates are not valid: {name} is {value!r:.40}, "
                     f"but must be a number {'above 0' if positive else 'of 0 or more'}"
                 )
+        for name, values in (("run_factors", self.run_factors.values()), ("run_ratios", self.run_ratios)):
+            for value in values:
+                if not is_number(value) or not 1e-3 <= value <= 1e3:
+                    raise ReportError(
+                        f"the rates are not valid: {name} has {value!r:.40}, but needs numbers from 0.001 to 1000"
+                    )
         wrong = [
             unit
             for unit, peak in self.peak_flops.items()
@@ -297,4 +309,6 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "sources": lambda value: {_text(part): _text(source) for part, source in value.items()},
     "host": lambda value: {_text(name): number for name, number in value.items()},
     "measured": lambda value: {_text(name): _text(word) for name, word in value.items()},
+    "run_factors": lambda value: {_text(name): number for name, number in value.items()},
+    "run_ratios": tuple,
 }

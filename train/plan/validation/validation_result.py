@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.seconds import step_prediction
-from bytescope.train.plan.validation import cohorts, validation_score
+from bytescope.train.plan.validation import cohorts, own_fit, validation_score
 from bytescope.train.plan.validation.cohorts import Cohort
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 from bytescope.train.plan.validation.validation_runs import Runs
@@ -35,6 +35,7 @@ class ValidationResult:
             each source; () if runs of different models are never pooled.
         elsewhere: for programs that an environment with other library versions compiled, pairs (versions, number of
             runs).
+        own: rates that are fitted to the user's own runs, for each chip; () for published runs.
     """
 
     set: str
@@ -48,6 +49,7 @@ class ValidationResult:
     cohorts: tuple[Cohort, ...] = ()
     sources: tuple[Cohort, ...] = ()
     elsewhere: tuple[tuple[str, int], ...] = ()
+    own: tuple[own_fit.OwnFit, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as JSON values. Each measured run is listed with its source."""
@@ -58,6 +60,7 @@ class ValidationResult:
             "compiled": self.compiled,
             "left": list(self.left),
             "elsewhere": [list(each) for each in self.elsewhere],
+            "own": [dataclasses.asdict(each) for each in self.own],
             "cohorts": [dataclasses.asdict(cohort) for cohort in self.cohorts],
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
@@ -102,6 +105,7 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
         tuple(cohorts.by_cohort(scored)),
         tuple(cohorts.by_source(scored)),
         _count_compiled_elsewhere(runs),
+        own_fit.fit_own_runs(scored, runs.answers),
     )
 
 
