@@ -43,6 +43,8 @@ MAX_COMMON, MAX_DEVIATION = 20.0, 2.0
 _COVERAGE, _MIN_WIDTH, MIN_RATIOS = 0.8, 0.02, 4
 # The factors are applied and the median is corrected this many times, because overlap makes the seconds nonlinear.
 _ROUNDS = 3
+# Maximum iterations of a fit, and the change of a logarithm at which it ends.
+_ITERATIONS, _TOLERANCE = 100, 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,32 +174,37 @@ class _Problem:
         return self.seconds[rows] @ factors + self.fixed[rows]
 
     def fit(self, rows: Sequence[int]) -> np.ndarray:
-        """Returns the factor of each part, fitted on the runs with the indices `rows`; 1 for all parts without runs."""
-        from scipy.optimize import least_squares  # imported only if needed, because the import takes half a second
+        """Returns the factor of each part, fitted on the runs with the indices `rows`; 1 for all parts without runs.
 
-        names = [self.programs[row] for row in rows]
+        Iteratively reweighted least squares: each iteration is a Gauss-Newton step, in which an error of more than
+        `_NOISE` has the weight that Huber's loss gives it.
+        """
         if not rows:
             return np.ones(self.seconds.shape[1])
-        weights = np.sqrt([1 / names.count(name) for name in names])
-
-        def factors_of(point: np.ndarray) -> np.ndarray:
-            factors = np.full(self.seconds.shape[1], point[0])
-            factors[self.own] += point[1:]
-            return np.exp(factors)
-
-        def errors(point: np.ndarray) -> np.ndarray:
-            away = np.log(self.predict(factors_of(point), rows) / self.measured[rows]) / _NOISE
-            prior = [point[0] / _COMMON, *(point[1:] / _DEVIATION)]
-            return np.concatenate([weights * away, prior])
-
+        names = [self.programs[row] for row in rows]
+        share = np.array([1 / names.count(name) for name in names])
+        prior = np.array([_COMMON, *[_DEVIATION] * len(self.own)]) ** -2
         limits = np.log([MAX_COMMON, *[MAX_DEVIATION] * len(self.own)])
-        start = np.zeros(1 + len(self.own))
-        start[0] = np.clip(
-            np.median(np.log(self.measured[rows] / self.predict(np.ones(4), rows))), -limits[0], limits[0]
-        )
-        found = factors_of(least_squares(errors, start, bounds=(-limits, limits), loss="huber").x)
-        middle = _weighted_median(np.log(self.predict(found, rows) / self.measured[rows]), names)
-        return found / math.exp(middle)
+        point = np.zeros(len(prior))  # logarithms of the common factor and of the deviations
+        for _ in range(_ITERATIONS):
+            factors = self._factors(point)
+            predicted = self.predict(factors, rows)
+            errors = np.log(predicted / self.measured[rows]) / _NOISE
+            weights = share / np.maximum(np.abs(errors), 1)
+            by_part = self.seconds[rows] * factors / predicted[:, None]
+            slopes = np.column_stack([by_part.sum(axis=1), by_part[:, self.own]]) / _NOISE
+            curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(prior)
+            step = np.linalg.solve(curvature, slopes.T @ (weights * errors) + prior * point)
+            point = np.clip(point - np.clip(step, -1, 1), -limits, limits)
+            if np.abs(step).max() < _TOLERANCE:
+                break
+        factors = self._factors(point)
+        return factors / math.exp(_weighted_median(np.log(self.predict(factors, rows) / self.measured[rows]), names))
+
+    def _factors(self, point: np.ndarray) -> np.ndarray:
+        factors = np.full(self.seconds.shape[1], point[0])
+        factors[self.own] += point[1:]
+        return np.exp(factors)
 
     def left_out(self) -> np.ndarray:
         """Returns the seconds of each run, predicted with factors that were fitted without the runs of its program."""
@@ -211,6 +218,7 @@ class _Problem:
 
 def apply_factors(rates: DeviceRates, factors: Mapping[str, float]) -> DeviceRates:
     """Returns rates at which each part takes `factors` times as many seconds. Parts without a factor keep their rates.
+    The peak FLOP/s, which limit products and attention, rise with the fastest of the two.
 
     factors: part (a key of PARTS) -> factor.
     """
@@ -222,8 +230,10 @@ def apply_factors(rates: DeviceRates, factors: Mapping[str, float]) -> DeviceRat
     for way, table in rates.attention.items():
         attention[way] = {width: slower(curve, "attention") for width, curve in table.items()}
     collectives = factors.get("collectives", 1.0)
+    fastest = min(1.0, factors.get("products", 1.0), factors.get("attention", 1.0))
     return dataclasses.replace(
         rates,
+        peak_flops={unit: peak / fastest for unit, peak in rates.peak_flops.items()},
         products={unit: slower(curve, "products") for unit, curve in rates.products.items()},
         attention=attention,
         memory=slower(rates.memory, "memory"),

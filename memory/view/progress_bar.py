@@ -1,5 +1,5 @@
-"""The progress of all commands, on stderr: a bar on a terminal, which disappears at the end, and elsewhere, as in the log
-of a job, a line every 30 seconds."""
+"""The progress of all commands, on stderr: a bar on a terminal, which disappears at the end. Elsewhere, such as in the
+log of a job, it is a line every 30 seconds."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ProgressLines:
             while not ended.wait(_TICK_SECONDS):
                 self.tick()
 
-        thread = threading.Thread(target=watch, daemon=True)
+        thread = threading.Thread(target=watch, name="ProgressLines", daemon=True)
         thread.start()
         try:
             yield

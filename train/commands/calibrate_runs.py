@@ -59,8 +59,8 @@ def _correct_rates(args: argparse.Namespace) -> int:
         raise ReportError(f"--from-runs={args.from_runs} has no run with measured seconds: add a column seconds")
     if len(chips) > 1:
         raise ReportError(
-            f"--from-runs={args.from_runs} has runs on {' and '.join(chips)}, but a rates file is of one chip: give the "
-            "runs of one chip"
+            f"--from-runs={args.from_runs} has runs on {' and '.join(chips)}, but a rates file is of one chip: give "
+            "the runs of one chip"
         )
     base = device_rates.load(args.rates) if args.rates is not None else None
     if base is not None:

@@ -160,8 +160,8 @@ def fit_chip(rows: Sequence[MeasuredRow], steps: Sequence[MeasuredSteps]) -> Own
 
 
 def _group(name: str, numbers: Sequence[int], steps: Sequence[MeasuredSteps], fit: RunFit) -> OwnGroup:
-    before = statistics.median(fit.before[number] for number in numbers)
-    after = statistics.median(fit.after[number] for number in numbers)
+    before = _middle([fit.before[number] for number in numbers])
+    after = _middle([fit.after[number] for number in numbers])
     added = dict.fromkeys(fit.factors, 0.0)
     for part, factor in fit.factors.items():
         for number in numbers:
@@ -187,7 +187,7 @@ def _find_difference(rows: Sequence[MeasuredRow], ratios: Sequence[float]) -> Di
         by_value: dict[str, list[float]] = {}
         for fact, ratio in zip(facts, ratios, strict=True):
             by_value.setdefault(fact.get(key, "default"), []).append(ratio)
-        medians = [(value, len(some), statistics.median(some)) for value, some in by_value.items() if len(some) > 1]
+        medians = [(value, len(some), _middle(some)) for value, some in by_value.items() if len(some) > 1]
         if len(medians) < 2:
             continue
         medians.sort(key=lambda each: each[2])
@@ -218,3 +218,7 @@ def rates_before(chip: str, rates: DeviceRates | None) -> DeviceRates:
         return dataclasses.replace(listed, measured={"device": kind, "platform": CHIPS[chip].platform})
     device_rates.refuse(rates, {"name": chip, "kind": kind})
     return rates.completed(listed, hosts=2)
+
+
+def _middle(ratios: Sequence[float]) -> float:
+    return math.exp(statistics.median(map(math.log, ratios)))
