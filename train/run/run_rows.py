@@ -114,8 +114,7 @@ def _read_seconds(place: Path, rows: Sequence[Mapping[str, float]]) -> tuple[flo
             "needed: train it longer, or with a smaller train.log_every"
         )
     working = statistics.median(row["step_time_s"] - row.get("data_wait_s", 0.0) for row in steady)
-    total = sum(row["step_time_s"] for row in steady)
-    return working, sum(row.get("data_wait_s", 0.0) for row in steady) / total
+    return working, 1 - working / statistics.median(row["step_time_s"] for row in steady)
 
 
 def _name_target(place: Path, report: ReportRecord) -> str:
