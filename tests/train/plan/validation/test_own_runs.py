@@ -204,7 +204,10 @@ def test_seconds_in_another_unit_are_refused(tmp_path, capsys):
     write_csv(tmp_path / "runs.csv", [(2, 8, 1000.0)])
     for words in (["validate", "--runs=runs.csv"], ["calibrate", "--from-runs=runs.csv"]):
         assert cli.main(words) == 2
-        assert "runs.csv:2: measured 4.71 s, predicted 0.0042 s" in (message := capsys.readouterr().err) and "give seconds per update" in message
+        assert (
+            "runs.csv:2: measured 4.71 s, predicted 0.0042 s" in (message := capsys.readouterr().err)
+            and "give seconds per update" in message
+        )
 
 
 def test_a_run_that_does_not_compile_is_named(tmp_path, capsys):
