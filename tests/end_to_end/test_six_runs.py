@@ -51,7 +51,8 @@ def test_five_trained_runs_predict_a_sixth(tmp_path):
     environment.pop("XLA_FLAGS", None)  # the tests' flags compile fast and run slowly
 
     def bytescope(*words):
-        subprocess.run([sys.executable, "-m", "bytescope.train", *words], cwd=tmp_path, env=environment, check=True)
+        code = "import sys; from bytescope.train import cli; sys.exit(cli.main(sys.argv[1:]))"
+        subprocess.run([sys.executable, "-c", code, *words], cwd=tmp_path, env=environment, check=True)
 
     for name, shape in SHAPES.items():
         words = [f"--config.{key}={value}" for key, value in keys_of(*shape).items()]
