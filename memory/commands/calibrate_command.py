@@ -7,11 +7,17 @@ import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import add_json, check_files, user_path, write
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
+
+if TYPE_CHECKING:
+    from bytescope.memory.devices.targets import Target
+    from bytescope.memory.seconds.rate_records import DeviceRates
 
 SECONDS = 60.0
 
@@ -44,9 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope calibrate`: measures the compute, memory and link rates of this machine's devices and, with
     --host, constants of host memory, prints them as tables, and writes them as JSON if a file is given."""
+    check_arguments(args)
+    rates, target = measure_rates(args)
+    write_rates(args, rates, target.to_json(), "Rates were measured on this machine.")
+    return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Checks the arguments before anything is measured. Raises ReportError if an argument is wrong."""
     if not 0 < args.seconds < math.inf:
         raise ReportError(f"--seconds={args.seconds:g} is not a duration: give a number above 0, such as {SECONDS:g}")
     check_files(args, ("out", "json"))
+
+
+def measure_rates(args: argparse.Namespace) -> tuple[DeviceRates, Target]:
+    """Measures this machine's devices and, with --host, its host memory, and prints tables. Returns the rates of one
+    device, and the devices."""
     from bytescope.memory.commands import calibration_text
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
@@ -62,11 +81,19 @@ def run(args: argparse.Namespace) -> int:
     found = calibration.rates
     if args.host:
         found = dataclasses.replace(found, host=_measure_host())
-    write_json(args, found.to_json(), target=target.to_json(), caveats=("Rates were measured on this machine.",))
+    return found, target
+
+
+def write_rates(args: argparse.Namespace, rates: DeviceRates, target: Mapping[str, Any] | None, caveat: str) -> None:
+    """Writes rates to the files of --json and --out.
+
+    target: the JSON of the devices; None if they are not those of one target. caveat: a sentence on the origin of the
+    rates, for the JSON.
+    """
+    write_json(args, rates.to_json(), target=target, caveats=(caveat,))
     if args.out:
-        rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in found.to_json().items())
+        rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in rates.to_json().items())
         write(args.out, f"{{\n{rows}\n}}\n")
-    return 0
 
 
 def _measure_host() -> dict[str, float]:

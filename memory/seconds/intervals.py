@@ -133,34 +133,31 @@ def has_sends(steps: Steps) -> bool:
     return False
 
 
-def around(
-    seconds: float, target: Mapping[str, Any], kind: Kind, own: Sequence[float] = (), without: str = ""
-) -> tuple[float, float]:
+def around(seconds: float, target: Mapping[str, Any], kind: Kind, without: str = "") -> tuple[float, float]:
     """Returns the interval (low, high) of measured seconds in which four of five runs are expected for a prediction.
 
     Args:
         seconds: the predicted seconds.
         target: the JSON of the target.
         kind: the kind of the run.
-        own: ratios predicted/measured of the user's own runs, which count like K families below the kind.
         without: the family whose runs are not used; "" to use all.
     """
-    low, high = _ends(_chip(target), kind, tuple(own), without)
+    low, high = _ends(_chip(target), kind, without)
     return seconds / high, seconds / low
 
 
 @functools.lru_cache(maxsize=256)
-def _ends(chip: str, kind: Kind, own: tuple[float, ...], without: str) -> tuple[float, float]:
-    found = distribution(chip, kind, own, without)
+def _ends(chip: str, kind: Kind, without: str) -> tuple[float, float]:
+    found = distribution(chip, kind, without)
     return math.exp(quantile(found, (1 - NOMINAL) / 2)), math.exp(quantile(found, (1 + NOMINAL) / 2))
 
 
-def distribution(chip: str, kind: Kind, own: Sequence[float] = (), without: str = "") -> Distribution:
+def distribution(chip: str, kind: Kind, without: str = "") -> Distribution:
     """Returns the distribution of log(predicted/measured seconds) that is expected for a run.
 
     Args:
         chip: the name of the chip, or "cpu", for which no published run is used.
-        kind, own, without: as for `around`.
+        kind, without: as for `around`.
     """
     runs = [run for run in measured_ratios() if run.family != without and chip != "cpu"]
     levels: list[list[MeasuredRatio]] = []  # of this kind, then of the kinds above
@@ -177,9 +174,6 @@ def distribution(chip: str, kind: Kind, own: Sequence[float] = (), without: str 
             found, first = _mixed(new, found), False
     if runs and _generation(chip) not in {_generation(run.chip) for run in runs}:
         found = _widened(found)
-    if own:
-        count = len(own)
-        found = [(math.log(ratio), 1 / (count + 1)) for ratio in own] + _times(found, 1 / (count + 1))
     return found
 
 

@@ -67,6 +67,10 @@ class DeviceRates:
             `host.host_terms.HostRates` -> value; {} if they were not measured.
         attention_slowdown: seconds of an attention kernel in a training step divided by its seconds alone; None for
             `constants.ATTENTION`.
+        run_factors: part of the rates (`run_fit.PARTS`) -> factor by which `bytescope calibrate --from-runs` multiplied
+            its seconds; {} without such runs. The curves above already contain the factors.
+        run_ratios: predicted/measured seconds of the programs of these runs, each predicted without its own runs. The
+            interval of predicted seconds is made of them (`run_fit.interval`).
 
     Raises ReportError if a figure is not a positive number or a part is missing.
     """
@@ -87,6 +91,8 @@ class DeviceRates:
     measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
     attention_slowdown: float | None = None
+    run_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    run_ratios: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         RATES.replaced(self.host)  # refuses unknown names and values
@@ -105,6 +111,12 @@ class DeviceRates:
                     f"the rates are not valid: {name} is {value!r:.40}, "
                     f"but must be a number {'above 0' if positive else 'of 0 or more'}"
                 )
+        for name, values in (("run_factors", self.run_factors.values()), ("run_ratios", self.run_ratios)):
+            for value in values:
+                if not is_number(value) or not 1e-3 <= value <= 1e3:
+                    raise ReportError(
+                        f"the rates are not valid: {name} has {value!r:.40}, but needs numbers from 0.001 to 1000"
+                    )
         wrong = [
             unit
             for unit, peak in self.peak_flops.items()
@@ -303,4 +315,6 @@ _READ: Mapping[str, Callable[[Any], Any]] = {
     "sources": lambda value: {_text(part): _text(source) for part, source in value.items()},
     "host": lambda value: {_text(name): number for name, number in value.items()},
     "measured": lambda value: {_text(name): _text(word) for name, word in value.items()},
+    "run_factors": lambda value: {_text(name): number for name, number in value.items()},
+    "run_ratios": tuple,
 }

@@ -103,8 +103,21 @@ def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -
     rates = _loaded(path) if path is not None else None
     if rates is None:
         return _measure_cpu_rates(known) if on_cpu else chip_rates.rates_of_kind(str(known.get("kind")))
+    return for_target(rates, known)
+
+
+def for_target(rates: DeviceRates, known: Mapping[str, Any]) -> DeviceRates:
+    """Returns measured rates for the devices of a target: CPU devices share the rates of the CPU, and collectives that
+    were not measured are taken from the table of chips.
+
+    Args:
+        rates: the content of a rates file.
+        known: the JSON of the target.
+
+    Raises ReportError if the rates were measured on another kind of device.
+    """
     refuse(rates, known)
-    if on_cpu:
+    if known.get("platform") == "cpu":
         return rates.shared(_count(known, "n_devices"))
     listed = chip_rates.rates_of_kind(str(known.get("kind")))
     hosts = _count(known, "n_devices") / _count(known, "devices_per_host")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.seconds import chip_rates, intervals, step_schedule
+from bytescope.memory.seconds import chip_rates, intervals, run_fit, step_schedule
 from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import TERMS, walk
@@ -31,7 +31,8 @@ class StepPrediction:
 
     Fields:
         seconds: the predicted seconds.
-        low, high: the interval of seconds in which four of five measured runs are expected (`intervals.around`).
+        low, high: the interval of seconds in which four of five measured runs are expected: from the user's
+            own runs if the rates have them (`run_fit.interval`), else from published runs (`intervals.around`).
         by_phase: phase (`records.STEP_PHASES`) -> seconds, which add up to `seconds`.
         by_term: term (`schedule_walk.TERMS`) -> seconds, which add up to `seconds`.
         bound_by: the term with the most seconds, such as "collectives".
@@ -120,6 +121,8 @@ def predict(
             f"the report is damaged (its schedule takes {update:.3g} s at the target's rates): write it again"
         )
     low, high = intervals.around(update, known, intervals.kind_of(steps, once.by_term))
+    if rates.run_ratios:
+        low, high = run_fit.interval(update, rates.run_ratios, low, high)
     return StepPrediction(
         seconds=update,
         low=low,

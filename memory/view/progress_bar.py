@@ -1,7 +1,11 @@
-"""The progress bar of all commands. It is on stderr, only on a terminal, and disappears at the end."""
+"""The progress of all commands, on stderr: a bar on a terminal, which disappears at the end. Elsewhere, such as in the
+log of a job, it is a line every 30 seconds."""
 
 from __future__ import annotations
 
+import datetime
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -12,6 +16,7 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -20,14 +25,68 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from bytescope.memory.view.console import LineProgress, make_console
+from bytescope.memory.units import human
+from bytescope.memory.view.console import LineProgress, make_console, one_line
 
+# Seconds between two lines of progress without a terminal, and between two looks at the clock.
+LINE_SECONDS, _TICK_SECONDS = 30.0, 1.0
 # The kind of progress -> its columns after the bar.
 FIGURES: Mapping[str, Callable[[], tuple[ProgressColumn, ...]]] = {
     "programs": lambda: (MofNCompleteColumn(), TimeElapsedColumn()),
     "bytes": lambda: (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn()),
     "share": lambda: (TaskProgressColumn(), TimeRemainingColumn()),
 }
+# The kind of progress -> the text of a finished amount and the total amount (None if unknown), in a line.
+_AMOUNTS: Mapping[str, Callable[[float, float | None], str]] = {
+    "programs": lambda done, total: f"{done:.0f} of {total:.0f} done" if total is not None else f"{done:.0f} done",
+    "bytes": lambda done, total: f"{human(done)} of {human(total)}" if total is not None else human(done),
+    "share": lambda done, total: f"{done / total:.0%}" if total else f"{done:.0f}",
+}
+
+
+class ProgressLines:
+    """Prints a line of progress every 30 seconds (LINE_SECONDS).
+
+    Args:
+        task: the progress.
+        figures: a key of FIGURES.
+        console: the console to print on.
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, task: Task, figures: str, console: Console, clock: Callable[[], float] = time.monotonic):
+        self._task, self._amount, self._console, self._clock = task, _AMOUNTS[figures], console, clock
+        self._began = self._printed = clock()
+
+    def tick(self) -> None:
+        """Prints a line if the last one, or the start, is at least 30 seconds ago. Call it every second."""
+        now = self._clock()
+        if now - self._printed < LINE_SECONDS:
+            return
+        self._printed = now
+        task = self._task
+        label = f": {task.description}" if task.description else ""
+        amount = self._amount(task.completed, task.total)
+        elapsed = datetime.timedelta(seconds=round(now - self._began))
+        text = f"{task.fields['doing']}: {amount}, {elapsed} elapsed{label}"
+        self._console.print(one_line(text), soft_wrap=True)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager inside which a thread calls `tick`."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(_TICK_SECONDS):
+                self.tick()
+
+        thread = threading.Thread(target=watch, name="ProgressLines", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
 
 class ProgressBar:
@@ -50,6 +109,10 @@ class ProgressBar:
         if doing is not None:
             self._bar.update(self._task, doing=doing)
 
+    def expect(self, total: int) -> None:
+        """Sets the total, for example the number of programs."""
+        self._bar.update(self._task, total=total)
+
     def advance(self, amount: int) -> None:
         """Adds `amount`, in the unit of the bar (such as bytes), to the finished amount that the bar shows."""
         self._bar.advance(self._task, amount)
@@ -68,7 +131,7 @@ class ProgressBar:
 def progress(
     total: int | None, doing: str = "compiling", figures: str = "programs", console: Console | None = None
 ) -> Iterator[ProgressBar]:
-    """Context manager that shows a progress bar.
+    """Context manager that shows a progress bar, or prints a line every 30 seconds if the console is no terminal.
 
     Args:
         total: the number of programs, bytes or seconds at the end; None if unknown.
@@ -90,4 +153,9 @@ def progress(
         redirect_stdout=False,
         expand=True,
     ) as bar:
-        yield ProgressBar(bar, doing, total)
+        shown = ProgressBar(bar, doing, total)
+        if console.is_interactive:
+            yield shown
+        else:
+            with ProgressLines(bar.tasks[0], figures, console).running():
+                yield shown

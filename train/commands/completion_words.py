@@ -29,7 +29,7 @@ _PLACES = {
     "out": FOLDER,
     "source": FOLDER,
 }
-_METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "KEY=V,V": GRID}
+_METAVARS = {"CONFIG": CONFIG, "TARGET": TARGET, "FILE": FILE, "DIR": FOLDER, "FILE|DIR": FILE, "KEY=V,V": GRID}
 # Flags and config keys whose values are paths, which neither their metavar nor their type shows.
 _PATHS = {
     "--source": FILE,

@@ -21,6 +21,7 @@ from bytescope.memory.records.report_record import KEYS, ReportRecord
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.train.generate.budget import Budget
+from bytescope.train.plan.validation.own_fit import OwnFit
 from bytescope.train.quantize.quantize_result import QuantizationResult
 
 Values = dict[str, Any]
@@ -420,6 +421,7 @@ class ValidateResult(TypedDict):
     compiled: int
     left: list[str]
     elsewhere: list[tuple[str, int]]
+    own: list[OwnFit]
     cohorts: list[Values]
     sources: list[Values]
     coverage: list[Values]

@@ -174,17 +174,22 @@ COMMANDS: Mapping[str, Subcommand] = {
         ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html"),
     ),
     "calibrate": Subcommand(
-        "memory.commands.calibrate_command",
+        "train.commands.calibrate_runs",
         "runs",
         "measure the speeds of this machine's devices for predictions",
-        ("--out=rates.json", "--seconds=20"),
+        ("--out=rates.json", "--seconds=20", "--from-runs=runs --out=rates.json"),
         reads="measures devices",
     ),
     "validate": Subcommand(
         "train.commands.validate_command",
         "runs",
-        "compare predictions with measurements on real GPUs",
-        ("--set=playbook --gpus=8 --html=validate.html", "--set=playbook --only=tp2 --rates=rates.json"),
+        "compare predictions with published or your own measured runs",
+        (
+            "--set=playbook --gpus=8 --html=validate.html",
+            "--set=playbook --only=tp2 --rates=rates.json",
+            "--runs=runs.csv",
+            "--runs=runs/tiny,runs/other",
+        ),
     ),
     "compare": Subcommand(
         "train.commands.compare_configs",

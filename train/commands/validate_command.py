@@ -1,4 +1,5 @@
-"""bytescope validate: compares predicted seconds and bytes with published measurements on real GPUs."""
+"""bytescope validate: compares predicted seconds and bytes with published measurements on real GPUs, or with the user's
+own runs."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from bytescope.memory.compare import row_cache
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.validation import measured_rows
+from bytescope.train.plan.validation import measured_rows, own_runs
 from bytescope.train.plan.validation.measured_rows import SETS, MeasuredRow
 from bytescope.train.plan.validation.validation_result import ValidationResult
+from bytescope.train.run import run_rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set",
         choices=SETS,
-        default="playbook",
         metavar="NAME",
-        help=f"set of measured runs to compare with (default: playbook). {listed}",
+        help=f"set of published runs to compare with (default: playbook). {listed}",
+    )
+    parser.add_argument(
+        "--runs",
+        metavar="FILE|DIR",
+        help="compare with your own runs: a CSV file, run directories of bytescope train, or a folder of them; several "
+        f"with commas. Columns of the file: {', '.join(own_runs.COLUMNS)} and config keys such as model.n_layers",
+    )
+    parser.add_argument(
+        "--template", metavar="FILE", type=user_path, help="write an example of a CSV file for --runs, and exit"
     )
     parser.add_argument(
         "--gpus", metavar="N,N", help="use only runs on these numbers of GPUs, such as 8,32 (default: all runs)"
@@ -72,14 +82,25 @@ def run(args: argparse.Namespace) -> int:
 
     Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished rows are shown.
     """
+    if args.template:
+        return _write_template(args)
     rows, folder = _check_arguments(args)
     from bytescope.train.plan.validation import validation_result, validation_runs
 
-    with progress(sum(not row.reason for row in rows)) as tell:
-        compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=tell)
-    result = validation_result.validate_rows(args.set, rows, compiled)
+    with progress(None) as bar:
+        compiled = validation_runs.run(rows, FACTORY, folder, workers=args.jobs, progress=bar, expect=bar.expect)
+    result = validation_result.validate_rows(own_runs.OWN if args.runs else args.set, rows, compiled)
     _show_and_write(args, result)
     return INTERRUPTED if result.left else 0
+
+
+def _write_template(args: argparse.Namespace) -> int:
+    check_files(args, ("template",))
+    if args.template.exists():
+        raise ReportError(f"--template={args.template} exists: give a new file, because a template overwrites no runs")
+    write(args.template, own_runs.template())
+    print(f"wrote {args.template}: write a line for each of your runs, then bytescope validate --runs={args.template}")
+    return 0
 
 
 def _check_arguments(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]:
@@ -93,21 +114,30 @@ def _check_arguments(args: argparse.Namespace) -> tuple[list[MeasuredRow], Path]
         raise ReportError(
             f"--config.{key}={text} cannot be set, because each measured run has its own config: leave it out"
         )
+    if args.runs is not None and args.set is not None:
+        raise ReportError(f"--set={args.set} cannot be used with --runs, which are your own: leave one of them out")
+    args.set = args.set or "playbook"
     check_files(args)
     if args.jobs is not None and args.jobs < 1:
         raise ReportError(f"--jobs={args.jobs} is too small: give 1 or more")
-    folder = args.folder or row_cache.folder().parent / "validate"
+    folder = args.folder or default_folder()
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"--folder={folder} is a file: give a folder")
     counts, text = _parse_gpu_counts(args.gpus), (args.only or "").lower()
     rows = []
-    for row in measured_rows.rows(args.set):
+    for row in measured_rows.rows(args.set) if args.runs is None else run_rows.read_runs(args.runs):
         named = f"{row.id} {row.model} {row.chip} {row.setup} {row.source}".lower()
         if (not counts or row.gpus in counts) and text in named:
             rows.append(row)
     if not rows:
-        raise ReportError(f"no measured run of --set={args.set} matches --gpus and --only: leave one of them out")
+        which = f"--set={args.set}" if args.runs is None else f"--runs={args.runs}"
+        raise ReportError(f"no measured run of {which} matches --gpus and --only: leave one of them out")
     return _mark_other_chips(args, rows), folder
+
+
+def default_folder() -> Path:
+    """Returns the folder of compiled runs: `validate` beside the other cached results."""
+    return row_cache.folder().parent / "validate"
 
 
 def _mark_other_chips(args: argparse.Namespace, rows: Sequence[MeasuredRow]) -> list[MeasuredRow]:
@@ -152,6 +182,8 @@ def _show_and_write(args: argparse.Namespace, result: ValidationResult) -> None:
 
     out = result.to_json()
     validation_view.show(out)
+    if args.runs and out["own"]:
+        print(f"to write these rates: bytescope calibrate --from-runs={args.runs} --out=rates.json")
     caveats = (*predicted_caveat(out["rates"]), "Measured seconds and bytes are those of the sources.")
     write_json(args, out, caveats=caveats)
     if args.html:

@@ -2,13 +2,15 @@
 
 import io
 import os
+import threading
 import time
 
 import pytest
 
 from bytescope.memory.devices.compiler_log import hold_back_log
-from bytescope.memory.view.console import make_console, put
-from bytescope.memory.view.progress_bar import progress
+from bytescope.memory.view import progress_bar
+from bytescope.memory.view.console import LineProgress, make_console, put
+from bytescope.memory.view.progress_bar import ProgressBar, ProgressLines, progress
 from bytescope.memory.view.text_layout import Prose
 from support.screen import seen, terminal
 
@@ -36,6 +38,42 @@ def test_without_a_terminal_there_is_no_bar(capsys):
         with bar.aside():
             put("b")
     assert capsys.readouterr() == ("b\n", "")
+
+
+@pytest.mark.parametrize(
+    ("figures", "done", "total", "amount"),
+    [
+        ("programs", 12, 130, "12 of 130 done"),
+        ("programs", 12, None, "12 done"),
+        ("bytes", 3 << 29, 4 << 30, "1.50 GiB of 4.00 GiB"),
+        ("share", 1, 8, "12%"),
+    ],
+)
+def test_without_a_terminal_there_is_a_line_every_30_seconds(figures, done, total, amount):
+    now, file = 100.0, io.StringIO()
+    with LineProgress(disable=True) as bar:
+        shown = ProgressBar(bar, "compiling", None)
+        lines = ProgressLines(bar.tasks[0], figures, make_console(file=file, width=40), lambda: now)
+        shown.show(done, total)
+        shown(["llama\x1b[2J [red] " + "x" * 50], done)
+        for _ in range(95):  # a look every second
+            now += 1.0
+            lines.tick()
+    times = ("0:00:30", "0:01:00", "0:01:30")
+    tail = "elapsed: llama\ufffd[2J [red] " + "x" * 50
+    assert file.getvalue().splitlines() == [f"compiling: {amount}, {time} {tail}" for time in times]
+
+
+def test_the_lines_come_while_a_command_waits(capsys, monkeypatch):
+    monkeypatch.setattr(progress_bar, "LINE_SECONDS", 0.02)
+    monkeypatch.setattr(progress_bar, "_TICK_SECONDS", 0.01)
+    with progress(None) as bar:
+        bar.expect(7)
+        bar(["a"], 3)
+        time.sleep(0.3)
+    printed = capsys.readouterr().err.splitlines()
+    assert printed and set(printed) == {"compiling: 3 of 7 done, 0:00:00 elapsed: a"}
+    assert "ProgressLines" not in {thread.name for thread in threading.enumerate()}
 
 
 LOG = b"E1122 12:26:09.004250   31247 gpu_hlo_schedule.cc:968] The byte size of arguments exceeds the limit.\n  more\n"

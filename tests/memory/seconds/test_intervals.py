@@ -77,13 +77,6 @@ def test_a_family_is_predicted_without_its_own_runs(table):
     assert intervals.around(1.0, H100, COMPILED) == (low, high)
 
 
-def test_own_runs_replace_the_published_ones(table):
-    table(**{f"family{number}": [0.9, 1.0, 1.1] for number in range(9)})
-    own = (2.0, 2.02, 1.98, 2.01, 1.99, 2.0, 2.0, 2.0, 2.0)
-    assert intervals.around(1.0, H100, COMPILED, own=own) == (pytest.approx(1 / 2.02), pytest.approx(1 / 1.98))
-    assert intervals.around(1.0, H100, COMPILED, own=(2.0,)) != pytest.approx((0.5, 0.5))  # one run is not enough
-
-
 def test_the_quantile_is_conservative_on_both_sides():
     found = [(float(value), 0.1) for value in range(10)]
     assert intervals.quantile(found, 0.9) == 8.0 and intervals.quantile(found, 0.1) == 1.0
@@ -92,9 +85,8 @@ def test_the_quantile_is_conservative_on_both_sides():
 
 def test_the_weights_of_a_distribution_add_up():
     for kind in (COMPILED, Kind(True, True, LAUNCHES), Kind(True, False, TRANSFERS)):
-        for own in ((), (1.0, 1.2)):
-            found = intervals.distribution("h100", kind, own)
-            assert math.fsum(weight for _, weight in found) == pytest.approx(1)
+        found = intervals.distribution("h100", kind)
+        assert math.fsum(weight for _, weight in found) == pytest.approx(1)
 
 
 def test_the_kind_follows_from_the_schedule():

@@ -26,7 +26,9 @@ def a_byte_a_second(monkeypatch):
     """A kernel and a collective take as many seconds as they have bytes."""
     monkeypatch.setattr(operation_seconds, "kernel_seconds", lambda kernel, rates: float(kernel.bytes))
     monkeypatch.setattr(operation_seconds, "transfer_seconds", lambda start, rates: float(start.bytes))
-    monkeypatch.setattr(rates, "select", lambda target: SimpleNamespace(floor_seconds=0.25, source="by hand"))
+    monkeypatch.setattr(
+        rates, "select", lambda target: SimpleNamespace(floor_seconds=0.25, source="by hand", run_ratios=())
+    )
 
 
 def test_an_update_takes_what_its_calls_take():
@@ -46,7 +48,9 @@ def test_another_network_joins_the_hosts(monkeypatch):
     monkeypatch.setattr(
         chip_rates,
         "with_network",
-        lambda found, network: SimpleNamespace(floor_seconds=0.25, source=f"{found.source} over {network}"),
+        lambda found, network: SimpleNamespace(
+            floor_seconds=0.25, source=f"{found.source} over {network}", run_ratios=()
+        ),
     )
     assert step_prediction.predict(STEPS, H100, network="efa").rates == "by hand over efa"
     answer = {"schedule": to_json(STEPS), "target": H100}

@@ -43,6 +43,8 @@ LINES = [
     ("bytescope diff no", "notes.txt", "mine.py"),
     ("bytescope report tiny --json=no", "notes.txt", "mine.py"),
     ("bytescope calibrate --o", "--out=", "--seconds="),
+    ("bytescope calibrate --from-runs=no", "notes.txt", "mine.py"),
+    ("bytescope validate --runs=ru", "runs", "mine.py"),
     ("bytescope train --rates=no", "notes.txt", "mine.py"),
     ("bytescope trace ", "runs", "notes.txt tiny"),
     ("bytescope export ", "runs", "notes.txt tiny"),

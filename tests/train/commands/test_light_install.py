@@ -111,6 +111,7 @@ NEEDING_TRAINER = [
     "front tiny cpu",
     "levers tiny cpu",
     "validate",
+    "calibrate --from-runs=runs.csv",
     "train",
     "generate run --prompt=a",
     "score run --text=a",

@@ -1,10 +1,12 @@
 """More than a hundred wrong command lines: one line on stderr, exit code 2, no traceback, nothing compiled."""
 
+import json
 import os
 import sys
 
 import pytest
 
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS
 from support.models.mistakes import LONE, LONG, OF_MODELS
@@ -47,6 +49,37 @@ OF_WEIGHTS = [
     ("hf:cut", "config.json is damaged"),
     ("--config=hf:missing", "no folder"),
 ]
+# Mistakes with files and folders of the user's own runs.
+OF_RUNS = [
+    ("", "the name of a file or folder of runs is empty"),
+    ("good.csv,", "the name of a file or folder of runs is empty"),
+    ("good.csv,good.csv", "good.csv:2 is given twice"),
+    ("missing", "missing: No such file"),
+    ("experts", "contains no run of bytescope train"),
+    ("short_run", "short_run has 0 measured rows after its first 2 updates, but 3 are needed"),
+    ("no_report", "no_report has no config or no memory report"),
+    (f"{LONE}.csv", "give a CSV file or run directories"),
+    ("notes.md", "is neither a column nor a config key"),
+    ("no_target.csv", "no_target.csv has no column target: add it"),
+    ("no_figure.csv", "no_figure.csv has no column seconds or bytes: add it"),
+    ("no_rows.csv", "no_rows.csv has no runs"),
+    ("misspelt.csv", "'second' is neither a column nor a config key: did you mean seconds?"),
+    ("key.csv", "'model.layers' is neither a column nor a config key: did you mean"),
+    ("twice.csv", "has the column target 2 times"),
+    ("cells.csv", "cells.csv line 2 has not as many cells as the first line has columns (3)"),
+    ("text.csv", "text.csv line 2: seconds=soon is not a number above 0"),
+    ("zero.csv", "zero.csv line 3: seconds=0 is not a number above 0"),
+    ("nothing.csv", "nothing.csv line 2 has neither seconds nor bytes"),
+    ("size.csv", "size.csv line 2: bytes=72: "),
+    ("place.csv", "place.csv line 2: unknown target 'h101': did you mean h100"),
+    ("nowhere.csv", "nowhere.csv line 2: the cell target is empty"),
+    ("here.csv", "here.csv line 2: unknown target 'local'"),
+    ("cpus.csv", "cpus.csv line 2: target 'cpu:0' is not valid"),
+    ("config.csv", "config.csv line 2: "),
+    ("value.csv", "value.csv line 2: model.n_layers=two has the wrong type"),
+    ("refused.csv", "refused.csv line 2: "),
+    ("program.csv", "program.csv line 2: framework=tensorflow is unknown"),
+]
 OTHER_DEVICE = ("measured on NVIDIA H200, but", "leave --rates out")
 STEPS = """
 import jax, jax.numpy as jnp
@@ -69,6 +102,32 @@ def widened():
     return lambda state: jax.jit(lambda s: s[0] * jnp.zeros((WIDE, WIDE)))(state).sum(), (jnp.ones(3),)
 """
 FILES = {
+    "good.csv": "config,target,seconds\ntiny,h100,0.5\n",
+    "two_chips.csv": "config,target,seconds\ntiny,h100,0.5\ntiny,a100-80g,0.5\n",
+    "only_bytes.csv": "config,target,bytes\ntiny,h100,2GiB\n",
+    "no_target.csv": "config,seconds\ntiny,0.5\n",
+    "no_figure.csv": "config,target\ntiny,h100\n",
+    "no_rows.csv": "config,target,seconds\n",
+    "misspelt.csv": "config,target,second\ntiny,h100,0.5\n",
+    "key.csv": "config,target,seconds,model.layers\ntiny,h100,0.5,2\n",
+    "twice.csv": "config,target,seconds,target\ntiny,h100,0.5,h100\n",
+    "cells.csv": "config,target,seconds\ntiny,h100,0.5,more\n",
+    "text.csv": "config,target,seconds\ntiny,h100,soon\n",
+    "zero.csv": "config,target,seconds\ntiny,h100,1\ntiny,h100,0\n",
+    "nothing.csv": "config,target,seconds,bytes\ntiny,h100,,\n",
+    "size.csv": "config,target,seconds,bytes\ntiny,h100,1,72\n",
+    "place.csv": "config,target,seconds\ntiny,h101,1\n",
+    "nowhere.csv": "config,target,seconds\ntiny,,1\n",
+    "here.csv": "config,target,seconds\ntiny,local,1\n",
+    "cpus.csv": "config,target,seconds\ntiny,cpu:0,1\n",
+    "config.csv": "config,target,seconds\ntinny,h100,1\n",
+    "value.csv": "config,target,seconds,model.n_layers\ntiny,h100,1,two\n",
+    "refused.csv": "config,target,seconds,remat.policy\ntiny,h100,1,ful\n",
+    "program.csv": "config,target,seconds,framework\ntiny,h100,1,tensorflow\n",
+    "no_report/metrics.jsonl": "",
+    "short_run/config.json": '{"config": {"model.d_ff": 384}, "global_rows": 8, "data": "a"}',
+    "short_run/metrics.jsonl": '{"step": 1, "loss": 1, "step_time_s": 1.0}\n',
+    "short_run/memory.json": json.dumps(ReportRecord(1, 1, {}, target={"name": "local", "platform": "cpu"}).to_json()),
     "budgets.toml": '[tool.bytescope.budgets]\nmlp = { program = "a:b", target = "cpu" }\n',
     "exits.py": "import sys\nsys.exit(7)\n",
     "interrupts.py": "raise KeyboardInterrupt\n",
@@ -510,6 +569,13 @@ MISTAKES["compare"] += [("--grid=config=tiny,hf:missing", "no folder missing")]
 MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "measured on NVIDIA H200, but h100")]
 MISTAKES["validate"] += [
     *OF_RATES,
+    *[(f"--runs={words}", message) for words, message in OF_RUNS],
+    ("--runs=good.csv --set=jax", "--set=jax cannot be used with --runs"),
+    ("--runs=good.csv --only=tp99", "no measured run of --runs=good.csv"),
+    ("--runs=good.csv --rates=rates.json", "measured on NVIDIA H200, but h100"),
+    ("--template=notes.md", "notes.md exists: give a new file"),
+    ("--template=/no/such/folder/x.csv", "no folder"),
+    ("--template=", "the name is empty"),
     ("--rates=rates.json", "measured on NVIDIA H200, but h100"),
     ("--set=jax --only=v100 --rates=rates.json", "measured on NVIDIA H200, but v100"),
 ]
@@ -532,8 +598,15 @@ MISTAKES["calibrate"] = [
     ("--out=", "the name is empty"),
     ("tiny", "unrecognized"),
     ("--secnds=3", "did you mean --seconds?"),
-    ("--rates=rates.json", "unrecognized"),
+    ("--rates=rates.json", "only valid with --from-runs"),
     ("--config.train.steps=1", "takes no --config.train.steps"),
+    ("--from-runs=missing.csv", "missing.csv: No such file"),
+    ("--from-runs=two_chips.csv", "runs on a100-80g and h100, but a rates file is of one chip"),
+    ("--from-runs=only_bytes.csv", "no run with measured seconds"),
+    ("--from-runs=good.csv --rates=rates.json", "measured on NVIDIA H200, but h100"),
+    ("--from-runs=good.csv --rates=notes.md", "notes.md is not JSON"),
+    ("--from-runs=good.csv --out=/no/such/folder/x", "no folder"),
+    *[(f"--from-runs={words}", message) for words, message in OF_RUNS],
 ]
 MISTAKES["pipeline"] = [
     ("", "give --stages=N"),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.seconds import intervals, step_prediction, step_schedule
-from bytescope.train.plan.validation import cohorts, coverage, measured_rows, validation_score
+from bytescope.train.plan.validation import cohorts, coverage, measured_rows, own_fit, validation_score
 from bytescope.train.plan.validation.cohorts import Cohort
 from bytescope.train.plan.validation.coverage import Coverage
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
@@ -37,6 +37,7 @@ class ValidationResult:
         elsewhere: for programs that an environment with other library versions compiled, pairs (versions, number of
             runs).
         coverage: how many measured seconds are within their predicted interval, over all sources and for each source.
+        own: rates that are fitted to the user's own runs, for each chip; () for published runs.
     """
 
     set: str
@@ -51,6 +52,7 @@ class ValidationResult:
     sources: tuple[Cohort, ...] = ()
     elsewhere: tuple[tuple[str, int], ...] = ()
     coverage: tuple[Coverage, ...] = ()
+    own: tuple[own_fit.OwnFit, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as JSON values. Each measured run is listed with its source."""
@@ -61,6 +63,7 @@ class ValidationResult:
             "compiled": self.compiled,
             "left": list(self.left),
             "elsewhere": [list(each) for each in self.elsewhere],
+            "own": [dataclasses.asdict(each) for each in self.own],
             "cohorts": [dataclasses.asdict(cohort) for cohort in self.cohorts],
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "coverage": [dataclasses.asdict(one) for one in self.coverage],
@@ -108,6 +111,7 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
         tuple(cohorts.by_source(scored)),
         _count_compiled_elsewhere(runs),
         tuple(coverage.by_source(scored, [row for row in rows if row.id in why])),
+        own_fit.fit_own_runs(scored, runs.answers),
     )
 
 

@@ -10,7 +10,7 @@ another environment wrote into the same folder is used.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ def run(
     *,
     workers: int | None = None,
     progress: worker_pool.Progress = lambda labels, done: None,
+    expect: Callable[[int], None] = lambda programs: None,
 ) -> Runs:
     """Compiles the programs of published measurements in worker processes, and returns the worker's record of each
     (bytes, FLOPs and schedule).
@@ -98,6 +99,7 @@ def run(
         folder: the folder with a file for each compiled program.
         workers: number of processes; None for as many as cores and memory allow, at most two.
         progress: called with the labels of the running jobs and the number of finished jobs.
+        expect: called once with the number of different programs, before the first one is compiled.
     """
     jobs, refused = jobs_of(rows, factory)
     if not jobs:
@@ -105,6 +107,7 @@ def run(
     gpus = {row.id: row.gpus for row in rows}
     quickest_first = sorted(jobs, key=lambda key: _compile_effort(jobs[key], gpus[key]))
     distinct = {jobs[key].name: jobs[key] for key in quickest_first}
+    expect(len(distinct))
     known = {name for name in distinct if row_cache.read(folder, name)}
     answers, _ = worker_pool.run(
         list(distinct.values()),

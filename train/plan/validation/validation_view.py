@@ -358,6 +358,7 @@ def render_text(validation: Mapping[str, Any]) -> RenderableType:
         _render_ranks(validation),
         None if pooled else _bytes(validation),
         _worst(validation),
+        *map(render_own_fit, validation["own"]),
         _render_reasons_of_errors(validation) if pooled else _render_known_differences(validation),
         _not_compared(validation),
         _count_choices(validation["choices"]),
@@ -521,6 +522,57 @@ def _worst(validation: Mapping[str, Any]) -> RenderableType | None:
     return terminal_table(TableView(ROW_COLUMNS, rows)) if rows else None
 
 
+OWN_COLUMNS = (
+    ColumnView("name", "your runs"),
+    ColumnView("runs", "runs", "number"),
+    ratio("before", "predicted/measured", short="pred./meas."),
+    ratio("after", "with proposed rates", short="proposed"),
+    ColumnView("cause", "likely cause", "value"),
+    ColumnView("cause_seconds", "of measured seconds", "share", short="adds", skip_zero=True),
+)
+
+
+def render_own_fit(own: Record) -> RenderableType:
+    """Renders rates that are fitted to the user's own runs: their factors, the interval of later predictions, the runs
+    by group with the likely cause, and the key by which they differ most.
+
+    own: the JSON of the fit (`own_fit.OwnFit`).
+    """
+    fit = own["fit"]
+    what = f"proposed rates of {own['chip']}"
+    counts = f", from {fit['runs']} measured runs of {fit['programs']} programs"
+    lines: list[RenderableType] = [Text.assemble((what, "bold"), counts)]
+    lines += [Prose(text) for text in own_fit_lines(own)]
+    lines.append(terminal_table(TableView(OWN_COLUMNS, own["groups"])))
+    return Group(*lines)
+
+
+def own_fit_lines(own: Record) -> list[str]:
+    """Returns sentences about rates that are fitted to the user's own runs. `own`: as for `render_own_fit`."""
+    fit = own["fit"]
+    factors = ", ".join(
+        f"{part} {factor:.2f}x" + ("" if part in fit["own"] else " (too few seconds for a factor of its own)")
+        for part, factor in fit["factors"].items()
+    )
+    lines = [f"predicted seconds are multiplied by: {factors or 'nothing'}"]
+    if own["low"] is None:
+        lines.append(
+            "the interval of later predictions keeps the width that it has without your runs, or their largest error: "
+            "runs of four different programs determine a width of their own"
+        )
+    else:
+        lines.append(
+            f"four of five further runs are expected to take {own['low']:.2f} to {own['high']:.2f} times the predicted "
+            "seconds, from predictions of each program by rates of the others"
+        )
+    if own["differs"]:
+        values = ", ".join(f"{value}: {middle:.2f} ({runs} runs)" for value, runs, middle in own["differs"]["values"])
+        lines.append(
+            f"without these rates, predicted/measured differs most by {one_line(own['differs']['key'])}: {values}"
+        )
+    return lines
+
+
 def _render_known_differences(validation: Mapping[str, Any]) -> RenderableType | None:
     lines = [
         Prose(
@@ -589,11 +641,12 @@ def render_page(validation: Mapping[str, Any]) -> str:
         sources=page_table(TableView(_page_cohort_columns("source"), validation["sources"])),
         coverage=page_table(TableView(COVERAGE_COLUMNS, [one for one in validation["coverage"] if one["rows"]])),
         groups=page_table(TableView(GROUP_COLUMNS, validation["groups"])),
+        own=page_table(TableView(OWN_COLUMNS, [group for own in validation["own"] for group in own["groups"]])),
         rows=page_table(TableView(ROW_COLUMNS, worst_first(validation["rows"]))),
         not_claimed=page_table(TableView(NOT_CLAIMED_COLUMNS, not_claimed(validation["rows"]))),
         unsaid=page_table(TableView(NOT_COMPARED_COLUMNS, validation["unsaid"])),
         choices=page_table(TableView(CHOICE_COLUMNS, validation["choices"])),
-        notes=(*NOTES, rates) if long else NOTES,
+        notes=(*NOTES, *[line for own in validation["own"] for line in own_fit_lines(own)], *([rates] if long else [])),
     )
 
 
