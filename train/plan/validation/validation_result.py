@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.seconds import intervals, step_prediction, step_schedule
+from bytescope.memory.seconds import rates as device_rates
 from bytescope.train.plan.validation import cohorts, coverage, measured_rows, own_fit, validation_score
 from bytescope.train.plan.validation.cohorts import Cohort
 from bytescope.train.plan.validation.coverage import Coverage
@@ -131,7 +132,8 @@ def score_row(
     """Returns a measured run together with its predicted seconds and bytes.
 
     The predicted seconds are at least the time that the measured framework needs to launch its kernels. The interval
-    around them is that of other publishers' runs (`intervals.around`).
+    around them is that of other publishers' runs (`intervals.around`), or of the user's own runs if the rates are fitted to
+    them.
 
     Args:
         row: the measured run.
@@ -147,7 +149,10 @@ def score_row(
         eager=row.framework.startswith("eager"),
         launches=seconds > prediction.seconds,
     )
-    low, high = intervals.around(seconds, answer["target"], kind, without=row.family)
+    rates = device_rates.select(answer["target"])
+    low, high = prediction.low, prediction.high  # from the user's own runs
+    if rates is None or not rates.run_ratios:
+        low, high = intervals.around(seconds, answer["target"], kind, without=row.family)
     return ScoredRun(
         row,
         prediction.seconds,
