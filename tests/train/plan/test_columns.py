@@ -172,6 +172,7 @@ def validation():
         (view.GROUP_COLUMNS, BOTH),
         (view.ROW_COLUMNS, BOTH),
         (view.NOT_COMPARED_COLUMNS, PAGE),
+        (view.CHOICE_COLUMNS, PAGE),
     ]
     view.render_text(out)
     view.render_text({**out, "cohorts": [], "sources": []})
