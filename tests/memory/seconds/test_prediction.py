@@ -62,7 +62,9 @@ def test_another_attention_kernel_runs(monkeypatch):
     monkeypatch.setattr(
         chip_rates,
         "with_attention",
-        lambda found, kernel, kind: SimpleNamespace(floor_seconds=0.25, source=f"{found.source}, {kernel} on {kind}"),
+        lambda found, kernel, kind: SimpleNamespace(
+            floor_seconds=0.25, source=f"{found.source}, {kernel} on {kind}", run_ratios=()
+        ),
     )
     answer = {"schedule": to_json(STEPS), "target": H100}
     expected = f"by hand, triton on {targets.parse('h100:8').to_json()['kind']}"

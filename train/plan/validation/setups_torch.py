@@ -37,6 +37,7 @@ _CHIPS = {
 _PER_HOST, _PER_HOST_KEMPNER = 8, 4
 # Source -> year and month of its publication: the commit that added the figures, the release, or the issue.
 PUBLISHED: Mapping[str, str] = {
+    "automodel": "2026-06",
     "deepspeed_a800_7b": "2023-08",
     "fms_fsdp": "2024-05",
     "kempner": "2026-04",
@@ -55,7 +56,7 @@ PUBLISHED: Mapping[str, str] = {
     "torchtitan_asynctp": "2025-06",
 }
 # Sources that ran torch.compile; the others launch each kernel from Python.
-_COMPILED = ("fms_fsdp", "kempner", "modded_nanogpt", "torchtitan_202412", "torchtitan_asynctp")
+_COMPILED = ("automodel", "fms_fsdp", "kempner", "modded_nanogpt", "torchtitan_202412", "torchtitan_asynctp")
 # Likely reason for a difference between prediction and measurement -> whether the reason applies to a row.
 DIFFERS: Mapping[str, Callable[[Fact], bool]] = {
     # 1.30 (H100) and 1.42 (A100) times the seconds per token of the row of 4,096 tokens; our program needs 86 GiB.
@@ -288,6 +289,42 @@ def _why_kempner_is_another_program(fact: Fact) -> str:
     return ""
 
 
+def _automodel(fact: Fact) -> Setup:
+    # NeMo AutoModel (examples/llm_benchmark, components/distributed): bfloat16 parameters, gradients reduced in
+    # float32 in every micro-batch, no clipping; attention and MLP are checkpointed separately. Adapters of rank 16 are
+    # on all projections of the blocks. TE's Adam has float32 moments, torch's the dtype of the parameters.
+    sizes = _group_sizes(fact)
+    adapters = "lora" in fact["model"]
+    experts = fact["model"].partition("-E")[2]
+    return "llama_8b", shape(fact) | {
+        "model.qkv_bias": f"{fact['model'].startswith('qwen2.5')}",
+        "batch.accumulation": fact["ga"],
+        "batch.mode": "scan",
+        "optimizer.clip_norm": "0.0",
+        "xla.latency_hiding": "on",
+        "mesh.strategy": "zero3" if int(fact["n_gpus"]) > 1 else "ddp",
+        "mesh.fsdp": f"{sizes.get('fsdp', 1)}",
+        "mesh.context": f"{sizes.get('cp', 1)}",
+        "mesh.tensor": f"{sizes.get('tp', 1)}",
+        "mesh.sequence_parallel": f"{'tp' in sizes and fact['model'].startswith('llama3')}",
+        "mesh.expert": f"{sizes.get('ep', 1)}",
+        "remat.policy": "full" if fact["act_ckpt"] == "full" else _POLICY,
+        "remat.granularity": "parts" if fact["act_ckpt"] == "full" else "block",
+        **({"lora.rank": "16", "lora.alpha": "32"} if adapters else _BF16_PARAMS),
+        **({"lora.dropout": "0.1"} if fact["model"] == "llama3-8b-lora16" else {}),
+        **(_QWEN3_MOE | {"model.experts": experts} if experts else {}),
+    }
+
+
+_BF16_PARAMS = {"precision.preset": "bf16_params", "precision.rounding": "nearest", "precision.reduce": "float32"}
+_QWEN3_MOE = {
+    "model.d_head": "128",
+    "model.qk_norm": "True",
+    "model.experts_per_token": "8",
+    "optimizer.name": "adamw_bf16",
+}
+
+
 def _modded_nanogpt(fact: Fact) -> Setup:
     # modded-nanogpt (records/track_1_short, the script in each log): GPT-2 with rotary positions, RMSNorm and no
     # biases, DDP with gradients in float32, torch.compile, logits in one array, Muon for matrices, no clipping. Since
@@ -341,6 +378,7 @@ OTHER_PROGRAM: Mapping[str, Callable[[Fact], str]] = {
 
 # Source -> the function that returns the config of a row, or the reason why there is none.
 SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
+    "automodel": _automodel,
     "llm_foundry": _foundry,
     "fms_fsdp": _fms,
     "torchtitan_202412": _torchtitan,
