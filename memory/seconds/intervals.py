@@ -1,19 +1,18 @@
-"""The interval of predicted seconds in which four of five measured runs are expected, from the ratios of earlier runs.
+"""The interval of predicted seconds in which four of five measured runs are expected, from the errors of earlier runs.
 
 `measured_ratios.csv` has the ratio predicted/measured seconds of every published run that has a prediction
-(`bytescope validate`); tests/bench/intervals.py writes it. A new run resembles the runs of its kind (`Kind`) in other
-publications, not further repetitions of one publication. So every publisher of runs (a family) has the same weight,
+(`bytescope validate`); tests/bench/intervals.py writes it. A new run resembles the runs of its kind (`Kind`) by other
+publishers, not further repetitions by one publisher. So every publisher (a family of sources) has the same weight,
 whatever its number of runs, and programs have equal weights within a family.
 
-Kinds form a tree: all runs, then the runs of compiled or of eager frameworks, then those with or without sends between
-devices, then those with the same limit. The distribution of a kind is a mixture. With K families of its own, their runs
-have the weight K/(K+1), as the new run is from one of K+1 families. The weight 1/(K+1) goes to the families that have
-runs only of the kind above, whose distribution is made twice as wide, because they are of another kind. A kind without
-runs has this wider distribution alone. This pools the distributions of groups as in Dunn, Wasserman and Ramdas 2018
-(arXiv 1809.07441), with the correction for a small number of groups of Lee, Barber and Willett 2023 (arXiv 2306.06342).
-A chip whose generation was not measured makes the distribution twice as wide again. Above all runs, a ratio is
-log-uniform between 1/3 and 3, an assumption. The ends of the interval are the quantiles at 10 % and 90 %, so its width
-is never zero.
+The interval is [seconds / h, seconds * h]. It is split conformal prediction over groups (Dunn, Wasserman and Ramdas
+2018, arXiv 1809.07441; Lee, Barber and Willett 2023, arXiv 2306.06342): with K families, each has the weight 1/(K+1),
+and log(h) is the least value such that runs with |log(predicted/measured)| of at most log(h) have the weight 0.8. The
+weight 1/(K+1) is left for the new run's own family, so at least four families are needed. Kinds form a tree: all runs,
+then the runs of compiled or of eager frameworks, then those of the predicted program or of another one, then those with
+or without sends between devices, then those with the same limit. A kind with fewer families takes the interval of the
+nearest kind above that has four. If the kind has no runs at all, log(h) is doubled, and it is doubled for a chip whose
+generation was not measured: both are assumptions.
 
 The coverage, the fraction of runs within the interval, is measured without the runs' own family (`without`).
 """
@@ -25,8 +24,8 @@ import dataclasses
 import functools
 import io
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
@@ -35,11 +34,14 @@ from bytescope.memory.seconds.step_schedule import Loop, Start, Steps
 
 # The fraction of runs that the interval is expected to contain.
 NOMINAL = 0.8
-# Ratios on both sides of 1 between which a run of which nothing is known is expected, log-uniformly: an assumption.
-_UNKNOWN = 3.0
-_UNKNOWN_POINTS = 20
-# How much wider the distribution of a kind or a chip without measured runs is than that of the kind above.
+# Minimum number of families whose errors determine an interval of this coverage: K/(K+1) must reach it.
+_MIN_FAMILIES = 4
+# Factor of log(h) for a kind or a chip without measured runs. The factor h of a CPU, for which nobody published runs:
+# products and copies measured with numpy differ from XLA's kernels on cores that several devices share.
 _UNMEASURED = 2.0
+_CPU = 2.0
+# Minimum of h - 1. Equal runs differ by more (seconds.ranking).
+_MIN_WIDTH = 0.02
 # Difference of a sum of weights from the same sum without rounding.
 _ROUNDING = 1e-9
 # What limits the seconds of a run.
@@ -54,6 +56,7 @@ class Kind:
 
     Fields:
         eager: whether the host launches every kernel (eager PyTorch) instead of running a compiled program.
+        other: whether the measured program is known to be another program than the predicted one.
         sends: whether the program sends values from device to device (collective-permute), as pipeline stages and ring
             attention do.
         limit: what limits the seconds: "device", "transfers" (waits for collectives take at least 15 % of the
@@ -61,12 +64,14 @@ class Kind:
     """
 
     eager: bool
+    other: bool
     sends: bool
     limit: str
 
     def path(self) -> tuple[tuple[Any, ...], ...]:
         """Returns the kinds of runs above this one and this one, from all runs to the same kind."""
-        return (), (self.eager,), (self.eager, self.sends), (self.eager, self.sends, self.limit)
+        whole = (self.eager, self.other, self.sends, self.limit)
+        return tuple(whole[:length] for length in range(len(whole) + 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +95,6 @@ class MeasuredRatio:
     ratio: float
 
 
-# (logarithm of predicted/measured seconds, weight), in any order; the weights add up to 1.
-Distribution = Sequence[tuple[float, float]]
-
-
 @functools.cache
 def measured_ratios() -> tuple[MeasuredRatio, ...]:
     """Returns the ratios of the published runs, from measured_ratios.csv."""
@@ -104,7 +105,7 @@ def measured_ratios() -> tuple[MeasuredRatio, ...]:
             row["source"],
             row["family"],
             row["chip"],
-            Kind(row["eager"] == "1", row["sends"] == "1", row["limit"]),
+            Kind(row["eager"] == "1", row["other"] == "1", row["sends"] == "1", row["limit"]),
             row["program"],
             float(row["ratio"]),
         )
@@ -112,17 +113,20 @@ def measured_ratios() -> tuple[MeasuredRatio, ...]:
     )
 
 
-def kind_of(steps: Steps, by_term: Mapping[str, float], *, eager: bool = False, launches: bool = False) -> Kind:
+def kind_of(
+    steps: Steps, by_term: Mapping[str, float], *, eager: bool = False, other: bool = False, launches: bool = False
+) -> Kind:
     """Returns the kind of a run with a predicted schedule.
 
     Args:
         steps: the schedule of the program.
         by_term: term of the prediction (`schedule_walk.TERMS`) -> seconds.
         eager: whether the measured framework launches every kernel from its host.
-        launches: whether these launches take longer than the device.
+        other: whether the measured program is known to be another program.
+        launches: whether the launches take longer than the device.
     """
     waits = by_term["collectives"] >= _WAITING * sum(by_term.values())
-    return Kind(eager, has_sends(steps), LAUNCHES if launches else TRANSFERS if waits else DEVICE)
+    return Kind(eager, other, has_sends(steps), LAUNCHES if launches else TRANSFERS if waits else DEVICE)
 
 
 def has_sends(steps: Steps) -> bool:
@@ -142,79 +146,52 @@ def around(seconds: float, target: Mapping[str, Any], kind: Kind, without: str =
         kind: the kind of the run.
         without: the family whose runs are not used; "" to use all.
     """
-    low, high = _ends(_chip(target), kind, without)
-    return seconds / high, seconds / low
+    factor = half_width(_chip(target), kind, without)
+    return seconds / factor, seconds * factor
 
 
 @functools.lru_cache(maxsize=256)
-def _ends(chip: str, kind: Kind, without: str) -> tuple[float, float]:
-    found = distribution(chip, kind, without)
-    return math.exp(quantile(found, (1 - NOMINAL) / 2)), math.exp(quantile(found, (1 + NOMINAL) / 2))
-
-
-def distribution(chip: str, kind: Kind, without: str = "") -> Distribution:
-    """Returns the distribution of log(predicted/measured seconds) that is expected for a run.
+def half_width(chip: str, kind: Kind, without: str = "") -> float:
+    """Returns the factor h by which the interval [seconds / h, seconds * h] extends on both sides of a prediction.
 
     Args:
-        chip: the name of the chip, or "cpu", for which no published run is used.
+        chip: the name of the chip, such as "h100"; "cpu" for a CPU.
         kind, without: as for `around`.
     """
-    runs = [run for run in measured_ratios() if run.family != without and chip != "cpu"]
-    levels: list[list[MeasuredRatio]] = []  # of this kind, then of the kinds above
-    seen: set[str] = set()
-    for level, node in reversed(list(enumerate(kind.path()))):
-        new = [run for run in runs if run.kind.path()[level] == node and run.family not in seen]
-        levels.append(new)
-        seen.update(run.family for run in new)
-    found, first = _unknown(), True
-    for number, new in reversed(list(enumerate(levels))):
-        if not first and (new or not number):
-            found = _widened(found)
-        if new:
-            found, first = _mixed(new, found), False
-    if runs and _generation(chip) not in {_generation(run.chip) for run in runs}:
-        found = _widened(found)
-    return found
+    if chip == "cpu":
+        return _CPU
+    runs = [run for run in measured_ratios() if run.family != without]
+    path = kind.path()
+    alike = [[run for run in runs if run.kind.path()[level] == node] for level, node in enumerate(path)]
+    enough = [some for some in alike if len({run.family for run in some}) >= _MIN_FAMILIES]
+    away = conformal_quantile(enough[-1])
+    if enough[-1] is not alike[-1] or _generation(chip) not in {_generation(run.chip) for run in runs}:
+        away *= _UNMEASURED
+    return math.exp(max(away, math.log1p(_MIN_WIDTH)))
 
 
-def _unknown() -> Distribution:
-    width = 2 * math.log(_UNKNOWN) / _UNKNOWN_POINTS
-    return [((number + 0.5) * width - math.log(_UNKNOWN), 1 / _UNKNOWN_POINTS) for number in range(_UNKNOWN_POINTS)]
+def conformal_quantile(runs: Sequence[MeasuredRatio]) -> float:
+    """Returns the least value of |log(predicted/measured)| up to which runs have the weight 0.8 (`NOMINAL`).
 
+    Each of K families has the weight 1/(K+1), which its programs share equally.
 
-def _mixed(runs: Sequence[MeasuredRatio], above: Distribution) -> Distribution:
+    runs: runs of at least four families.
+    """
     families: dict[str, list[MeasuredRatio]] = defaultdict(list)
     for run in runs:
         families[run.family].append(run)
-    part = 1 / (len(families) + 1)
-    found = _times(above, part)
+    found: list[tuple[float, float]] = []
     for members in families.values():
-        programs = [(run.source, run.program) for run in members]
-        share = {program: part / len(set(programs)) / programs.count(program) for program in set(programs)}
-        found += [(math.log(run.ratio), share[program]) for run, program in zip(members, programs, strict=True)]
-    return found
-
-
-def _widened(found: Distribution) -> Distribution:
-    middle = quantile(found, 0.5)
-    return [(middle + _UNMEASURED * (value - middle), weight) for value, weight in found]
-
-
-def _times(found: Iterable[tuple[float, float]], part: float) -> list[tuple[float, float]]:
-    return [(value, weight * part) for value, weight in found]
-
-
-def quantile(found: Distribution, at: float) -> float:
-    """Returns the quantile of a weighted distribution: the least value up to which at least the weight `at` lies, or,
-    for a quantile below one half, the greatest value from which at least the weight 1 - `at` lies."""
-    upper = at >= 0.5
-    wanted, done = at if upper else 1 - at, 0.0
-    ordered = sorted(found, reverse=not upper)
-    for value, weight in ordered:
+        counts = Counter((run.source, run.program) for run in members)
+        for run in members:
+            found.append((abs(math.log(run.ratio)), 1 / math.sqrt(len(counts)) / counts[run.source, run.program]))
+    wanted = NOMINAL * math.fsum(weight for _, weight in found)
+    done = 0.0
+    for away, weight in sorted(found):
         done += weight
-        if done >= wanted - _ROUNDING:
-            return value
-    return ordered[-1][0]
+        if done >= wanted * (1 - _ROUNDING):
+            return away
+    raise ValueError("there are no runs")
 
 
 def _chip(target: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from bytescope.train.plan.validation.coverage import Coverage, by_source
 from bytescope.train.plan.validation.validation_score import ScoredRun
 
 TABLE = Path(intervals.__file__).parent / "measured_ratios.csv"
-COLUMNS = ("source", "family", "chip", "eager", "sends", "limit", "program", "ratio")
+COLUMNS = ("source", "family", "chip", "eager", "other", "sends", "limit", "program", "ratio")
 # Compute capability -> the quantiles of predicted/measured seconds that were used until 2026-11-27.
 BEFORE = {(7, 0): (0.983, 1.136), (8, 0): (0.875, 1.093), (9, 0): (0.857, 1.015)}
 BEFORE_ASSUMED = (0.72, 1.19)
@@ -48,10 +48,10 @@ def before(one: ScoredRun) -> tuple[float, float]:
 
 
 def write(scored: list[ScoredRun]) -> None:
-    """Writes the ratios of the runs that count, sorted by source and program."""
+    """Writes the ratios of the runs that count and whose seconds are reliable, sorted by source and program."""
     rows = []
     for one in scored:
-        if one.row.counts and one.ratio and one.kind:
+        if one.row.counts and one.ratio and one.kind and not one.row.unreliable:
             kind = one.kind
             rows.append(
                 {
@@ -59,6 +59,7 @@ def write(scored: list[ScoredRun]) -> None:
                     "family": one.row.family,
                     "chip": one.row.chip,
                     "eager": int(kind.eager),
+                    "other": int(kind.other),
                     "sends": int(kind.sends),
                     "limit": kind.limit,
                     "program": one.program.split("-")[1][:8],
@@ -71,7 +72,7 @@ def write(scored: list[ScoredRun]) -> None:
         out.writeheader()
         out.writerows(rows)
     intervals.measured_ratios.cache_clear()
-    intervals._ends.cache_clear()
+    intervals.half_width.cache_clear()
 
 
 def show(coverages: list[Coverage], scored: list[ScoredRun]) -> None:

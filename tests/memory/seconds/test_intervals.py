@@ -12,7 +12,7 @@ from bytescope.memory.seconds.step_schedule import Loop, Start
 
 pytestmark = pytest.mark.quick
 
-COMPILED = Kind(eager=False, sends=False, limit=DEVICE)
+COMPILED = Kind(eager=False, other=False, sends=False, limit=DEVICE)
 H100 = targets.parse("h100:8").to_json()
 
 
@@ -62,9 +62,9 @@ def test_more_families_make_the_interval_narrower(table):
 def test_a_kind_a_chip_and_a_platform_without_runs_are_wider(table):
     table(**{f"family{number}": [0.9, 1.0, 1.1] for number in range(9)})
     known = width()
-    unmeasured = width(Kind(eager=False, sends=True, limit=DEVICE))
+    unmeasured = width(Kind(eager=False, other=False, sends=True, limit=DEVICE))
     assert unmeasured == pytest.approx(known**2)
-    assert width(Kind(eager=False, sends=False, limit=TRANSFERS)) == pytest.approx(known**2)
+    assert width(Kind(eager=False, other=False, sends=False, limit=TRANSFERS)) == pytest.approx(known**2)
     assert width(target=targets.parse("b200:8").to_json()) == pytest.approx(known**2)
     assert width(target=targets.parse("h200:8").to_json()) == known  # the same generation
     assert width(target={"platform": "cpu", "name": "local"}) > known
@@ -84,7 +84,7 @@ def test_the_quantile_is_conservative_on_both_sides():
 
 
 def test_the_weights_of_a_distribution_add_up():
-    for kind in (COMPILED, Kind(True, True, LAUNCHES), Kind(True, False, TRANSFERS)):
+    for kind in (COMPILED, Kind(True, True, True, LAUNCHES), Kind(True, False, False, TRANSFERS)):
         found = intervals.distribution("h100", kind)
         assert math.fsum(weight for _, weight in found) == pytest.approx(1)
 
@@ -95,7 +95,7 @@ def test_the_kind_follows_from_the_schedule():
     assert intervals.kind_of((), terms) == COMPILED
     assert intervals.kind_of((Loop(4, (send,)),), terms).sends
     assert intervals.kind_of((), terms | {"collectives": 0.2}).limit == TRANSFERS
-    assert intervals.kind_of((), terms, launches=True, eager=True) == Kind(True, False, LAUNCHES)
+    assert intervals.kind_of((), terms, launches=True, eager=True) == Kind(True, False, False, LAUNCHES)
 
 
 def test_the_shipped_ratios_are_of_several_families_and_have_all_limits():

@@ -24,9 +24,12 @@ Setup = tuple[str, Mapping[str, str]] | str
 FRAMEWORKS = ("jax", "compiled torch", "eager torch")
 # Source -> the family of the sources that the same people published with the same framework.
 _FAMILIES = {
-    **dict.fromkeys(("pax_2024-04", "pax_2023-08", "pax_2023-07-oldest", "pax_llama2_7b_sft"), "pax"),
+    **dict.fromkeys(
+        ("pax_2024-04", "pax_2023-08", "pax_2023-07-oldest", "pax_llama2_7b_sft", "pax_llama2_7b_lora32"), "pax"
+    ),
     **dict.fromkeys(("dgxc_l2_70b", "dgxc_l2_70b_old"), "dgxc"),
     **dict.fromkeys(("gpurecipes_h200_70b", "gpurecipes_b200_405b", "gpurecipes_b200_70b"), "gpu-recipes"),
+    **dict.fromkeys(("axlearn_fuji7b_v1", "axlearn_fuji7b_v2", "axlearn_fuji70b_v2"), "axlearn"),
     **dict.fromkeys(("alpa_intra", "alpa_e2e", "alpa_readme"), "alpa"),
     **dict.fromkeys(("playbook", "old_bench"), "nanotron"),
     **dict.fromkeys(("torchtitan_202412", "torchtitan_asynctp", "torchtitan_a100_2024"), "torchtitan"),

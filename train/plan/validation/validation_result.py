@@ -132,8 +132,8 @@ def score_row(
     """Returns a measured run together with its predicted seconds and bytes.
 
     The predicted seconds are at least the time that the measured framework needs to launch its kernels. The interval
-    around them is that of other publishers' runs (`intervals.around`), or of the user's own runs if the rates are fitted to
-    them.
+    around them is that of other publishers' runs (`intervals.around`), or of the user's own runs if the rates are
+    fitted to them.
 
     Args:
         row: the measured run.
@@ -147,6 +147,7 @@ def score_row(
         step_schedule.from_json(answer["schedule"]),
         prediction.by_term,
         eager=row.framework.startswith("eager"),
+        other=bool(row.other_program),
         launches=seconds > prediction.seconds,
     )
     rates = device_rates.select(answer["target"])
