@@ -249,6 +249,7 @@ def _alpa(fact: Fact) -> Setup:
     shards = data if kind in ("auto_sharding", "intra_only") else 1
     wide = dict(fact) | {"ffn": f"{8 * int(fact['hidden'])}", "kv": fact["heads"]}
     return "gpt2_small", shape(wide) | common | {
+        "model.bias": "False",  # ours has no biases in experts; Alpa's have none either
         "model.experts": f"{experts}",
         "model.experts_per_token": "2",
         "model.moe_every": "2",
@@ -272,6 +273,7 @@ def _alpa_readme(fact: Fact) -> Setup:
         "mesh.strategy": "zero2",
         "mesh.fsdp": "2",
         "mesh.tensor": "2",
+        "model.scan": "True",
         "mesh.stage": "2",
         "pipeline.schedule": "1f1b",
     }
