@@ -249,6 +249,7 @@ def _alpa(fact: Fact) -> Setup:
     shards = data if kind in ("auto_sharding", "intra_only") else 1
     wide = dict(fact) | {"ffn": f"{8 * int(fact['hidden'])}", "kv": fact["heads"]}
     return "gpt2_small", shape(wide) | common | {
+        "model.bias": "False",  # ours has no biases in experts; Alpa's have none either
         "model.experts": f"{experts}",
         "model.experts_per_token": "2",
         "model.moe_every": "2",
@@ -272,6 +273,7 @@ def _alpa_readme(fact: Fact) -> Setup:
         "mesh.strategy": "zero2",
         "mesh.fsdp": "2",
         "mesh.tensor": "2",
+        "model.scan": "True",
         "mesh.stage": "2",
         "pipeline.schedule": "1f1b",
     }
@@ -325,11 +327,16 @@ _MAX_TPU_CHIPS = 32
 
 def _tpu_recipe(fact: Fact) -> Setup:
     # As run by tpu-recipes (MaxText, benchmarks/maxtext_trillium_model_configs.py): fully sharded and scanned layers,
-    # of which the named tensors are in host memory until the backward pass and all others are recomputed.
+    # of which the named tensors are in host memory until the backward pass and all others are recomputed. Logits are
+    # stored in bfloat16 (configs/base.yml: logits_dot_in_fp32 is false).
     if int(fact["n_gpus"]) > _MAX_TPU_CHIPS:
         return f"more than {_MAX_TPU_CHIPS} TPU chips; smaller slices with the same model are compared"
     names = ",".join(f"'{_OFFLOADED[name]}'" for name in fact["remat"].split()[1:])
-    return "llama_8b", shape(fact) | {"remat.policy": "custom", "remat.offload": f"({names})"}
+    return "llama_8b", shape(fact) | {
+        "remat.policy": "custom",
+        "remat.offload": f"({names})",
+        "precision.logits": "bfloat16",
+    }
 
 
 def _axlearn(fact: Fact) -> Setup:
