@@ -13,6 +13,7 @@ from bytescope.train.plan.validation import cohorts, coverage, measured_rows, ow
 from bytescope.train.plan.validation.cohorts import Cohort
 from bytescope.train.plan.validation.coverage import Coverage
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.own_runs import OWN
 from bytescope.train.plan.validation.validation_runs import Runs
 from bytescope.train.plan.validation.validation_score import Group, ScoredRun
 
@@ -71,7 +72,7 @@ class ValidationResult:
             "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
             "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid],
-            "choices": [dict(choice) for choice in measured_rows.choices(self.set)],
+            "choices": [] if self.set == OWN else [dict(one) for one in measured_rows.choices(self.set)],
         }
 
 
@@ -132,8 +133,8 @@ def score_row(
     """Returns a measured run together with its predicted seconds and bytes.
 
     The predicted seconds are at least the time that the measured framework needs to launch its kernels. The interval
-    around them is that of other publishers' runs (`intervals.around`), or of the user's own runs if the rates are fitted to
-    them.
+    around them is that of other publishers' runs (`intervals.around`), or of the user's own runs if the rates are
+    fitted to them.
 
     Args:
         row: the measured run.
@@ -150,7 +151,8 @@ def score_row(
         launches=seconds > prediction.seconds,
     )
     rates = device_rates.select(answer["target"])
-    low, high = prediction.low, prediction.high  # from the user's own runs
+    longer = seconds / prediction.seconds
+    low, high = longer * prediction.low, longer * prediction.high  # from the user's own runs
     if rates is None or not rates.run_ratios:
         low, high = intervals.around(seconds, answer["target"], kind, without=row.family)
     return ScoredRun(

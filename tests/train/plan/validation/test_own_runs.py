@@ -177,7 +177,10 @@ def test_validate_says_what_differs_and_proposes_rates(tmp_path, capsys):
     assert own["low"] < 1 < own["high"] < 1.2
     page = Page((tmp_path / "v.html").read_text())
     assert len(page.data["series"][0]["tips"]) == 6 and "Your runs" in (tmp_path / "v.html").read_text()
-    assert cli.main([*words[:2], "--only=n_layers=16"]) == 0 and "(measured runs: 1, programs: 1)" in capsys.readouterr().out
+    assert (
+        cli.main([*words[:2], "--only=n_layers=16"]) == 0
+        and "(measured runs: 1, programs: 1)" in capsys.readouterr().out
+    )
 
 
 def test_the_key_by_which_runs_differ_is_named(tmp_path):
