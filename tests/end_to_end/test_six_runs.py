@@ -67,6 +67,7 @@ def test_five_trained_runs_predict_a_sixth(tmp_path):
         assert len(rates.load(tmp_path / "rates.json").run_ratios) == 5
         bytescope("validate", f"--runs=runs/{sixth}", "--rates=rates.json", "--json=v.json")
         (row,) = read_result(tmp_path / "v.json")["rows"]
+        print(sixth, row["seconds_low"], row["measured_seconds"], row["seconds_high"])
         held += row["seconds_low"] <= row["measured_seconds"] <= row["seconds_high"]
         assert row["bytes_ratio"] == pytest.approx(1, abs=0.35)
     assert held >= 3

@@ -13,6 +13,7 @@ from bytescope.train.plan.validation import cohorts, coverage, measured_rows, ow
 from bytescope.train.plan.validation.cohorts import Cohort
 from bytescope.train.plan.validation.coverage import Coverage
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
+from bytescope.train.plan.validation.own_runs import OWN
 from bytescope.train.plan.validation.validation_runs import Runs
 from bytescope.train.plan.validation.validation_score import Group, ScoredRun
 
@@ -71,7 +72,7 @@ class ValidationResult:
             "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
             "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid],
-            "choices": [dict(choice) for choice in measured_rows.choices(self.set)],
+            "choices": [] if self.set == OWN else [dict(one) for one in measured_rows.choices(self.set)],
         }
 
 
@@ -151,7 +152,8 @@ def score_row(
         launches=seconds > prediction.seconds,
     )
     rates = device_rates.select(answer["target"])
-    low, high = prediction.low, prediction.high  # from the user's own runs
+    longer = seconds / prediction.seconds
+    low, high = longer * prediction.low, longer * prediction.high  # from the user's own runs
     if rates is None or not rates.run_ratios:
         low, high = intervals.around(seconds, answer["target"], kind, without=row.family)
     return ScoredRun(

@@ -540,7 +540,7 @@ def render_own_fit(own: Record) -> RenderableType:
     """
     fit = own["fit"]
     what = f"proposed rates of {own['chip']}"
-    counts = f", from {fit['runs']} measured runs of {fit['programs']} programs"
+    counts = f" (measured runs: {fit['runs']}, programs: {fit['programs']})"
     lines: list[RenderableType] = [Text.assemble((what, "bold"), counts)]
     lines += [Prose(text) for text in own_fit_lines(own)]
     lines.append(terminal_table(TableView(OWN_COLUMNS, own["groups"])))

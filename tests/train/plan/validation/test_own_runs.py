@@ -165,7 +165,7 @@ def test_validate_says_what_differs_and_proposes_rates(tmp_path, capsys):
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "own runs: 6 measured runs, 6 compiled now" in out and "1: too large (tiny on 1)" in out
-    assert "proposed rates of h100, from 6 measured runs of 6 programs" in out
+    assert "proposed rates of h100 (measured runs: 6, programs: 6)" in out
     assert "bytescope calibrate --from-runs=runs.csv --out=rates.json" in out
     found = read_result("v.json")
     (own,) = found["own"]
@@ -177,7 +177,10 @@ def test_validate_says_what_differs_and_proposes_rates(tmp_path, capsys):
     assert own["low"] < 1 < own["high"] < 1.2
     page = Page((tmp_path / "v.html").read_text())
     assert len(page.data["series"][0]["tips"]) == 6 and "Your runs" in (tmp_path / "v.html").read_text()
-    assert cli.main([*words[:2], "--only=n_layers=16"]) == 0 and "from 1 measured runs of 1" in capsys.readouterr().out
+    assert (
+        cli.main([*words[:2], "--only=n_layers=16"]) == 0
+        and "(measured runs: 1, programs: 1)" in capsys.readouterr().out
+    )
 
 
 def test_the_key_by_which_runs_differ_is_named(tmp_path):
@@ -230,7 +233,7 @@ def test_five_runs_predict_a_sixth_within_its_interval(tmp_path, capsys, source,
     for number, (layers, micro, noise) in enumerate(known):
         make_run(tmp_path / "runs" / f"{number}", layers, micro, seconds_of(layers, micro, noise))
     assert cli.main(["calibrate", f"--from-runs={source}", "--out=rates.json", "--json=c.json"]) == 0
-    assert "from 5 measured runs of 5 programs" in capsys.readouterr().out
+    assert "(measured runs: 5, programs: 5)" in capsys.readouterr().out
     found = rates.load("rates.json")
     assert read_result("c.json")["run_factors"] == found.run_factors and len(found.run_ratios) == 5
     assert found.source == f"{H100.source}; corrected by 5 runs of {source}" and found.measured["device"] == KIND
