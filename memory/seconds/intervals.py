@@ -2,17 +2,15 @@
 
 `measured_ratios.csv` has the ratio predicted/measured seconds of every published run that has a prediction
 (`bytescope validate`); tests/bench/intervals.py writes it. A new run resembles the runs of its kind (`Kind`) by other
-publishers, not further repetitions by one publisher. So every publisher (a family of sources) has the same weight,
-whatever its number of runs, and programs have equal weights within a family.
+publishers, not further repetitions by one publisher. So a family (all sources of one publisher) weighs as the root of
+its number of programs, as in the fit of the constants (tests/bench/fit_rates.py), and its programs weigh alike.
 
-The interval is [seconds / h, seconds * h]. It is split conformal prediction over groups (Dunn, Wasserman and Ramdas
-2018, arXiv 1809.07441; Lee, Barber and Willett 2023, arXiv 2306.06342): with K families, each has the weight 1/(K+1),
-and log(h) is the least value such that runs with |log(predicted/measured)| of at most log(h) have the weight 0.8. The
-weight 1/(K+1) is left for the new run's own family, so at least four families are needed. Kinds form a tree: all runs,
-then the runs of compiled or of eager frameworks, then those of the predicted program or of another one, then those with
-or without sends between devices, then those with the same limit. A kind with fewer families takes the interval of the
-nearest kind above that has four. If the kind has no runs at all, log(h) is doubled, and it is doubled for a chip whose
-generation was not measured: both are assumptions.
+The interval is [seconds / h, seconds * h], where |log(predicted/measured)| is at most log(h) for 80 % of this weight.
+This is split conformal prediction with groups, as pooled by Dunn, Wasserman and Ramdas 2018 (arXiv 1809.07441). Kinds
+form a tree: all runs, then the runs of compiled or of eager frameworks, then those of the predicted program or of
+another one, then those with or without sends between devices, then those with the same limit. A kind with fewer than
+four families takes log(h) of the nearest kind above that has four, and doubles it. It is also doubled for a chip whose
+generation was not measured. Four families and the factor two are assumptions.
 
 The coverage, the fraction of runs within the interval, is measured without the runs' own family (`without`).
 """
@@ -34,7 +32,8 @@ from bytescope.memory.seconds.step_schedule import Loop, Start, Steps
 
 # The fraction of runs that the interval is expected to contain.
 NOMINAL = 0.8
-# Minimum number of families whose errors determine an interval of this coverage: K/(K+1) must reach it.
+# Minimum number of families whose errors determine an interval: with K families, the error of a new one is above all of
+# theirs with a probability of 1/(K+1), which 1 - NOMINAL must reach (Lee, Barber and Willett 2023, arXiv 2306.06342).
 _MIN_FAMILIES = 4
 # Factor of log(h) for a kind or a chip without measured runs. The factor h of a CPU, for which nobody published runs:
 # products and copies measured with numpy differ from XLA's kernels on cores that several devices share.
@@ -171,11 +170,11 @@ def half_width(chip: str, kind: Kind, without: str = "") -> float:
 
 
 def conformal_quantile(runs: Sequence[MeasuredRatio]) -> float:
-    """Returns the least value of |log(predicted/measured)| up to which runs have the weight 0.8 (`NOMINAL`).
+    """Returns the least value of |log(predicted/measured)| up to which runs have 80 % (`NOMINAL`) of the weight.
 
-    Each of K families has the weight 1/(K+1), which its programs share equally.
+    runs: at least one run.
 
-    runs: runs of at least four families.
+    Raises ValueError without runs.
     """
     families: dict[str, list[MeasuredRatio]] = defaultdict(list)
     for run in runs:

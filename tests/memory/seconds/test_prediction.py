@@ -80,7 +80,7 @@ def test_mfu_is_the_models_own_flops_at_the_peak_over_the_time():
 
 def test_the_interval_is_that_of_earlier_ratios(monkeypatch):
     """Four of five runs were predicted at 0.8 to 1.25 of what they took: where 6 s are predicted, 4.8 to 7.5 s."""
-    monkeypatch.setattr(intervals, "_ends", lambda *_: (0.8, 1.25))
+    monkeypatch.setattr(intervals, "half_width", lambda *_: 1.25)
     found = step_prediction.predict(STEPS, H100)
     assert (found.low, found.high) == (pytest.approx(4.8), pytest.approx(7.5))
 

@@ -22,6 +22,8 @@ Fact = Mapping[str, str]
 Setup = tuple[str, Mapping[str, str]] | str
 # What ran a measured program: JAX, or PyTorch with or without torch.compile.
 FRAMEWORKS = ("jax", "compiled torch", "eager torch")
+# The reason not to compare a run of a model that is outside of what any config describes.
+NO_TRANSFORMER = "the model consists of convolutions or classifies images, which no config describes"
 # Source -> the family of the sources that the same people published with the same framework.
 _FAMILIES = {
     **dict.fromkeys(
@@ -129,8 +131,9 @@ class MeasuredRow:
 
     @property
     def counts(self) -> bool:
-        """Whether the run counts for the coverage of intervals: its seconds are stated, and not second-hand."""
-        return self.measured_seconds is not None and self.quality != "C"
+        """Whether the run counts for the coverage of intervals: it trains a transformer of text, and its seconds are
+        stated and not second-hand."""
+        return self.measured_seconds is not None and self.quality != "C" and self.reason != NO_TRANSFORMER
 
     @property
     def claims_seconds(self) -> bool:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from bytescope.train.plan.validation.measured_rows import (
+    NO_TRANSFORMER,
     Fact,
     MeasuredRow,
     Setup,
@@ -227,7 +228,7 @@ def _alpa(fact: Fact) -> Setup:
     # B, A devices are data-parallel and B are tensor-parallel.
     kind, _, mesh = fact["parallelism"].partition(" mesh ")
     if "wresnet" in fact["model"]:
-        return "the model consists of convolutions, which no config describes"
+        return NO_TRANSFORMER
     if kind not in _ALPA_STRATEGY:
         return _NO_BATCH
     # Of several meshes, only the fastest run is in the table; ours is the first.
@@ -457,6 +458,6 @@ SETUPS: Mapping[str, Callable[[Fact], Setup]] = {
     "pax_llama2_7b_lora32": _pax_llama,
     "xla_pr45753": _because("its batch and its remat policy are not stated"),
     "t5x": _because("the model has an encoder and a decoder, which no config describes"),
-    "t5x_vit": _because("the model classifies images, which no config describes"),
+    "t5x_vit": _because(NO_TRANSFORMER),
     "marin_4312": _marin,
 }
