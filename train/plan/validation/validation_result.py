@@ -107,7 +107,7 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
         _by_reason(rows, why),
         runs.left,
         runs.compiled,
-        "; ".join(dict.fromkeys(rates)),
+        "; ".join(dict.fromkeys(part for rate in rates for part in rate.split("; "))),
         versions,
         tuple(cohorts.by_cohort(scored)),
         tuple(cohorts.by_source(scored)),

@@ -657,24 +657,26 @@ def _page_cohort_columns(title: str) -> tuple[ColumnView, ...]:
 def page_data(validation: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the data of the page's chart as JSON values.
 
-    For each model and number of GPUs these are the measured seconds, the predicted seconds, the ends of their
-    intervals, and the tooltips of the runs.
+    For each source (if runs of several models are scored together), or each model and number of GPUs, these are the
+    measured seconds, the predicted seconds, the ends of their intervals, and the tooltips of the runs.
     """
-    series: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    series: dict[str, list[Mapping[str, Any]]] = {}
     for row in sorted(validation["rows"], key=lambda row: row["measured_seconds"] or 0.0):
         if row["measured_seconds"]:
-            series.setdefault((row["model"], row["gpus"]), []).append(row)
+            source = row["source"].partition(":")[0]
+            name = source if validation["cohorts"] else f"{row['model']} on {row['gpus']}"
+            series.setdefault(name, []).append(row)
     return {
         "series": [
             {
-                "name": f"{model} on {gpus}",
+                "name": name,
                 "x": [row["measured_seconds"] for row in rows],
                 "y": [row["predicted_seconds"] for row in rows],
                 "low": [row["seconds_low"] for row in rows],
                 "high": [row["seconds_high"] for row in rows],
                 "tips": [_tip(row) for row in rows],
             }
-            for (model, gpus), rows in series.items()
+            for name, rows in series.items()
         ]
     }
 
