@@ -100,7 +100,7 @@ def test_the_kind_follows_from_the_schedule():
 
 def test_the_shipped_ratios_are_of_many_families_and_have_all_limits():
     runs = intervals.measured_ratios()
-    assert len({run.family for run in runs}) >= 10 and len(runs) > 600
+    assert len({run.family for run in runs}) >= 10 and len(runs) > 450
     assert {run.kind.limit for run in runs} == {DEVICE, TRANSFERS, LAUNCHES}
     assert all(math.isfinite(math.log(run.ratio)) for run in runs)
     for chip in ("h100:8", "a100-80g:8", "v100:8", "b200:8"):

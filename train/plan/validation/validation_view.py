@@ -609,7 +609,9 @@ def _not_compared(validation: Mapping[str, Any]) -> RenderableType | None:
     return Group(*lines)
 
 
-def _count_choices(choices: Sequence[Record]) -> RenderableType:
+def _count_choices(choices: Sequence[Record]) -> RenderableType | None:
+    if not choices:
+        return None
     late = sum(choice["outcome_known"] != "no" for choice in choices)
     return Prose(
         f"choices of setup: {len(choices)}, of which {late} were made when the outcome was known, at least in part; "
