@@ -217,7 +217,9 @@ def _curves_to_convert(way: str, like: str, *tables: Mapping[tuple[str, int], Cu
             for width in (128, 64, 256):
                 if one != other and (one, width) in table and (other, width) in table:
                     return table[one, width], table[other, width]
-    raise KeyError(f"no head dimension has measured attention for both {way} and {like}: add it to achieved.MEASURED")
+    raise KeyError(
+        f"no head dimension has measured attention for both {way} and {like}: add its curve to achieved.MEASURED"
+    )
 
 
 def _of_16_bits(chip: Chip) -> float:

@@ -68,7 +68,9 @@ class Kind:
     limit: str
 
     def path(self) -> tuple[tuple[Any, ...], ...]:
-        """Returns the kinds of runs above this one and this one, from all runs to the same kind."""
+        """Returns the kinds that contain this kind, from all runs to this kind itself, which is the last. Each is the
+        values of the first fields; the first is ().
+        """
         whole = (self.eager, self.other, self.sends, self.limit)
         return tuple(whole[:length] for length in range(len(whole) + 1))
 
@@ -79,10 +81,10 @@ class MeasuredRatio:
 
     Fields:
         source: the short name of the publication.
-        family: the publishers of the run. All runs of a family are left out together.
+        family: the publishers of the run. If the interval of a run is tested, all runs of its family are left out.
         chip: the chip of the run, such as "h100".
-        kind: the kind of the run.
-        program: the name of the compiled program. Runs of one program share its weight.
+        kind: what the run has in common with others, such as a compiled program that the device limits.
+        program: the name of the compiled program. All runs of a program together have the weight of one run.
         ratio: predicted divided by measured seconds.
     """
 
@@ -137,13 +139,14 @@ def has_sends(steps: Steps) -> bool:
 
 
 def around(seconds: float, target: Mapping[str, Any], kind: Kind, without: str = "") -> tuple[float, float]:
-    """Returns the interval (low, high) of measured seconds in which four of five runs are expected for a prediction.
+    """Returns the interval (low, high) in which the measured seconds of four of five runs with this prediction are
+    expected, from the published runs of the same kind, or of the nearest more general kind with enough publishers.
 
     Args:
         seconds: the predicted seconds.
-        target: the JSON of the target.
-        kind: the kind of the run.
-        without: the family whose runs are not used; "" to use all.
+        target: the JSON of the devices for which the seconds are predicted.
+        kind: the kind of the run (`kind_of`).
+        without: the family whose published runs are left out; "" to use all.
     """
     factor = half_width(_chip(target), kind, without)
     return seconds / factor, seconds * factor

@@ -93,10 +93,11 @@ class RunFit:
 
 
 def fit_runs(runs: Sequence[MeasuredSteps]) -> RunFit:
-    """Fits the factors on measured runs of one chip.
+    """Returns the factors by which the predicted seconds of each part (`PARTS`) are multiplied, so that predictions
+    agree with measured runs of one chip.
 
     Raises:
-        ValueError: there are no runs, or a schedule contains values that no program has.
+        ValueError: there are no runs, or a schedule is damaged, for example by negative sizes.
     """
     if not runs:
         raise ValueError("no run has measured seconds")
@@ -135,7 +136,9 @@ def fit_runs(runs: Sequence[MeasuredSteps]) -> RunFit:
 
 
 def _part_seconds(runs: Sequence[MeasuredSteps]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (seconds per update of each run and each part in `PARTS`, other seconds of each run)."""
+    """Returns (predicted seconds per update of each run and each part in `PARTS`, before the fit; predicted seconds of
+    each run that belong to no part, which the fit does not multiply). The shapes are (runs, parts) and (runs,).
+    """
     seconds, fixed = [], []
     for run in runs:
         by_term = dict(walk(run.steps, run.rates).by_term)
@@ -162,8 +165,9 @@ def _weighted_median(values: np.ndarray, programs: Sequence[str]) -> float:
 
 
 class _Problem:
-    """The fit on a subset of the runs. `seconds`: of each run and part. `fixed`: other seconds of each run. `own`: the
-    indices of parts with a factor of their own."""
+    """The data of one fit. `seconds`: the predicted seconds of each run and part before the fit. `fixed`: predicted
+    seconds of each run that no factor multiplies. `own`: the indices of the parts with a factor of their own; the other
+    parts have the common factor."""
 
     def __init__(
         self, seconds: np.ndarray, fixed: np.ndarray, measured: np.ndarray, programs: Sequence[str], own: Sequence[int]
@@ -174,10 +178,11 @@ class _Problem:
         return self.seconds[rows] @ factors + self.fixed[rows]
 
     def fit(self, rows: Sequence[int]) -> np.ndarray:
-        """Returns the factor of each part, fitted on the runs with the indices `rows`; 1 for all parts without runs.
+        """Returns the factor of each part, fitted on the runs with the indices `rows`. If `rows` is empty, every factor
+        is 1.
 
-        Iteratively reweighted least squares: each iteration is a Gauss-Newton step, in which an error of more than
-        `_NOISE` has the weight that Huber's loss gives it.
+        Iteratively reweighted least squares: each iteration is a Gauss-Newton step, in which an error of
+        log(predicted/measured) above `_NOISE` has the weight that Huber's loss gives it.
         """
         if not rows:
             return np.ones(self.seconds.shape[1])

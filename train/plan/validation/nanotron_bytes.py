@@ -130,7 +130,7 @@ def terms(run: NanotronRun) -> tuple[ByteTerm, ...]:
 
 
 def reserved_terms(run: NanotronRun) -> tuple[ByteTerm, ...]:
-    """Returns the maximum of the bytes that torch reserves for nanotron in addition to the allocated bytes.
+    """Returns upper bounds of the bytes that torch reserves for nanotron in addition to the allocated bytes.
 
     The first term is for ZeRO 1: after the backward pass, the float32 gradients are copied into one contiguous array
     for each data-parallel rank; freed tensors of layers are often too small for them. The second term is for tensors

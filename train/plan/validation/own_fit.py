@@ -82,14 +82,14 @@ class OwnFit:
 
 
 def fit_own_runs(scored: Sequence[ScoredRun], answers: Mapping[str, Mapping[str, Any]]) -> tuple[OwnFit, ...]:
-    """Returns fitted rates for each chip, if the runs are the user's own and have measured seconds.
+    """Returns fitted rates for each chip from the user's own runs with measured seconds; () for published runs.
 
     Args:
         scored: the measured runs with their predictions.
         answers: row id -> the JSON record of its compiled program.
 
     Raises:
-        ReportError: the measured seconds of a run are far from its prediction.
+        ReportError: the measured seconds of a run differ from the prediction by more than a factor of 500.
     """
     by_chip: dict[str, list[ScoredRun]] = {}
     for one in scored:
@@ -133,7 +133,7 @@ def fit_chip(rows: Sequence[MeasuredRow], steps: Sequence[MeasuredSteps]) -> Own
         steps: the same runs with their schedules.
 
     Raises:
-        ReportError: the measured seconds of a run are far from its prediction.
+        ReportError: the measured seconds of a run differ from the prediction by more than a factor of 500.
     """
     fit = run_fit.fit_runs(steps)
     for row, ratio in zip(rows, fit.before, strict=True):

@@ -97,8 +97,9 @@ Fact = Mapping[str, str]
 
 @functools.cache
 def rows() -> tuple[MeasuredRow, ...]:
-    """Returns all measurements of the Ultra-Scale Playbook, in the order of its table, then those of old_bench. The id
-    of a measurement is its index in its table, for old_bench after "old"."""
+    """Returns all measurements of the Ultra-Scale Playbook, in the order of its table, then those of nanotron's earlier
+    benchmark (old_bench.csv). The id of a measurement is its index in its table, such as "12", or "old12" for the
+    earlier benchmark."""
     playbook = tuple(_row(number, fact) for number, fact in enumerate(facts(NAME)))
     return playbook + tuple(_old_row(number, fact) for number, fact in enumerate(facts("old_bench")))
 
@@ -246,7 +247,10 @@ def _likely_slowdown(number: int, fact: Fact) -> str:
     slower = float(fact["slot_ratio"] or 1.0)
     if slower < _SLOW_FACTOR:
         return ""
-    return f"a layer took {slower:.1f}x as long as with the same tensor-parallel group on other GPUs: network"
+    return (
+        f"a layer took {slower:.1f}x as long as with a tensor-parallel group of this size on other numbers of GPUs, "
+        "probably because of the network"
+    )
 
 
 def _setup(fact: Fact) -> str:

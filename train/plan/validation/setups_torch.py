@@ -283,7 +283,7 @@ def _why_kempner_is_another_program(fact: Fact) -> str:
     if "ep" in sizes:
         return "the ranks of an expert-parallel group read the same sequences; ours are data-parallel"
     if int(fact["hidden"]) % sizes.get("fsdp", 1):
-        return f"parameters in {sizes['fsdp']} uneven shards; ours are in fewer shards, with replicas"
+        return f"parameters in {sizes['fsdp']} uneven shards; our program has fewer, even shards and replicates them"
     if "pp" in sizes:
         return "1F1B with one program per stage, whose last stage alone has the head"
     return ""

@@ -180,8 +180,8 @@ class Group:
     Attributes:
         model, gpus: the model and the number of GPUs.
         staged: whether these are the runs with pipeline stages.
-        all, order: level and order of all runs.
-        claimed, claimed_order: level and order of the runs that we claim to predict.
+        all, order: ratios of predicted to measured values of all runs, and how well the prediction sorts these runs.
+        claimed, claimed_order: the same for the runs that we claim to predict.
     """
 
     model: str

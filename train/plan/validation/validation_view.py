@@ -457,9 +457,19 @@ def _claimed(validation: Mapping[str, Any]) -> list[RenderableType]:
         terminal_table(TableView(NOT_CLAIMED_COLUMNS, not_claimed(validation["rows"]))),
         Group(Text(words), terminal_table(TableView(columns, groups))),
         *_pairs(
-            groups, "claimed_order.pairs", "order of runs that are claimed, equal numbers of stages:", 1, near=False
+            groups,
+            "claimed_order.pairs",
+            "order of the claimed runs, pairs with equal numbers of stages:",
+            1,
+            near=False,
         ),
-        *_pairs(groups, "claimed_order.across", "order of runs that are claimed, across stages:", 1, near=False),
+        *_pairs(
+            groups,
+            "claimed_order.across",
+            "order of the claimed runs, pairs with different numbers of stages:",
+            1,
+            near=False,
+        ),
     ]
 
 
@@ -475,7 +485,7 @@ def _render_ranks(validation: Mapping[str, Any]) -> RenderableType | None:
     if not groups:
         return None
     return Group(
-        Prose("rank correlation with the measured seconds, by prediction and by sorting:"),
+        Prose("rank correlation with the measured seconds, of the prediction and of sorting by splits:"),
         terminal_table(TableView((*GROUP, *GROUP_RANKS), groups)),
     )
 
@@ -533,8 +543,9 @@ OWN_COLUMNS = (
 
 
 def render_own_fit(own: Record) -> RenderableType:
-    """Renders rates that are fitted to the user's own runs: their factors, the interval of later predictions, the runs
-    by group with the likely cause, and the key by which they differ most.
+    """Renders rates that are fitted to the user's own runs: the factor of each part of the step, the interval of later
+    predictions, the runs by model, target and framework with the part that probably causes the error, and the config
+    key for whose values predicted/measured differs most.
 
     own: the JSON of the fit (`own_fit.OwnFit`).
     """
@@ -557,8 +568,8 @@ def own_fit_lines(own: Record) -> list[str]:
     lines = [f"predicted seconds are multiplied by: {factors or 'nothing'}"]
     if own["low"] is None:
         lines.append(
-            "the interval of later predictions keeps the width that it has without your runs, or their largest error: "
-            "runs of four different programs determine a width of their own"
+            "the interval of later predictions is as wide as without your runs, or as their largest error if that is "
+            "more: give runs of at least four different programs to base the width on them"
         )
     else:
         lines.append(
