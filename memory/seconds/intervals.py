@@ -10,7 +10,7 @@ This is split conformal prediction with groups, as pooled by Dunn, Wasserman and
 form a tree: all runs, then the runs of compiled or of eager frameworks, then those of the predicted program or of
 another one, then those with or without sends between devices, then those with the same limit. A kind with fewer than
 four families takes log(h) of the nearest kind above that has four, and doubles it. It is also doubled for a chip whose
-generation was not measured. Four families and the factor two are assumptions.
+generation fewer than two families measured. These numbers and the factor two are assumptions.
 
 The coverage, the fraction of runs within the interval, is measured without the runs' own family (`without`).
 """
@@ -35,7 +35,8 @@ NOMINAL = 0.8
 # Minimum number of families whose errors determine an interval: with K families, the error of a new one is above all of
 # theirs with a probability of 1/(K+1), which 1 - NOMINAL must reach (Lee, Barber and Willett 2023, arXiv 2306.06342).
 _MIN_FAMILIES = 4
-# Factor of log(h) for a kind or a chip without measured runs. The factor h of a CPU, for which nobody published runs:
+_MIN_FAMILIES_OF_CHIP = 2
+# Factor of log(h) for a kind or a chip with fewer families. The factor h of a CPU, for which nobody published runs:
 # products and copies measured with numpy differ from XLA's kernels on cores that several devices share.
 _UNMEASURED = 2.0
 _CPU = 2.0
@@ -167,7 +168,8 @@ def half_width(chip: str, kind: Kind, without: str = "") -> float:
     alike = [[run for run in runs if run.kind.path()[level] == node] for level, node in enumerate(path)]
     enough = [some for some in alike if len({run.family for run in some}) >= _MIN_FAMILIES]
     away = conformal_quantile(enough[-1])
-    if enough[-1] is not alike[-1] or _generation(chip) not in {_generation(run.chip) for run in runs}:
+    known = {run.family for run in runs if _generation(run.chip) == _generation(chip)}
+    if enough[-1] is not alike[-1] or len(known) < _MIN_FAMILIES_OF_CHIP:
         away *= _UNMEASURED
     return math.exp(max(away, math.log1p(_MIN_WIDTH)))
 
