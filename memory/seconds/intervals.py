@@ -56,7 +56,8 @@ class Kind:
 
     Fields:
         eager: whether the host launches every kernel (eager PyTorch) instead of running a compiled program.
-        other: whether the measured program is known to be another program than the predicted one.
+        other: whether the measured program is known to be another program than the predicted one, or its measured
+            seconds are known to be unreliable.
         sends: whether the program sends values from device to device (collective-permute), as pipeline stages and ring
             attention do.
         limit: what limits the seconds: "device", "transfers" (waits for collectives take at least 15 % of the

@@ -148,7 +148,7 @@ def score_row(
         step_schedule.from_json(answer["schedule"]),
         prediction.by_term,
         eager=row.framework.startswith("eager"),
-        other=bool(row.other_program),
+        other=not row.claims_seconds,
         launches=seconds > prediction.seconds,
     )
     rates = device_rates.select(answer["target"])
