@@ -101,7 +101,12 @@ def main() -> None:
         write([one for scored, _ in sets.values() for one in scored])
         sets = {name: score(name, args.folder) for name in measured_rows.SETS}
     everyone = [one for scored, _ in sets.values() for one in scored]
-    show(by_source(everyone, [row for _, refused in sets.values() for row in refused]), everyone)
+    refused = [row for _, missing in sets.values() for row in missing]
+    show(by_source(everyone, refused), everyone)
+    held_out = {fact["source_id"] for fact in measured_rows.facts("held_out")}
+    print(f"\nheld-out sources: {', '.join(sorted(held_out))}")
+    some = [one for one in everyone if one.row.source_id in held_out]
+    show(by_source(some, [row for row in refused if row.source_id in held_out])[:1], some)
 
 
 if __name__ == "__main__":

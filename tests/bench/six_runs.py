@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bytescope.memory.records.result_envelope import unwrap
 
+_CLI = "import sys; from bytescope.train import cli; sys.exit(cli.main(sys.argv[1:]))"
 # (width, layers, micro-batch, tokens per sequence)
 SHAPES = {
     "a": (64, 4, 16, 64),
@@ -61,7 +62,7 @@ def main() -> int:
         environment = {**os.environ, "XDG_CACHE_HOME": f"{folder / 'cache'}", "JAX_NUM_CPU_DEVICES": "1"}
 
         def bytescope(*words: str) -> None:
-            command = (sys.executable, "-m", "bytescope.train", *words)
+            command = (sys.executable, "-c", _CLI, *words)
             subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
 
         for config, shape in SHAPES.items():
