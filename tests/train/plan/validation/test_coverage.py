@@ -1,11 +1,15 @@
 """Coverage of intervals: refused runs are missed, second-hand ones do not count, claimed runs are counted apart."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
+from bytescope.memory.devices import targets
+from bytescope.memory.seconds import intervals
+from bytescope.memory.seconds.schedule_walk import TERMS
 from bytescope.memory.view.console import plain_text
-from bytescope.train.plan.validation import coverage, validation_view
+from bytescope.train.plan.validation import coverage, validation_result, validation_view
 from bytescope.train.plan.validation.measured_rows import MeasuredRow
 from bytescope.train.plan.validation.validation_score import ScoredRun
 
@@ -62,6 +66,20 @@ def test_families_of_sources_are_left_out_together():
     row = run(1.0, 0, 0, source="pax_2023-08").row
     assert row.family == dataclasses.replace(row, source="pax_2024-04: elsewhere").family == "pax"
     assert run(1.0, 0, 0).row.family == "one"
+
+
+def test_a_run_is_predicted_without_the_runs_of_its_family(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        intervals, "around", lambda seconds, target, kind, without: asked.append((kind, without)) or (1, 3)
+    )
+    row = run(1.0, 0, 0, source="pax_2023-08", other_program="another schedule").row
+    answer = {"schedule": [], "target": targets.parse("h100:8").to_json()}
+    prediction = SimpleNamespace(seconds=2.0, low=0.0, high=9.0, by_term=dict.fromkeys(TERMS, 0.4), bound_by="products")
+    scored = validation_result.score_row(row, answer, prediction)
+    ((kind, without),) = asked
+    assert (without, kind.other, kind.eager, kind.limit) == ("pax", True, False, intervals.TRANSFERS)
+    assert (scored.low, scored.high, scored.inside) == (1, 3, True)
 
 
 @pytest.mark.parametrize("width", [80, 120])
