@@ -15,8 +15,10 @@ from typing import Any
 
 from bytescope.memory.host.process_memory import host_phase, phase_peaks, resident
 
-# Layers of the three compiled programs.
+# Layers of the three compiled programs, and of the three that are only traced. A traced layer takes 69 kB, so only a
+# program of many layers takes clearly more than the free memory that a process has left from its start.
 LAYERS = (4, 16, 48)
+TRACED_LAYERS = (16, 96, 256)
 
 
 def imports() -> dict[str, int]:
@@ -56,15 +58,38 @@ def plugin(target: str) -> dict[str, int]:
     return {"bytes": max(_resident() - before, 0)}
 
 
+def tracing(layers: int) -> dict[str, int]:
+    """Traces and lowers the gradient of a program with unrolled layers. Returns "traced": the growth of this process's
+    resident memory, in bytes.
+
+    layers: number of layers.
+    """
+    lower = _program(layers, "cpu")
+    start = _resident()
+    lowered = lower()
+    traced = _resident() - start
+    del lowered
+    return {"traced": traced}
+
+
 def compiler(layers: int, target: str) -> dict[str, int]:
-    """Traces and compiles the gradient of a program with unrolled layers. Returns, in bytes, "traced":
-    the growth of this process's resident memory by tracing and lowering; and "peak": the maximum of its resident memory
-    while XLA compiles, minus the resident memory just before XLA compiles.
+    """Compiles the gradient of a program with unrolled layers. Returns "peak": the maximum of this process's resident
+    memory while XLA compiles, minus the resident memory just before XLA compiles, in bytes.
 
     layers: number of layers. target: the devices to compile for, such as "cpu" or "h100"; they need not be present.
     """
-    from bytescope.memory.devices import targets
     from bytescope.memory.devices.compiler import compile_lowered
+
+    lowered = _program(layers, target)()
+    before = _resident()
+    with host_phase("compile"):
+        compile_lowered(lowered)
+    return {"peak": phase_peaks()["compile"] - before}
+
+
+def _program(layers: int, target: str) -> Callable[[], Any]:
+    """Returns a function that traces and lowers the gradient of `layers` layers for `target`."""
+    from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
 
     choose_platform()
@@ -83,12 +108,7 @@ def compiler(layers: int, target: str) -> dict[str, int]:
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
 
     weights = [(array(256, 512), array(512, 256)) for _ in range(layers)]
-    start = _resident()
-    lowered = jax.jit(jax.grad(loss)).trace(weights, array(128, 256)).lower()
-    before = _resident()
-    with host_phase("compile"):
-        compile_lowered(lowered)
-    return {"traced": before - start, "peak": phase_peaks()["compile"] - before}
+    return lambda: jax.jit(jax.grad(loss)).trace(weights, array(128, 256)).lower()
 
 
 def _resident() -> int:
@@ -98,6 +118,7 @@ def _resident() -> int:
 CASES: Mapping[str, Callable[..., dict[str, int]]] = {
     "imports": imports,
     "plugin": plugin,
+    "tracing": lambda layers: tracing(int(layers)),
     "compiler": lambda layers, target: compiler(int(layers), target),
 }
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.host.host_terms import RATES
-from bytescope.memory.seconds.calibration.host_cases import LAYERS
+from bytescope.memory.seconds.calibration.host_cases import LAYERS, TRACED_LAYERS
 
 # Maximum seconds of one case.
 _TIMEOUT_S = 600
@@ -109,22 +109,20 @@ def _imports() -> dict[str, float]:
     return measured
 
 
-def _compiler(target: str, name: str, traced: str = "") -> dict[str, float]:
-    sizes = [run_case("compiler", layers, target) for layers in LAYERS]
-    measured: dict[str, float] = {}
-    for part, words in (("peak", name), ("traced", traced)):
-        if words:
-            at_zero, per_layer = line_through([(layers, each[part]) for layers, each in zip(LAYERS, sizes)])
-            measured |= {words: at_zero, f"{words}, per layer": per_layer}
-    return measured
+def _line(name: str, case: str, part: str, layers: Sequence[int], *arguments: str) -> dict[str, float]:
+    """Runs a case for each number of layers. Returns `name` -> bytes without layers, and bytes per layer."""
+    points = [(number, run_case(case, number, *arguments)[part]) for number in layers]
+    at_zero, per_layer = line_through(points)
+    return {name: at_zero, f"{name}, per layer": per_layer}
 
 
 # What a measurement is about, in words -> function that returns sizes: key of `_REFERENCES` -> bytes.
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "libraries": _imports,
-    "XLA's compiler for CPUs": lambda: _compiler("cpu", "XLA's compiler for CPUs", "a traced program"),
+    "a traced program": lambda: _line("a traced program", "tracing", "traced", TRACED_LAYERS),
+    "XLA's compiler for CPUs": lambda: _line("XLA's compiler for CPUs", "compiler", "peak", LAYERS, "cpu"),
     "jax's CUDA plugin": lambda: {"jax's CUDA plugin": run_case("plugin", "h100")["bytes"]},
-    "XLA's compiler for GPUs": lambda: _compiler("h100", "XLA's compiler for GPUs"),
+    "XLA's compiler for GPUs": lambda: _line("XLA's compiler for GPUs", "compiler", "peak", LAYERS, "h100"),
 }
 
 
