@@ -3,13 +3,15 @@
     python tests/gpu/accuracy.py    # 42 rows, about 25 minutes on one H200; Ctrl-C, and again: it resumes
     python tests/gpu/accuracy.py --calibrate            # what is there already, and the lines that calibrate the tables
     python tests/gpu/accuracy.py --grid=short           # 8 rows
+    python tests/gpu/accuracy.py --grid=policies --jobs=14    # 42 rows, twelve timed updates each, compiled 14 at a time
     python tests/gpu/accuracy.py --configs=llama_1b --policies=full,dots --precisions=bf16 --accumulations=1,4,4:scan
     python tests/gpu/accuracy.py --compile-only --target=h200        # the same table without a card, nothing measured
 
-Each row compiles, predicts and runs two updates on random tokens in a process of its own. Columns, in GiB: what the
-compiler counts; that with the items of memory/peak/runtime_overheads.py in the allocator's pool; the allocator's
-peak; the error of the prediction in per cent of the measured; what the card holds outside the pool, by NVML, in MiB;
-the verdict at 2 %.
+Each row compiles, predicts and runs two updates on random tokens in a process of its own (rows of --grid=policies
+twelve, which are timed). Columns, in GiB: what the compiler counts; that with the items of
+memory/peak/runtime_overheads.py in the allocator's pool; the allocator's peak; the error of the prediction in per cent
+of the measured; what the card holds outside the pool, by NVML, in MiB (of a row that ran alone); milliseconds of an
+update, measured and predicted by the chip's published rates, and the second by the first; the verdict at 2 %.
 Exit code 1 when a row that was measured is off by more, or failed. On a CPU the grid is `cpu`, the measured figure is
 what the process grew by, and nothing is judged.
 """
@@ -35,9 +37,51 @@ GRIDS: Mapping[str, tuple[Block, ...]] = {
     "short": ((("gpt2_small", "llama_1b"), ("none", "full"), ("bf16",), ("1", "4:scan")),),
     "cpu": ((("tiny",), ("none", "full"), ("fp32", "bf16"), ("1", "2:scan")),),
 }
+ONCE = {"batch.accumulation": "1", "train.sample_tokens": "0"}
+TIMED = 12  # updates of a row; the median leaves the first two out
+
+
+def timed_row(name: str, config: str, **keys: str) -> Row:
+    """A row whose updates are timed; in keyword names, __ stands for the dot of a key."""
+    return Row(name, config, {**ONCE, **{key.replace("__", "."): value for key, value in keys.items()}}, TIMED)
+
+
+def policy_rows(name: str, config: str, policies: Sequence[str], **keys: str) -> list[Row]:
+    """A row of a config for each remat policy."""
+    return [timed_row(f"{name} {policy}", config, remat__policy=policy, **keys) for policy in policies]
+
+
+POLICIES = ("none", "full", "selective", "megatron", "minimal", "dots", "dots_no_batch", "sqrt", "offload")
+LEAN = {"precision__preset": "bf16_params", "optimizer__fused_backward": "true", "optimizer__clip": "layer"}
+MOE = {"model__n_layers": "2", "optimizer__name": "adamw", "data__seq_len": "4096"}
+# Rows with names of their own. Scanned layers unless the name says unrolled; --grid=policies measures all.
+POLICY_ROWS: tuple[Row, ...] = (
+    *policy_rows("gpt2_small unrolled", "gpt2_small", (*POLICIES, "offload_dots"), batch__micro="16"),
+    *policy_rows("gpt2_small", "gpt2_small", ("none", "full", "selective"), batch__micro="16", model__unroll="1"),
+    timed_row("gpt2_small fp32", "gpt2_small", batch__micro="16", precision__preset="fp32"),
+    *policy_rows("llama_1b", "llama_1b", POLICIES),
+    *policy_rows("llama_1b unrolled", "llama_1b", ("minimal", "selective", "full"), model__unroll="16"),
+    timed_row("llama_1b full loss", "llama_1b", remat__policy="full", loss__kind="full"),
+    timed_row("llama_1b naive attention", "llama_1b", model__attention="naive", data__seq_len="2048"),
+    timed_row("llama_1b fp8", "llama_1b", precision__preset="fp8"),
+    timed_row("gpt2_medium", "gpt2_medium", batch__micro="16"),
+    timed_row("gpt2_xl", "gpt2_xl"),
+    timed_row("gpt2_xl full", "gpt2_xl", remat__policy="full"),
+    timed_row("llama_8b 4096 bf16 state", "llama_8b", data__seq_len="4096", optimizer__name="adamw_bf16", **LEAN),
+    timed_row("llama_8b 8192 adafactor", "llama_8b", optimizer__name="adafactor", **LEAN),
+    timed_row("llama_8b_qlora", "llama_8b_qlora"),
+    timed_row("mixtral, 2 layers, grouped", "mixtral_8x7b", mesh__expert="1", mesh__fsdp="1", **MOE),
+    timed_row("qwen3_30b_a3b, 2 layers", "qwen3_30b_a3b", mesh__expert="1", mesh__fsdp="1", **MOE),
+    timed_row("tiny", "tiny"),
+    timed_row("tiny_moe", "tiny_moe"),
+    timed_row("char", "char"),
+    timed_row("gpt2_small x4 scan", "gpt2_small", batch__accumulation="4", batch__mode="scan", batch__micro="16"),
+    timed_row("gpt2_small x4 MultiSteps", "gpt2_small", batch__accumulation="4", batch__mode="multisteps", batch__micro="16"),
+)
+NAMED: Mapping[str, tuple[Row, ...]] = {"policies": POLICY_ROWS}
 PARTS = ("configs", "policies", "precisions", "accumulations")
-WIDTHS = (46, 8, 9, 8, 7, 8)
-HEADINGS = ("row", "compiler", "predicted", "measured", "error %", "outside", "verdict")
+WIDTHS = (46, 8, 9, 8, 7, 8, 8, 9, 6)
+HEADINGS = ("row", "compiler", "predicted", "measured", "error %", "outside", "ms", "predicted", "ratio", "verdict")
 
 
 def row_of(config: str, policy: str, precision: str, accumulation: str) -> Row:
@@ -84,7 +128,24 @@ def cells(row: Row, answer: Mapping[str, Any]) -> list[str]:
         gib(answer.get("measured"), 3),
         "" if error is None else f"{100 * error:+.2f}",
         "" if apart is None else f"{apart / MIB:.0f}",
+        *seconds_cells(answer),
         reason(answer) or verdict(answer) or ("not judged" if "measured" in answer else unmeasured),
+    ]
+
+
+def step_seconds(answer: Mapping[str, Any]) -> float | None:
+    """Median measured seconds of an update without the first two; None where fewer than five ran."""
+    taken = answer.get("seconds") or []
+    return statistics.median(taken[2:]) if len(taken) >= 5 else None
+
+
+def seconds_cells(answer: Mapping[str, Any]) -> list[str]:
+    """Of an update: measured and predicted milliseconds, and predicted by measured."""
+    taken, said = step_seconds(answer), (answer.get("prediction") or {}).get("seconds")
+    return [
+        f"{1e3 * taken:.2f}" if taken else "",
+        f"{1e3 * said:.2f}" if said else "",
+        f"{said / taken:.3f}" if taken and said else "",
     ]
 
 
@@ -161,7 +222,10 @@ def _slopes(answers: Sequence[Mapping[str, Any]]) -> list[str]:
 def options() -> tuple[argparse.Namespace, list[Row]]:
     """The command line; a mistake is one line."""
     flags = shared.options_of(__doc__, "runs/accuracy.jsonl")
-    flags.add_argument("--grid", choices=GRIDS, help="rows (default: default, or cpu where there is no card)")
+    flags.add_argument(
+        "--grid", choices=(*GRIDS, *NAMED), help="rows (default: default, or cpu where there is no card)"
+    )
+    flags.add_argument("--only", nargs="+", metavar="TEXT", help="of --grid=policies, rows whose name contains a text")
     for part in PARTS:
         flags.add_argument(f"--{part}", metavar="A,B", help="in the place of the grid's")
     flags.add_argument("--calibrate", action="store_true", help="run nothing: read --out and say what it calibrates")
@@ -169,6 +233,8 @@ def options() -> tuple[argparse.Namespace, list[Row]]:
     shared.check(flags, asked)
     from bytescope.memory.devices.platform import accelerator
 
+    if asked.grid in NAMED:
+        return asked, [row for row in NAMED[asked.grid] if any(text in row.name for text in asked.only or [""])]
     grid = asked.grid or ("default" if asked.compile_only or accelerator() == "cuda" else "cpu")
     try:
         return asked, rows_of(grid, vars(asked))

@@ -7,9 +7,12 @@ loop does (train/run/loop.py): the next batches are put on the device while an u
 late. The last line printed is the answer, a JSON object; a line for each update goes to stderr.
 
 Keys of the request: config, keys (config key -> text), target (default local), steps (0: compile only), others
-(whether to compile the other programs of a run).
+(whether to compile the other programs of a run), gate (a file: compile while others compile, run the steps alone), keep
+(a file for the report of the step), trace (a folder: two more updates are profiled, after the peak was read).
 """
 
+import contextlib
+import fcntl
 import json
 import sys
 import time
@@ -22,11 +25,12 @@ from bytescope.memory.devices.platform import choose_platform
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 # Beside what is used, the pool of pinned memory may hold as much again; see memory/devices/platform.py.
 HOST_ROOM = 0.9
+PROFILED = 2  # updates
 
 
 def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """(answer so far, program, compiled step); a config that cannot run gives ({"cannot": why}, None, None)."""
-    from bytescope.memory.analysis import report_of
+    from bytescope.memory.analysis import report_of, with_seconds
     from bytescope.memory.devices import targets
     from bytescope.train.plan import run_peak
     from bytescope.train.program.config_files import load
@@ -40,7 +44,9 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     except ValueError as error:
         return {"cannot": " ".join(str(error).split())}, None, None
     answer = {"compile_s": time.perf_counter() - began}
-    report = report_of(compilation, target=target, loop=run_peak.loop_overhead(program))
+    report = with_seconds(report_of(compilation, target=target, loop=run_peak.loop_overhead(program)))
+    if asked.get("keep"):
+        Path(asked["keep"]).write_text(json.dumps(report.to_json()))
     others = run_peak.peaks(program, run_peak.other_programs(program)) if asked.get("others") else {}
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)
@@ -57,6 +63,8 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
         "fits": sizes[most] <= report.limit_bytes,
         "parameters": _parameters(program),
         "tokens": program.batch.tokens,
+        "calls": program.calls_per_update,
+        "prediction": report.prediction,
         "device": target.kind,
         "platform": target.platform,
         "versions": dict(report.versions),
@@ -91,8 +99,11 @@ def tokens_for(program: Any) -> Iterator[dict[str, Any]]:
         yield {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
 
 
-def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
-    """What `steps` updates took: bytes, seconds of each (the first two hold what the first call does once), losses."""
+def run(program: Any, compiled: Any, steps: int, trace: str = "") -> dict[str, Any]:
+    """What `steps` updates took: bytes, seconds of each (the first two hold what the first call does once), losses.
+
+    trace: a folder for the profile of two more updates, "" for none.
+    """
     import jax
     from interleave import forget_peak, peak_resident
 
@@ -119,6 +130,12 @@ def run(program: Any, compiled: Any, steps: int) -> dict[str, Any]:
     seen = live.sample(device)
     host = seen.source == "host"
     stats = device.memory_stats() or {}
+    if trace:
+        with jax.profiler.trace(trace):
+            for _ in range(PROFILED):
+                for batch in next(batches):
+                    state, metrics = compiled(state, batch)
+            jax.block_until_ready((state, metrics))
     return {
         "losses": losses,
         "seconds": seconds,
@@ -139,13 +156,31 @@ def _done(metrics: Mapping[str, Any], losses: list[float], seconds: list[float],
     return now
 
 
+@contextlib.contextmanager
+def locked(gate: str, how: int) -> Iterator[None]:
+    """Holds a lock of the file `gate`, shared or exclusive (fcntl.LOCK_SH, fcntl.LOCK_EX); none for ""."""
+    if not gate:
+        yield
+        return
+    with open(gate) as file:
+        fcntl.flock(file, how)
+        yield
+
+
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    gate = asked.get("gate", "")
     choose_platform(fraction=0.92)
-    answer, program, compiled = predict(asked)
+    with locked(gate, fcntl.LOCK_SH):
+        answer, program, compiled = predict(asked)
     if program is not None and asked.get("steps"):
-        why = obstacle(answer)
-        answer |= {"skipped": why} if why else run(program, compiled, asked["steps"])
+        with locked(gate, fcntl.LOCK_EX):
+            why = obstacle(answer)
+            answer |= {"skipped": why} if why else run(
+                program, compiled, asked["steps"], asked.get("trace", "")
+            )
+        if gate:  # NVML counts all processes
+            answer["card"] = None
     print(json.dumps(answer))
 
 

@@ -1,12 +1,16 @@
 """What the scripts here share: rows, each run in a process of its own, kept as they come, resumed."""
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +63,19 @@ def run_code(code: str, *arguments: str, timeout: float = 900) -> subprocess.Com
     )
 
 
-def answer_of(asked: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-    """What child.py answers; {"failed": one line} for one that ends otherwise, or not in time."""
+def answer_of(asked: Mapping[str, Any], timeout: float, **files: str) -> dict[str, Any]:
+    """What child.py answers; {"failed": one line} for one that ends otherwise, or not in time.
+
+    files: gate, a file that several children lock, so that none runs its steps while another compiles or runs (their
+    pools then grow as needed); keep and trace as in child.py. "" or nothing for none.
+    """
     script = str(Path(__file__).with_name("child.py"))
+    shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if files.get("gate") else {}
     try:
         done = subprocess.run(
-            [sys.executable, script, json.dumps(asked)],
+            [sys.executable, script, json.dumps({**asked, **files})],
             cwd=ROOT,
-            env=environment(),
+            env=environment() | shared,
             text=True,
             capture_output=True,
             timeout=timeout,
@@ -136,15 +145,14 @@ def work(
     show: Callable[[Row, dict], str],
     stop: Callable[[dict], bool] = lambda answer: False,
 ) -> list[tuple[Row, dict[str, Any]]]:
-    """Rows with their answers, each shown as it comes; ends early when `stop` says so of one, or by Ctrl-C."""
+    """Rows with their answers, each shown as it comes; ends early when `stop` says so of one, or by Ctrl-C.
+
+    With `options.jobs` above 1 so many rows are compiled at once, and run their steps one after the other when all are
+    compiled. A row that failed beside others is run again alone.
+    """
     out = []
     try:
-        for row in rows:
-            asked = row.asked(options.target, options.compile_only)
-            answer = store.get(asked)
-            if answer is None:
-                answer = answer_of(asked, options.timeout)
-                store.add(row.name, asked, answer)
+        for row, answer in _answers(rows, options, store):
             out.append((row, answer))
             print(show(row, answer), flush=True)
             if stop(answer):
@@ -152,6 +160,42 @@ def work(
     except KeyboardInterrupt:
         print(f"stopped; the same command goes on after {len(out)} rows", flush=True)
     return out
+
+
+def _answers(rows: Iterable[Row], options: argparse.Namespace, store: Store) -> Iterator[tuple[Row, dict[str, Any]]]:
+    rows = iter(rows)
+    while wave := list(itertools.islice(rows, options.jobs)):
+        asked = [row.asked(options.target, options.compile_only) for row in wave]
+        answers = [store.get(each) for each in asked]
+        missing = [index for index, answer in enumerate(answers) if answer is None]
+        with _gate(len(missing)) as gate, ThreadPoolExecutor(max(len(missing), 1)) as pool:
+            found = pool.map(lambda index: _answer(wave[index], asked[index], options, gate), missing)
+            for index, answer in zip(missing, found):
+                if gate and "failed" in answer:
+                    continue
+                store.add(wave[index].name, asked[index], answer)
+                answers[index] = answer
+        for index, answer in enumerate(answers):
+            if answer is None:
+                answers[index] = _answer(wave[index], asked[index], options, "")
+                store.add(wave[index].name, asked[index], answers[index])
+            yield wave[index], answers[index]
+
+
+def _answer(row: Row, asked: Mapping[str, Any], options: argparse.Namespace, gate: str) -> dict[str, Any]:
+    name, files = row.name.replace(" ", "_").replace("/", "-"), {"gate": gate}
+    for kind, folder, suffix in (("keep", options.keep, ".json"), ("trace", options.trace, "")):
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            files[kind] = str(folder.resolve() / f"{name}{suffix}")
+    return answer_of(asked, options.timeout, **files)
+
+
+@contextlib.contextmanager
+def _gate(children: int) -> Iterator[str]:
+    """Yields the file that so many children lock, "" where one runs alone."""
+    with tempfile.NamedTemporaryFile() as file:
+        yield file.name if children > 1 else ""
 
 
 def reason(answer: Mapping[str, Any]) -> str:
@@ -197,6 +241,15 @@ def options_of(doc: str, out: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON lines, a row each; what is there is not run again (default %(default)s)",
     )
+    made.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="compile N rows at once; their steps run one after the other (default %(default)s)",
+    )
+    made.add_argument("--keep", type=Path, metavar="DIR", help="write the report of every row's step there, as JSON")
+    made.add_argument("--trace", type=Path, metavar="DIR", help="profile two more updates of every row into a folder")
     made.add_argument("--timeout", type=float, default=900, metavar="S", help="for one row (default %(default)s)")
     return made
 
