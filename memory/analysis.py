@@ -29,7 +29,7 @@ from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.host.process_memory import host_phase
-from bytescope.memory.peak import assemble, ledger, memory_order, runtime_overheads, xla_budget, xla_passes
+from bytescope.memory.peak import assemble, attention_workspace, ledger, memory_order, runtime_overheads, xla_budget, xla_passes
 from bytescope.memory.peak.buffer_placement import PlacedProgram, place
 from bytescope.memory.peak.checkpoint_names import Names, named_places
 from bytescope.memory.peak.live_schedule import derive
@@ -296,9 +296,10 @@ def _runtime_overhead_facts(
     outputs = [b for b in account.buffers if b.phase == "output" and b.category == "outputs"]
     results = [b.bytes for b in outputs if b.memory == "device"]
     groups = {(item.axes, item.group) for item in read.collectives if item.group > 1}
-    untuned = 0
+    untuned = attention = 0
     if target and target.is_described and target.platform == "cuda":
         untuned = _untuned_product_bytes(module)
+        attention = attention_workspace.beyond_peak(module, account)
     chip = CHIPS.get(base_name(target.name)) if target else None
     return runtime_overheads.Facts(
         loop=loop or runtime_overheads.LoopOverhead(),
@@ -308,6 +309,7 @@ def _runtime_overhead_facts(
         code=stats.generated_code_bytes or 0,
         platform=target.platform if target else "",
         context=target.reserved_bytes if target else 0,
+        attention=attention,
         untuned_product=untuned,
         hopper=bool(chip and chip.gpu and chip.gpu.capability >= (9, 0)),
     )

@@ -81,6 +81,7 @@ def call_of(report: ReportRecord, name: str = "") -> ProgramCall:
     overheads = {row.name: row.bytes for row in report.runtime_overheads}
     temp = report.xla.temp_bytes or 0
     constants = report.allocated_bytes - sum((*state, *batch, *results, temp))
+    temp += overheads.get("cuDNN attention workspace", 0)
     return ProgramCall(
         name or report.title,
         state,

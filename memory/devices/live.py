@@ -239,7 +239,10 @@ def _nvml_fields(device: JaxDevice) -> dict[str, int]:
     try:
         import pynvml
 
-        memory = pynvml.nvmlDeviceGetMemoryInfo(_nvml_handle(device.local_hardware_id or 0))
+        # Version 2 does not count the driver's own memory (480 MiB of an H100) as used.
+        memory = pynvml.nvmlDeviceGetMemoryInfo(
+            _nvml_handle(device.local_hardware_id or 0), version=pynvml.nvmlMemory_v2
+        )
         return {"card_used_bytes": int(memory.used), "card_total_bytes": int(memory.total)}
     except Exception:  # NVML is not installed, has no driver or permission, or does not match the driver
         return {}

@@ -5,8 +5,8 @@ There are two kinds of items. Items in the pool are additional requests to the a
 with the memory limit to decide whether the program fits. Items outside of the pool (`CARD`) are bytes that the driver
 and its libraries take on the GPU directly.
 
-These are not items, because the compiler's report contains them: cuDNN's workspace (a u8 result of its calls), the
-states of random numbers, and the unused bytes between packed temporaries (the report's row fragmentation).
+These are not items, because the compiler's report contains them: the states of random numbers, and the unused bytes
+between packed temporaries (the report's row fragmentation).
 
 These are not items, because they add nothing to the peak: programs that run before or after the step
 (`train.plan.run_peak` compares their peaks); the autotuner, which runs before the training state is allocated and needs
@@ -66,6 +66,8 @@ class Facts:
         requests: sizes of all requests of the runtime to its allocator: arguments, results, temporaries.
         results: sizes of the result arrays that do not reuse the memory of an argument.
         loop: arrays that the training loop keeps on the device.
+        attention: bytes that the workspace of cuDNN's attention adds to the peak, if the compiler has not counted it
+            (`attention_workspace`).
         untuned_product: bytes of the operands of the largest matrix product, which limit the workspace of cuBLAS at run
             time. 0 if the compiler has already counted the workspace, because it tried cuBLAS on a GPU.
         hopper: whether the GPU has compute capability 9 or more.
@@ -78,6 +80,7 @@ class Facts:
     requests: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
     loop: LoopOverhead = LoopOverhead()
+    attention: int = 0
     untuned_product: int = 0
     hopper: bool = False
     communicators: int = 0
@@ -143,7 +146,19 @@ ITEMS = (
         "gemm_workspace_rewriter.cc: if the compiler had a GPU to tune on, the workspace is a result of the call, "
         "which it counts; otherwise at most these bytes; from the source, an upper bound",
     ),
-    Item("context", CARD, lambda facts: facts.context, "CONTEXT_BYTES on CUDA, the compiler's own on TPU; estimate"),
+    Item(
+        "cuDNN attention workspace",
+        POOL,
+        lambda facts: facts.attention,
+        "peak/attention_workspace.py: if the compiler had a GPU, the workspace is a result of the call, which it counts; "
+        "otherwise these bytes beyond the peak; measured on an H100",
+    ),
+    Item(
+        "context",
+        CARD,
+        lambda facts: facts.context,
+        "CONTEXT_BYTES on CUDA, measured on an H100; the compiler's own on TPU",
+    ),
     Item("NCCL", CARD, _nccl, "a ring for each group of devices that exchanges data; estimate"),
     Item(
         "machine code",

@@ -130,7 +130,8 @@ def run(name: str, asked: Any, rest: Sequence[str]) -> tuple[dict[str, str], lis
         ]
     code = subprocess.run([*command, *rest, f"--json={file}"], cwd=ROOT).returncode
     try:
-        return (described if asked.compile_only else measured)(name, json.loads(file.read_text())["result"])
+        found = json.loads(file.read_text())
+        return described(name, found["result"]) if asked.compile_only else measured(name, found)
     except (OSError, ValueError, KeyError) as error:
         reason = f"failed: exit code {code}, {type(error).__name__}"
         return {"size": name, "held": reason}, [Check(f"{name}: {reason}", 1.0, 0.0)]

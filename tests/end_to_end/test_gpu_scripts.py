@@ -140,14 +140,14 @@ def test_a_ladder_ends_at_the_first_rung_that_fails(scripts, fields, ends):
 def test_rows_are_kept_as_they_come_and_not_run_twice(scripts, monkeypatch, tmp_path, capsys):
     rows, ran = scripts.rows, []
 
-    def child(asked, timeout):
+    def child(asked, timeout, gate):
         ran.append(asked["config"])
         if asked["config"] == "stop":
             raise KeyboardInterrupt
         return {"failed": "no"} if asked["config"] == "bad" else answer()
 
     monkeypatch.setattr(rows, "answer_of", child)
-    options = argparse.Namespace(target="local", compile_only=False, timeout=1)
+    options = argparse.Namespace(target="local", compile_only=False, timeout=1, jobs=1, keep=None, trace=None)
     todo = [rows.Row(name, name, {}) for name in ("a", "bad", "stop", "b")]
     for _ in range(2):
         found = rows.work(todo, options, rows.Store(tmp_path / "r.jsonl", {"jax": "1"}), lambda row, given: row.name)
@@ -158,6 +158,22 @@ def test_rows_are_kept_as_they_come_and_not_run_twice(scripts, monkeypatch, tmp_
     (tmp_path / "r.jsonl").write_text("{}\n")
     with pytest.raises(ValueError, match="give another --out"):
         rows.Store(tmp_path / "r.jsonl", {})
+
+
+def test_rows_compile_together_and_a_failure_is_tried_alone(scripts, monkeypatch, tmp_path):
+    rows, ran = scripts.rows, []
+
+    def child(asked, timeout, gate, keep):
+        ran.append((asked["config"], bool(gate), Path(keep).name))
+        return {"failed": "no memory"} if asked["config"] == "b c" and gate else answer()
+
+    monkeypatch.setattr(rows, "answer_of", child)
+    options = argparse.Namespace(target="local", compile_only=False, timeout=1, jobs=2, keep=tmp_path / "k", trace=None)
+    todo = [rows.Row(name, name, {}) for name in ("a", "b c", "d")]
+    found = rows.work(todo, options, rows.Store(None, {}), lambda row, given: row.name)
+    assert sorted(ran[:2]) == [("a", True, "a.json"), ("b c", True, "b_c.json")]
+    assert ran[2:] == [("b c", False, "b_c.json"), ("d", False, "d.json")]
+    assert [row.name for row, given in found if "failed" not in given] == ["a", "b c", "d"]
 
 
 @pytest.mark.exhaustive

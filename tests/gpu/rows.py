@@ -1,7 +1,6 @@
 """What the scripts here share: rows, each run in a process of its own, kept as they come, resumed."""
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -23,7 +22,7 @@ TOLERANCE = 0.02
 _LONGEST = 200  # of a failure's message
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Row:
     """A config with keys changed, and how many updates to run; its name is what a table calls it."""
 
@@ -165,21 +164,20 @@ def work(
 def _answers(rows: Iterable[Row], options: argparse.Namespace, store: Store) -> Iterator[tuple[Row, dict[str, Any]]]:
     rows = iter(rows)
     while wave := list(itertools.islice(rows, options.jobs)):
-        asked = [row.asked(options.target, options.compile_only) for row in wave]
-        answers = [store.get(each) for each in asked]
-        missing = [index for index, answer in enumerate(answers) if answer is None]
-        with _gate(len(missing)) as gate, ThreadPoolExecutor(max(len(missing), 1)) as pool:
-            found = pool.map(lambda index: _answer(wave[index], asked[index], options, gate), missing)
-            for index, answer in zip(missing, found):
-                if gate and "failed" in answer:
-                    continue
-                store.add(wave[index].name, asked[index], answer)
-                answers[index] = answer
-        for index, answer in enumerate(answers):
+        asked = {row: row.asked(options.target, options.compile_only) for row in wave}
+        missing = [row for row in wave if store.get(asked[row]) is None]
+        if len(missing) > 1:
+            with tempfile.NamedTemporaryFile() as gate, ThreadPoolExecutor(len(missing)) as pool:
+                answers = pool.map(lambda row: _answer(row, asked[row], options, gate.name), missing)
+                for row, answer in zip(missing, answers):
+                    if "failed" not in answer:
+                        store.add(row.name, asked[row], answer)
+        for row in wave:
+            answer = store.get(asked[row])
             if answer is None:
-                answers[index] = _answer(wave[index], asked[index], options, "")
-                store.add(wave[index].name, asked[index], answers[index])
-            yield wave[index], answers[index]
+                answer = _answer(row, asked[row], options, "")
+                store.add(row.name, asked[row], answer)
+            yield row, answer
 
 
 def _answer(row: Row, asked: Mapping[str, Any], options: argparse.Namespace, gate: str) -> dict[str, Any]:
@@ -189,13 +187,6 @@ def _answer(row: Row, asked: Mapping[str, Any], options: argparse.Namespace, gat
             folder.mkdir(parents=True, exist_ok=True)
             files[kind] = str(folder.resolve() / f"{name}{suffix}")
     return answer_of(asked, options.timeout, **files)
-
-
-@contextlib.contextmanager
-def _gate(children: int) -> Iterator[str]:
-    """Yields the file that so many children lock, "" where one runs alone."""
-    with tempfile.NamedTemporaryFile() as file:
-        yield file.name if children > 1 else ""
 
 
 def reason(answer: Mapping[str, Any]) -> str:

@@ -133,11 +133,12 @@ def test_small_requests_share_pages_and_large_ones_take_whole_pages():
 
 
 def test_memory_outside_of_the_allocator_agrees_with_a_message():
-    """xla issue with cuda_async on an H100: total, free and in use differ by the CUDA context, our estimate of it."""
+    """xla issue with cuda_async on an H100: total, free and in use differ by the CUDA context: 455 MiB there, 537
+    to 616 MiB as we measured it in another version."""
     total, free, used = 85095874560, 22635544576, 61982909300
     pages = PagedMemory(total - CONTEXT_BYTES)
     assert pages.allocate(59743666176) and pages.allocate(used - 59743666176)
-    assert pages.free_bytes == pytest.approx(free, rel=0.005)
+    assert pages.free_bytes == pytest.approx(free, rel=0.01)
     assert pages.allocate(1225195446464) is None
 
 

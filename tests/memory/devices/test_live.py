@@ -53,7 +53,8 @@ def test_the_allocators_figures_and_the_card(monkeypatch):
         monkeypatch,
         nvmlInit=lambda: None,
         nvmlDeviceGetHandleByIndex=lambda n: asked.append(n) or n,
-        nvmlDeviceGetMemoryInfo=lambda handle: types.SimpleNamespace(used=15 * GIB, total=140 * GIB),
+        nvmlMemory_v2=2,
+        nvmlDeviceGetMemoryInfo=lambda handle, version: types.SimpleNamespace(used=15 * GIB, total=140 * GIB),
     )
     seen = live.sample(Card(STATS))
     assert asked == [3]
