@@ -29,7 +29,15 @@ from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.host.process_memory import host_phase
-from bytescope.memory.peak import assemble, attention_workspace, ledger, memory_order, runtime_overheads, xla_budget, xla_passes
+from bytescope.memory.peak import (
+    assemble,
+    attention_workspace,
+    ledger,
+    memory_order,
+    runtime_overheads,
+    xla_budget,
+    xla_passes,
+)
 from bytescope.memory.peak.buffer_placement import PlacedProgram, place
 from bytescope.memory.peak.checkpoint_names import Names, named_places
 from bytescope.memory.peak.live_schedule import derive

@@ -1,13 +1,13 @@
 """Bytes of the workspace of cuDNN's attention, which a compile without a GPU does not contain.
 
-With a GPU, XLA asks cuDNN for the workspace of each call and adds it to the call's results as an array of bytes. Without
-one, that array has 0 bytes, and the workspace is missing from the compiler's report. Backward calls have the only
-large one (cudnn-frontend, node/scaled_dot_product_flash_attention.h): float32 gradients of the queries (dQ_accum),
+With a GPU, XLA asks cuDNN for the workspace of each call and adds it to the call's results as an array of bytes.
+Without one, that array has 0 bytes, and the workspace is missing from the compiler's report. Backward calls have the
+only large one (cudnn-frontend, node/scaled_dot_product_flash_attention.h): float32 gradients of the queries (dQ_accum),
 float32 sums of the softmax (softmax_sum), and, if several query heads share a key, 16-bit gradients of keys and values
 of every query head (dK_fullhead, dV_fullhead). The forward call has 256 bytes.
 
-Checked on an H100 with jax 0.11.2 and cuDNN 9.19 (tests/gpu/measured): to the byte in 7 shapes, with heads of 64 and 128
-features, with and without shared keys.
+Checked on an H100 with jax 0.11.2 and cuDNN 9.19 (tests/gpu/measured): to the byte in 7 shapes, with heads of 64 and
+128 features, with and without shared keys.
 """
 
 import math

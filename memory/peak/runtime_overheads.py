@@ -150,8 +150,8 @@ ITEMS = (
         "cuDNN attention workspace",
         POOL,
         lambda facts: facts.attention,
-        "peak/attention_workspace.py: if the compiler had a GPU, the workspace is a result of the call, which it counts; "
-        "otherwise these bytes beyond the peak; measured on an H100",
+        "peak/attention_workspace.py: if the compiler had a GPU, the workspace is a result of the call, which it "
+        "counts; otherwise these bytes beyond the peak; measured on an H100",
     ),
     Item(
         "context",

@@ -24,7 +24,7 @@ from interleave import (
 )
 from ml_collections import ConfigDict
 
-from bytescope.memory.devices.platform import choose_platform
+from bytescope.memory.devices.platform import MEMORY_FRACTION, choose_platform
 from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.train.program.config_files import override
 from bytescope.train.program.program import Program, build
@@ -36,8 +36,8 @@ WARM_UP = 2  # updates before the first that is timed
 
 
 def start() -> None:
-    """Settles the platform and makes every compile a cold one."""
-    choose_platform()
+    """Settles the platform, with the pool of a GPU as the trainer's, and makes every compile a cold one."""
+    choose_platform(fraction=MEMORY_FRACTION)
     jax.config.update("jax_enable_compilation_cache", False)
 
 

@@ -3,7 +3,7 @@
     python tests/gpu/accuracy.py    # 42 rows, about 25 minutes on one H200; Ctrl-C, and again: it resumes
     python tests/gpu/accuracy.py --calibrate            # what is there already, and the lines that calibrate the tables
     python tests/gpu/accuracy.py --grid=short           # 8 rows
-    python tests/gpu/accuracy.py --grid=policies --jobs=14    # 42 rows, twelve timed updates each, compiled 14 at a time
+    python tests/gpu/accuracy.py --grid=policies --jobs=8     # 42 rows of twelve timed updates, compiled 8 at a time
     python tests/gpu/accuracy.py --configs=llama_1b --policies=full,dots --precisions=bf16 --accumulations=1,4,4:scan
     python tests/gpu/accuracy.py --compile-only --target=h200        # the same table without a card, nothing measured
 
@@ -53,6 +53,7 @@ def policy_rows(name: str, config: str, policies: Sequence[str], **keys: str) ->
 
 POLICIES = ("none", "full", "selective", "megatron", "minimal", "dots", "dots_no_batch", "sqrt", "offload")
 LEAN = {"precision__preset": "bf16_params", "optimizer__fused_backward": "true", "optimizer__clip": "layer"}
+FOUR = {"batch__accumulation": "4", "batch__micro": "16"}
 MOE = {"model__n_layers": "2", "optimizer__name": "adamw", "data__seq_len": "4096"}
 # Rows with names of their own. Scanned layers unless the name says unrolled; --grid=policies measures all.
 POLICY_ROWS: tuple[Row, ...] = (
@@ -76,7 +77,9 @@ POLICY_ROWS: tuple[Row, ...] = (
     timed_row("tiny_moe", "tiny_moe"),
     timed_row("char", "char"),
     timed_row("gpt2_small x4 scan", "gpt2_small", batch__accumulation="4", batch__mode="scan", batch__micro="16"),
-    timed_row("gpt2_small x4 MultiSteps", "gpt2_small", batch__accumulation="4", batch__mode="multisteps", batch__micro="16"),
+    timed_row(
+        "gpt2_small x4 MultiSteps", "gpt2_small", batch__accumulation="4", batch__mode="multisteps", batch__micro="16"
+    ),
 )
 NAMED: Mapping[str, tuple[Row, ...]] = {"policies": POLICY_ROWS}
 PARTS = ("configs", "policies", "precisions", "accumulations")

@@ -17,7 +17,9 @@ def of_gpu() -> dict[str, int]:
     """Used and total bytes of the first GPU, and those of this process where the driver tells."""
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-    own = [each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if each.pid == os.getpid()]
+    own = [
+        each.usedGpuMemory for each in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if each.pid == os.getpid()
+    ]
     return {"used": memory.used, "total": memory.total, "of_process": own[0] if own else 0}
 
 

@@ -176,9 +176,7 @@ def main() -> None:
     if program is not None and asked.get("steps"):
         with locked(gate, fcntl.LOCK_EX):
             why = obstacle(answer)
-            answer |= {"skipped": why} if why else run(
-                program, compiled, asked["steps"], asked.get("trace", "")
-            )
+            answer |= {"skipped": why} if why else run(program, compiled, asked["steps"], asked.get("trace", ""))
         if gate:  # NVML counts all processes
             answer["card"] = None
     print(json.dumps(answer))

@@ -1,7 +1,7 @@
 """All that a card is measured for, in one command, one folder of results.
 
     python tests/gpu/everything.py --out=DIR                     # Ctrl-C, and again: it resumes
-    python tests/gpu/everything.py --out=DIR --only peak sizes --peer-python=B/bin/python
+    python tests/gpu/everything.py --out=DIR --only policies sizes --peer-python=B/bin/python
     python tests/gpu/everything.py --out=DIR --dry-run           # the commands
 
 Each row below is a command of its own; its output goes to DIR/NAME.txt, its figures to DIR/NAME.json where it writes
@@ -28,7 +28,17 @@ LLAMA_ATTENTION = ("--precision=bf16", "--heads=32", "--groups=8", "--width=128"
 
 ROWS: Mapping[str, tuple[str, ...]] = {
     "rates": (PYTHON, "-m", "bytescope.memory", "calibrate", "--out=OUT/rates.json"),
-    "peak": (PYTHON, "tests/gpu/accuracy.py", "--grid=short", "--out=OUT/accuracy_short.jsonl"),
+    "card": (PYTHON, "tests/gpu/card.py"),
+    # 42 rows in 12 minutes on 16 cores and an H100; tables.py compares them with predictions without a GPU.
+    "policies": (
+        PYTHON,
+        "tests/gpu/accuracy.py",
+        "--grid=policies",
+        "--jobs=8",
+        "--keep=OUT/reports",
+        "--trace=OUT/traces",
+        "--out=OUT/policies.jsonl",
+    ),
     "kernels": (*PYTEST, "tests/gpu/test_kernels.py", "tests/gpu/test_experts.py", "tests/gpu/test_peak.py"),
     "sizes": (PYTHON, "tests/bench/sizes.py", "--out=OUT/sizes", "--peer-python=PEER", "--json=OUT/sizes.json"),
     "speed": (PYTHON, "tests/bench/speed.py", "--config=gpt2_small", "--keep", "--json=OUT/speed.json"),

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,29 +165,32 @@ def work(
 def _answers(rows: Iterable[Row], options: argparse.Namespace, store: Store) -> Iterator[tuple[Row, dict[str, Any]]]:
     rows = iter(rows)
     while wave := list(itertools.islice(rows, options.jobs)):
-        asked = {row: row.asked(options.target, options.compile_only) for row in wave}
-        missing = [row for row in wave if store.get(asked[row]) is None]
+        missing = [row for row in wave if _stored(row, options, store) is None]
         if len(missing) > 1:
             with tempfile.NamedTemporaryFile() as gate, ThreadPoolExecutor(len(missing)) as pool:
-                answers = pool.map(lambda row: _answer(row, asked[row], options, gate.name), missing)
-                for row, answer in zip(missing, answers):
+                work_on = partial(_answer, options=options, gate=gate.name)
+                for row, answer in zip(missing, pool.map(work_on, missing)):
                     if "failed" not in answer:
-                        store.add(row.name, asked[row], answer)
+                        store.add(row.name, row.asked(options.target, options.compile_only), answer)
         for row in wave:
-            answer = store.get(asked[row])
+            answer = _stored(row, options, store)
             if answer is None:
-                answer = _answer(row, asked[row], options, "")
-                store.add(row.name, asked[row], answer)
+                answer = _answer(row, options)
+                store.add(row.name, row.asked(options.target, options.compile_only), answer)
             yield row, answer
 
 
-def _answer(row: Row, asked: Mapping[str, Any], options: argparse.Namespace, gate: str) -> dict[str, Any]:
+def _stored(row: Row, options: argparse.Namespace, store: Store) -> dict[str, Any] | None:
+    return store.get(row.asked(options.target, options.compile_only))
+
+
+def _answer(row: Row, options: argparse.Namespace, gate: str = "") -> dict[str, Any]:
     name, files = row.name.replace(" ", "_").replace("/", "-"), {"gate": gate}
     for kind, folder, suffix in (("keep", options.keep, ".json"), ("trace", options.trace, "")):
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             files[kind] = str(folder.resolve() / f"{name}{suffix}")
-    return answer_of(asked, options.timeout, **files)
+    return answer_of(row.asked(options.target, options.compile_only), options.timeout, **files)
 
 
 def reason(answer: Mapping[str, Any]) -> str:
