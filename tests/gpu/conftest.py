@@ -9,7 +9,7 @@ import jax
 from bytescope.memory.devices import platform
 
 sys.path.insert(0, str(Path(__file__).parent))
-import rows  # noqa: E402
+import rows
 
 if platform.accelerator() == "cuda":
     for name in rows.PINNED:
