@@ -6,6 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
+from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS
+from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.messages import causes, explanation_page, explanation_text, log_text
 from bytescope.memory.messages.culprits import Culprit, describe
 from bytescope.memory.messages.explanation_record import ExplanationRecord
@@ -76,7 +78,9 @@ def explain(text: str | bytes, report: ReportRecord | None = None) -> Explanatio
         evidence=evidence,
         culprits=culprits,
         savings=savings,
-        remedies=remedies_for(cause, primary.form, primary.words.get("space", ""), savings),
+        remedies=remedies_for(
+            cause, primary.form, primary.words.get("space", ""), savings, _has_default_pool(messages)
+        ),
         messages=dict(Counter(message.form for message in messages)),
         match=match,
     )
@@ -140,6 +144,20 @@ def _headline_figures(messages: Sequence[Message], kind: str) -> dict[str, int |
     if exact and rounded is not None and first is not None and first.form == "bfc":
         out["requested"] = next((size for size in exact if 0 <= rounded - size < _ROUNDING), exact[0])
     return out
+
+
+def _has_default_pool(messages: Sequence[Message]) -> bool:
+    """Returns whether a message states a limit of JAX's pool that is 0.75 of the memory of a known GPU."""
+    limits = [message.figures.get("limit") for message in messages if message.form in _POOL_FORMS]
+    whole = [limit / JAX_FRACTION.value for limit in limits if limit]
+    totals = [chip.device_memory_bytes for chip in CHIPS.values() if chip.platform in GPU_PLATFORMS]
+    return any(abs(size / total - 1) < _TOTALS_DIFFER for size in whole for total in totals)
+
+
+# Messages whose limit is the size of the pool.
+_POOL_FORMS = ("bfc", "bfc_dump", "remat_budget")
+# Drivers report totals of one GPU that differ by up to this fraction (measured: 0.001).
+_TOTALS_DIFFER = 0.003
 
 
 def _savings(primary: Message, culprits: Sequence[Culprit]) -> dict[str, int]:

@@ -246,14 +246,22 @@ _BY_TENSOR = ("flash", "chunk_loss")
 _TENSOR_CAUSES = frozenset(("saved_activations", "attention_scores", "logits", "large_tensor"))
 
 
-def remedies_for(cause: str, form: str, space: str = "", listed: Container[str] = ()) -> tuple[Remedy, ...]:
+# Causes that a larger pool may remove.
+_POOL_CAUSES = _TENSOR_CAUSES | {"weights_and_state", "outputs", "device_full", "fragmentation", "unknown"}
+
+
+def remedies_for(
+    cause: str, form: str, space: str = "", listed: Container[str] = (), default_pool: bool = False
+) -> tuple[Remedy, ...]:
     """Returns the remedies for a cause, the cheapest first.
 
     cause: a key of `BY_CAUSE`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`).
     space: the memory space of a TPU, such as "vmem"; "" if unknown. listed: keys of `Explanation.savings`, such as
-    "logits" if the message lists logits.
+    "logits" if the message lists logits. default_pool: whether the log shows that JAX's pool had its default size.
     """
     names = BY_FORM.get((cause, space)) or BY_FORM.get((cause, form)) or BY_CAUSE[cause]
     added = _BY_TENSOR if cause in _TENSOR_CAUSES else ()
     first = [name for name in added if name not in names and REMEDIES[name].saves in listed]
+    if default_pool and cause in _POOL_CAUSES:
+        first, names = ["larger_pool", *first], tuple(name for name in names if name != "larger_pool")
     return tuple(REMEDIES[name] for name in (*first, *names))

@@ -37,6 +37,7 @@ class Line:
         name: the name of the row. config: the config, and whether its layers are unrolled.
         described, compiled, measured: bytes predicted without the GPU, predicted with it, and the allocator's peak.
         predicted_seconds, seconds: predicted without the GPU, and the measured median.
+        interval: the seconds between which four of five runs are expected.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Line:
     measured: int
     predicted_seconds: float
     seconds: float
+    interval: tuple[float, float]
 
     @property
     def error(self) -> float:
@@ -77,7 +79,7 @@ def lines_of(chip: str, folder: Path = FOLDER) -> list[Line]:
         taken, said = step_seconds(seen), described.get(name)
         if not taken or not said or not said.get("prediction"):
             continue
-        keys = seen["asked"]["keys"]
+        keys, prediction = seen["asked"]["keys"], said["prediction"]
         lines.append(
             Line(
                 name,
@@ -86,8 +88,9 @@ def lines_of(chip: str, folder: Path = FOLDER) -> list[Line]:
                 seen["predicted"],
                 seen["measured"],
                 # A report's prediction is of one call; MultiSteps calls the program once a micro-batch.
-                said["prediction"]["seconds"] * said["calls"],
+                prediction["seconds"] * said["calls"],
                 taken,
+                (prediction["seconds_low"] * said["calls"], prediction["seconds_high"] * said["calls"]),
             )
         )
     return lines
@@ -113,6 +116,9 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
         "bytes within 2 %": sum(abs(line.error) <= 0.02 for line in large),
         "compiled on the GPU, bytes within 1 %": sum(abs(line.compiled_error) <= 0.01 for line in large),
         "seconds within 10 %": sum(abs(line.ratio - 1) <= 0.1 for line in large),
+        "seconds within the predicted interval (80 %)": sum(
+            line.interval[0] <= line.seconds <= line.interval[1] for line in large
+        ),
         "median predicted/measured seconds": round(statistics.median(line.ratio for line in large), 3),
         "pairs of one config in the right order": f"{right} of {pairs}",
     }

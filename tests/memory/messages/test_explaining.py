@@ -235,3 +235,22 @@ def test_the_page_is_sound_when_it_is_used(form, browser):
         browser.call(f"{heading}.querySelector('button').click()")
         assert browser.call(f"{heading}.getAttribute('aria-sort')") in ("ascending", "descending")
     assert not browser.errors()
+
+
+# From a run of ours on an H100 (jax 0.11.2): a step of 8B parameters in the default pool, where arguments alone are
+# larger than the pool.
+DEFAULT_POOL = """\
+E1127 14:46:05.380917 6548 gpu_hlo_schedule.cc:1068] The byte size of input/output arguments (64242090348) exceeds the \
+base limit ({pool}). This indicates an error in the calculation!
+W1127 14:46:05.501584 6548 hlo_rematerialization.cc:3363] Can't reduce memory use below 59.83GiB (64242090344 bytes) by \
+rematerialization; only reduced to 60.27GiB (64711852752 bytes), down from 60.77GiB (65249899544 bytes) originally
+jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 256.00MiB with allocator \
+GPU_0_bfc on device 0. [executable_name='jit_some'] [tf-allocator-allocation-error='']
+"""
+
+
+@pytest.mark.parametrize(("pool", "first"), [(63_763_906_560, True), (78_217_478_144, False), (60_000_000_000, False)])
+def test_a_pool_of_the_default_size_is_recognized_and_enlarged_first(pool, first):
+    found = memory.explain(DEFAULT_POOL.format(pool=pool))
+    assert found.recognized and found.limit_bytes in (pool, None)
+    assert (found.remedies[0] is REMEDIES["larger_pool"]) is first
