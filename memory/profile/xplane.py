@@ -48,6 +48,8 @@ class Operation:
         start, stop: times in picoseconds on the clock of the trace.
         program: (id of the program, name of its module); None and "" if unknown.
         op_name: JAX's name of the operation; "" in most traces.
+        continues_run: whether an earlier event has the same run of the instruction: a call of a library launches
+            several kernels.
     """
 
     device: str
@@ -57,6 +59,7 @@ class Operation:
     start: int
     stop: int
     op_name: str = ""
+    continues_run: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
