@@ -55,28 +55,15 @@ _MAX_PAIRS = 2**18
 _OWN_FAMILY, _ANY_FAMILY, _CONTINUED, _CONTINUED_WITH_MEMSET = 4.0, 2.0, 1.0, 0.5
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OwnedKernels:
-    """The operations of a trace with the names of their instructions.
-
-    Fields:
-        operations: the operations in order of time. Kernels inside CUDA graphs have the name of their instruction if it
-            was found.
-        call_starts: device -> times in picoseconds at which the calls of the main program start; empty if unknown.
-    """
-
-    operations: tuple[Operation, ...]
-    call_starts: dict[str, tuple[int, ...]]
-
-
-def name_kernels(operations: Iterable[Operation], main: str, module: Module | None) -> OwnedKernels:
-    """Returns the operations of a trace in which kernels inside CUDA graphs have the names of their HLO instructions.
+def name_kernels(operations: Iterable[Operation], main: str, module: Module | None) -> tuple[Operation, ...]:
+    """Returns the operations of a trace in order of time. Kernels inside CUDA graphs have the names of their HLO
+    instructions, if these were found.
 
     main: the name of the main program; only its kernels are looked up. module: its compiled module; None if unknown.
     """
     ordered = sorted(operations, key=lambda operation: (operation.start, operation.stop))
     if module is None or not any(operation.name.startswith(GRAPH) for operation in ordered):
-        return OwnedKernels(tuple(ordered), {})
+        return tuple(ordered)
     named = {instruction.name for instruction in module.instructions.values()}
     by_device: defaultdict[str, list[int]] = defaultdict(list)
     elsewhere: set[str] = set()
@@ -88,21 +75,17 @@ def name_kernels(operations: Iterable[Operation], main: str, module: Module | No
             elsewhere.add(operation.name)
         else:
             by_device[operation.device].append(number)
-    call_starts: dict[str, tuple[int, ...]] = {}
-    for device, numbers in by_device.items():
+    for numbers in by_device.values():
         kernels = [ordered[number] for number in numbers]
         schedule = _Schedule(module, kernels, elsewhere)
-        calls = schedule.split_calls(kernels)
-        if calls:
-            call_starts[device] = tuple(kernels[call.start].start for call in calls)
-        for call in calls:
+        for call in schedule.split_calls(kernels):
             owners = _find_owners([schedule.label(kernel) for kernel in kernels[call.start : call.stop]], schedule)
             for number, owner in zip(numbers[call.start : call.stop], owners, strict=True):
                 if owner is not None and ordered[number].name.startswith((GRAPH, owner.name)):
                     ordered[number] = dataclasses.replace(
                         ordered[number], name=owner.name, continues_run=owner.continues_run
                     )
-    return OwnedKernels(tuple(ordered), call_starts)
+    return tuple(ordered)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

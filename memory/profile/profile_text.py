@@ -82,7 +82,7 @@ def _head(breakdown: Breakdown, unit: str) -> RenderableType:
     return Prose(
         Text.assemble(
             ("where an update's time goes", "bold"),
-            f": {one_line(breakdown.program)}, {updates_text(breakdown.steps)}, {unit} per update{many}",
+            f": {one_line(breakdown.program)}, {updates_text(breakdown.steps, breakdown.updates)}, {unit} per update{many}",
         )
     )
 
