@@ -1,0 +1,198 @@
+"""Compares measured and predicted seconds of each instruction of a traced program, and of each kind of work.
+
+The measured seconds are the durations of the kernels and copies that an instruction launched. The predicted seconds are
+those of `seconds.operation_seconds` for the same instruction, from which `seconds.schedule_walk` computes the seconds
+of a step. Both count a copy over the host link or a collective in full, even if other work hides it. So the rows add up
+to the seconds of an update only if nothing runs at the same time and the device never waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from bytescope.memory.cost.flops import FlopCount
+from bytescope.memory.peak.buffer_rules import Attribution
+from bytescope.memory.profile.breakdown import Breakdown
+from bytescope.memory.profile.op_scopes import COLLECTIVES, COPIES, OTHER, OTHER_PROGRAMS, TRANSFERS, OpScope
+from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord
+from bytescope.memory.records.schedule_records import (
+    ATTENTION,
+    ATTENTION_BACKWARD,
+    CONVOLUTION,
+    FOREIGN,
+    GROUPED,
+    PRODUCT,
+    TILED,
+    TO_DEVICE,
+    TO_HOST,
+    InstructionSteps,
+    Loop,
+    ScheduledKernel,
+    Start,
+    Steps,
+)
+from bytescope.memory.seconds import operation_seconds, products, reading
+from bytescope.memory.seconds import rates as device_rates
+from bytescope.memory.seconds.rate_records import DeviceRates
+from bytescope.memory.seconds.step_schedule import kernels as every_kernel
+
+# Kinds of work. memory: kernels that only move memory, such as fusions; copies: copies within device memory, most of
+# them added by the compiler; library: custom calls of unknown work; other: kernels of unknown instructions.
+KINDS = ("products", "attention", "memory", COPIES, "library", "host link", COLLECTIVES, OTHER)
+_KIND = {
+    **dict.fromkeys((PRODUCT, TILED, GROUPED, CONVOLUTION), "products"),
+    **dict.fromkeys((ATTENTION, ATTENTION_BACKWARD), "attention"),
+    FOREIGN: "library",
+}
+_COPYING = ("copy", "copy-start", "async-start")
+# Maximum relative difference of the bytes that the schedules of a report and of a trace of the same program move:
+# versions of this package count some kernels differently.
+_SAME_BYTES = 0.02
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InstructionSeconds:
+    """Measured and predicted seconds of one instruction, per update and device.
+
+    Fields:
+        name: the name of the instruction, or of the kernel if its instruction is unknown.
+        kind: the kind of its work, one of `KINDS`.
+        scope: the phase and the component to which it belongs.
+        measured: seconds in which its kernels ran, whether or not others ran at the same time.
+        predicted: predicted seconds of the same kernels; 0 for an instruction without predicted work.
+    """
+
+    name: str
+    kind: str
+    scope: OpScope
+    measured: float
+    predicted: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values; `scope` as the keys `phase` and `component`."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "phase": self.scope.phase,
+            "component": self.scope.component,
+            "measured_seconds": self.measured,
+            "predicted_seconds": self.predicted,
+        }
+
+
+def compare(breakdown: Breakdown, attribution: Attribution | None, report: ReportRecord) -> list[InstructionSeconds]:
+    """Returns the measured and predicted seconds of the instructions of a traced program, the longest measured first.
+
+    breakdown: the measured times. attribution: the compiled module of the main program (`OpScopes.main_attribution`).
+    report: the report of the same program, with the FLOPs of library calls and the target whose rates are used.
+
+    Returns [] if the trace has no module, if the report has no schedule or another program's, or if the rates of its
+    target are unknown.
+    """
+    rates = device_rates.select(report.target) if report.target and report.schedule else None
+    if attribution is None or rates is None:
+        return []
+    schedule = reading.read_schedule(attribution, flops=_flops(report.schedule))
+    moved, expected = _bytes(schedule.steps), _bytes(report.schedule)
+    if not moved or abs(moved - expected) > _SAME_BYTES * expected:
+        return []
+    predicted: dict[str, tuple[str, str, float]] = {}
+    _add_predictions(schedule.order, schedule, rates, breakdown.calls, predicted)
+    instructions = {instruction.name: instruction for instruction in attribution.module.instructions.values()}
+    rows: list[InstructionSeconds] = []
+    seen: set[str] = set()
+    for row in breakdown.instructions:
+        if row.scope.component == OTHER_PROGRAMS:
+            continue
+        kind, _, seconds = predicted.get(row.name, ("", "", 0.0))
+        if row.name not in instructions:
+            kind = OTHER
+        elif kind in ("", "memory"):
+            kind = _moving_kind(row.scope)
+        rows.append(InstructionSeconds(row.name, kind, row.scope, breakdown.seconds(row.running), seconds))
+        seen.add(row.name)
+    for name, (kind, phase, seconds) in predicted.items():
+        if name not in seen and seconds:
+            rows.append(InstructionSeconds(name, kind, OpScope(phase or OTHER), 0.0, seconds))
+    rows.sort(key=lambda row: (-row.measured, -row.predicted, row.name))
+    return rows
+
+
+def by_kind(rows: Iterable[InstructionSeconds]) -> dict[str, tuple[float, float]]:
+    """Returns kind of work -> (measured seconds, predicted seconds) per update, in the order of `KINDS`."""
+    return _sums((row.kind, row) for row in rows)
+
+
+def _sums(named: Iterable[tuple[str, InstructionSeconds]]) -> dict[str, tuple[float, float]]:
+    sums: dict[str, tuple[float, float]] = dict.fromkeys(KINDS, (0.0, 0.0))
+    for name, row in named:
+        measured, predicted = sums[name]
+        sums[name] = measured + row.measured, predicted + row.predicted
+    return {name: pair for name, pair in sums.items() if any(pair)}
+
+
+def by_phase(breakdown: Breakdown, predicted: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Returns phase -> (measured seconds, predicted seconds) per update. The measured seconds are shares of the busy
+    time, as in the table of phases and components, and the predicted seconds include waiting for transfers.
+
+    predicted: phase -> predicted seconds of one call of the program.
+    """
+    sums = {phase: (0.0, predicted.get(phase, 0.0) * breakdown.calls) for phase in (*STEP_PHASES, OTHER)}
+    for (phase, _), taken in breakdown.cells.items():
+        sums[phase] = sums[phase][0] + breakdown.seconds(taken), sums[phase][1]
+    return {phase: pair for phase, pair in sums.items() if any(pair)}
+
+
+def _add_predictions(
+    order: Sequence[InstructionSteps],
+    schedule: reading.CompiledSchedule,
+    rates: DeviceRates,
+    times: int,
+    predicted: dict[str, tuple[str, str, float]],
+) -> None:
+    """Adds name -> (kind, phase, seconds per update) of the instructions of `order`, each of which runs `times` times."""
+    for one in order:
+        if one.inside:
+            trips = next((step.trips for step in one.steps if isinstance(step, Loop)), 1)
+            _add_predictions(one.inside, schedule, rates, times * trips, predicted)
+            continue
+        kind, phase, seconds = predicted.get(one.name, ("", "", 0.0))
+        for step in schedule.settle(one.steps):
+            if isinstance(step, ScheduledKernel):
+                once = dataclasses.replace(step, times=1)
+                seconds += times * step.times * operation_seconds.kernel_seconds(once, rates)
+                kind = _KIND.get(step.kind, "memory")
+            elif isinstance(step, Start):
+                seconds += times * operation_seconds.transfer_seconds(step, rates)
+                kind = kind or ("host link" if step.kind in (TO_HOST, TO_DEVICE) else COLLECTIVES)
+            else:
+                continue
+            phase = phase or step.phase
+        predicted[one.name] = kind, phase, seconds
+
+
+def _moving_kind(scope: OpScope) -> str:
+    if scope.component == TRANSFERS:
+        return "host link"
+    if scope.component == COLLECTIVES:
+        return COLLECTIVES
+    if scope.component == COPIES or scope.opcode in _COPYING:
+        return COPIES
+    return "library" if scope.opcode == "custom-call" else "memory"
+
+
+def _flops(steps: Steps) -> FlopCount:
+    """Returns the FLOPs that the jaxpr of a program had, from the schedule of its report: those of masked pairs of
+    attention are counted too (`reading._missing_flops`).
+    """
+    counts: dict[tuple[str, str], int] = {}
+    for kernel, times in every_kernel(steps):
+        flops = products.unmasked_flops(kernel) if kernel.causal else kernel.flops
+        counts[kernel.phase, ""] = counts.get((kernel.phase, ""), 0) + times * flops
+    return FlopCount(sum(counts.values()), by=counts)
+
+
+def _bytes(steps: Steps) -> int:
+    return sum(times * kernel.bytes for kernel, times in every_kernel(steps))
