@@ -54,7 +54,7 @@ class Instructions:
         scope: the phase and the component to which it belongs.
         taken: time in picoseconds, without the shares of other instructions that ran at the same time.
         count: number of runs.
-        running: sum of the durations of its kernels in picoseconds, whether or not others ran at the same time.
+        running: time in picoseconds in which at least one of its kernels ran, whether or not others ran too.
     """
 
     name: str
@@ -219,9 +219,12 @@ def find(trace: ProfilerTrace, calls_per_update: int = 1, op_scopes: OpScopes | 
         shares, idle[device], overlapped = divide(mine, op_scopes.scope, start, stop)
         taken.update(shares)
         hidden.update(overlapped)
-        for operation in mine:
-            counts[key_of(operation)] += not operation.continues_run
-            running[key_of(operation)] += operation.stop - operation.start
+        ends: dict[Key, int] = {}
+        for operation in mine:  # in order of their starts
+            key, end = key_of(operation), ends.get(key_of(operation), start)
+            counts[key] += not operation.continues_run
+            running[key] += max(operation.stop - max(operation.start, end), 0)
+            ends[key] = max(operation.stop, end)
     rows = [
         Instructions(key[1], op_scopes.scope(key), taken[key], count, running[key]) for key, count in counts.items()
     ]

@@ -9,7 +9,7 @@ to the seconds of an update only if nothing runs at the same time and the device
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.cost.flops import FlopCount
@@ -33,7 +33,7 @@ from bytescope.memory.records.schedule_records import (
     Start,
     Steps,
 )
-from bytescope.memory.seconds import operation_seconds, products, reading
+from bytescope.memory.seconds import operation_seconds, products, reading, schedule_walk
 from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.step_schedule import kernels as every_kernel
@@ -82,22 +82,53 @@ class InstructionSeconds:
         }
 
 
-def compare(breakdown: Breakdown, attribution: Attribution | None, report: ReportRecord) -> list[InstructionSeconds]:
-    """Returns the measured and predicted seconds of the instructions of a traced program, the longest measured first.
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Measured and predicted seconds per update and device of a traced program.
+
+    Fields:
+        instructions: the instructions, the longest measured first.
+        by_kind: kind of work (`KINDS`) -> (measured, predicted) seconds of its instructions.
+        by_phase: phase -> (measured, predicted) seconds. The measured seconds are shares of the busy time, as in the
+            table of phases and components; the predicted seconds include waiting for transfers.
+    """
+
+    instructions: tuple[InstructionSeconds, ...]
+    by_kind: Mapping[str, tuple[float, float]]
+    by_phase: Mapping[str, tuple[float, float]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fields as JSON values, in seconds per update and device."""
+
+        def rows(name: str, sums: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
+            return [
+                {name: key, "measured_seconds": measured, "predicted_seconds": predicted}
+                for key, (measured, predicted) in sums.items()
+            ]
+
+        return {
+            "by_kind": rows("kind", self.by_kind),
+            "by_phase": rows("phase", self.by_phase),
+            "instructions": [row.to_json() for row in self.instructions],
+        }
+
+
+def compare(breakdown: Breakdown, attribution: Attribution | None, report: ReportRecord) -> Comparison | None:
+    """Compares the measured and predicted seconds of the instructions of a traced program.
 
     breakdown: the measured times. attribution: the compiled module of the main program (`OpScopes.main_attribution`).
     report: the report of the same program, with the FLOPs of library calls and the target whose rates are used.
 
-    Returns [] if the trace has no module, if the report has no schedule or another program's, or if the rates of its
+    Returns None if the trace has no module, if the report has no schedule or another program's, or if the rates of its
     target are unknown.
     """
     rates = device_rates.select(report.target) if report.target and report.schedule else None
     if attribution is None or rates is None:
-        return []
+        return None
     schedule = reading.read_schedule(attribution, flops=_flops(report.schedule))
     moved, expected = _bytes(schedule.steps), _bytes(report.schedule)
     if not moved or abs(moved - expected) > _SAME_BYTES * expected:
-        return []
+        return None
     predicted: dict[str, tuple[str, str, float]] = {}
     _add_predictions(schedule.order, schedule, rates, breakdown.calls, predicted)
     instructions = {instruction.name: instruction for instruction in attribution.module.instructions.values()}
@@ -117,32 +148,19 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
         if name not in seen and seconds:
             rows.append(InstructionSeconds(name, kind, OpScope(phase or OTHER), 0.0, seconds))
     rows.sort(key=lambda row: (-row.measured, -row.predicted, row.name))
-    return rows
-
-
-def by_kind(rows: Iterable[InstructionSeconds]) -> dict[str, tuple[float, float]]:
-    """Returns kind of work -> (measured seconds, predicted seconds) per update, in the order of `KINDS`."""
-    return _sums((row.kind, row) for row in rows)
-
-
-def _sums(named: Iterable[tuple[str, InstructionSeconds]]) -> dict[str, tuple[float, float]]:
-    sums: dict[str, tuple[float, float]] = dict.fromkeys(KINDS, (0.0, 0.0))
-    for name, row in named:
-        measured, predicted = sums[name]
-        sums[name] = measured + row.measured, predicted + row.predicted
-    return {name: pair for name, pair in sums.items() if any(pair)}
-
-
-def by_phase(breakdown: Breakdown, predicted: dict[str, float]) -> dict[str, tuple[float, float]]:
-    """Returns phase -> (measured seconds, predicted seconds) per update. The measured seconds are shares of the busy
-    time, as in the table of phases and components, and the predicted seconds include waiting for transfers.
-
-    predicted: phase -> predicted seconds of one call of the program.
-    """
-    sums = {phase: (0.0, predicted.get(phase, 0.0) * breakdown.calls) for phase in (*STEP_PHASES, OTHER)}
+    kinds, phases = dict.fromkeys(KINDS, (0.0, 0.0)), dict.fromkeys((*STEP_PHASES, OTHER), (0.0, 0.0))
+    for each in rows:
+        kinds[each.kind] = kinds[each.kind][0] + each.measured, kinds[each.kind][1] + each.predicted
     for (phase, _), taken in breakdown.cells.items():
-        sums[phase] = sums[phase][0] + breakdown.seconds(taken), sums[phase][1]
-    return {phase: pair for phase, pair in sums.items() if any(pair)}
+        phases[phase] = phases[phase][0] + breakdown.seconds(taken), 0.0
+    for phase, seconds in schedule_walk.walk(report.schedule, rates).by_phase.items():
+        if phase in phases:
+            phases[phase] = phases[phase][0], seconds * breakdown.calls
+    return Comparison(
+        tuple(rows),
+        {kind: pair for kind, pair in kinds.items() if any(pair)},
+        {phase: pair for phase, pair in phases.items() if any(pair)},
+    )
 
 
 def _add_predictions(
