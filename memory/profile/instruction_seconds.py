@@ -138,7 +138,7 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
         if row.scope.component == OTHER_PROGRAMS:
             continue
         kind, _, seconds = predicted.get(row.name, ("", "", 0.0))
-        if row.name not in instructions:
+        if row.name not in instructions and row.scope.component not in (TRANSFERS, COLLECTIVES):
             kind = OTHER
         elif kind in ("", "memory"):
             kind = _moving_kind(row.scope)
@@ -170,7 +170,9 @@ def _add_predictions(
     times: int,
     predicted: dict[str, tuple[str, str, float]],
 ) -> None:
-    """Adds name -> (kind, phase, seconds per update) of the instructions of `order`, each of which runs `times` times."""
+    """Adds name -> (kind, phase, seconds per update) of the instructions of `order`. `times`: runs of `order` per
+    update.
+    """
     for one in order:
         if one.inside:
             trips = next((step.trips for step in one.steps if isinstance(step, Loop)), 1)

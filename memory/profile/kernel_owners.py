@@ -19,6 +19,7 @@ on an H100.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import statistics
 from bisect import bisect_left
@@ -168,11 +169,13 @@ class _Schedule:
             waits = {at: kernels[at].start - kernels[at - 1].stop for at in range(end + 1, begin + 1)}
             bounds.append(max(waits, key=lambda at: waits[at]))
         bounds.append(len(kernels))
-        return [range(start, stop) for start, stop in zip(bounds, bounds[1:])]
+        return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
     def _instructions(self, computation: int) -> Iterable[Instruction]:
         found = self.module.computations.get(computation)
-        numbers = () if found is None else found.schedule or (found.instructions if found.id == self.module.entry else ())
+        numbers = (
+            () if found is None else found.schedule or (found.instructions if found.id == self.module.entry else ())
+        )
         for number in numbers:
             instruction = self.module.instructions.get(number)
             if instruction is not None and instruction.opcode not in _NOTHING:
@@ -264,7 +267,9 @@ def _find_owners(labels: Sequence[str], schedule: _Schedule) -> list[_Owner | No
         while end < len(labels) and aligned[end] is None:
             end += 1
         after = aligned[end] if end < len(labels) else None
-        between = [slot for slot in slots[before + 1 : len(slots) if after is None else after] if slot.family != _COMPILED]
+        between = [
+            slot for slot in slots[before + 1 : len(slots) if after is None else after] if slot.family != _COMPILED
+        ]
         owners[number:end] = _assign([_family(label) for label in labels[number:end]], between)
         number = end
     return owners

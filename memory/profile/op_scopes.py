@@ -1,9 +1,9 @@
 """Looks up the phase and component of each instruction of a trace, in the compiled modules that the trace contains.
 
 An instruction is looked up in its module by name. An event without the name of an instruction is looked up by the name
-of its kernel; `kernel_owners` names the instructions of kernels inside CUDA graphs before. A fusion has the phase and component of its root. An instruction
-that the compiler added has no JAX name; it gets the phase and component of the instructions that made its operands, or
-else of its readers.
+of its kernel; `kernel_owners` has named the instructions of kernels inside CUDA graphs before. A fusion has the phase
+and component of its root. An instruction that the compiler added has no JAX name; it gets the phase and component of
+the instructions that made its operands, or else of its readers.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def render(
         Group(_head(breakdown, unit), _seconds_table(breakdown, format_seconds), *_legend(breakdown)),
         _host(breakdown, format_seconds),
         _longest(breakdown, format_seconds),
-        _by_kind(comparison, unit, format_seconds) if comparison else None,
+        _comparison(comparison, unit, format_seconds) if comparison else None,
         Prose(prediction(breakdown, predicted)) if predicted else None,
     )
 
@@ -90,10 +90,11 @@ def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
 
 def _head(breakdown: Breakdown, unit: str) -> RenderableType:
     many = f" and device, mean of {breakdown.devices} devices" if breakdown.devices > 1 else ""
+    updates = updates_text(breakdown.steps, breakdown.updates)
     return Prose(
         Text.assemble(
             ("where an update's time goes", "bold"),
-            f": {one_line(breakdown.program)}, {updates_text(breakdown.steps, breakdown.updates)}, {unit} per update{many}",
+            f": {one_line(breakdown.program)}, {updates}, {unit} per update{many}",
         )
     )
 
@@ -167,20 +168,22 @@ def _host(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> Rende
     return table
 
 
-def _by_kind(comparison: Comparison, unit: str, format_seconds: Callable[[float], str]) -> FigureTable:
-    """Returns a table of measured and predicted seconds by kind of work and by phase, with their ratio."""
-    table = FigureTable(
-        label(Text("kind of work", style="bold")),
-        figure(f"measured {unit}"),
-        figure(f"predicted {unit}"),
-        figure("ratio"),
-        heading="dim",
-    )
-    for sums, style in ((comparison.by_kind, ""), (comparison.by_phase, "dim")):
+def _comparison(comparison: Comparison, unit: str, format_seconds: Callable[[float], str]) -> RenderableType:
+    """Returns two tables of measured and predicted seconds with their ratio, by kind of work and by phase."""
+    tables = []
+    for title, sums in (("kind of work", comparison.by_kind), ("phase", comparison.by_phase)):
+        table = FigureTable(
+            label(Text(title, style="bold")),
+            figure(f"measured {unit}"),
+            figure(f"predicted {unit}"),
+            figure("ratio"),
+            heading="dim",
+        )
         for name, (measured, predicted) in sums.items():
             ratio = f"{measured / predicted:.2f}" if measured and predicted else ""
-            table.add(name, format_seconds(measured), format_seconds(predicted), ratio, style=style)
-    return table
+            table.add(name, format_seconds(measured), format_seconds(predicted), ratio)
+        tables.append(table)
+    return blocks(*tables)
 
 
 def _longest(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> RenderableType | None:
