@@ -125,7 +125,8 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
     rates = device_rates.select(report.target) if report.target and report.schedule else None
     if attribution is None or rates is None:
         return None
-    schedule = reading.read_schedule(attribution, flops=_flops(report.schedule))
+    per_host = report.target.get("devices_per_host") or 0
+    schedule = reading.read_schedule(attribution, per_host=per_host, flops=_flops(report.schedule))
     moved, expected = _bytes(schedule.steps), _bytes(report.schedule)
     if not moved or abs(moved - expected) > _SAME_BYTES * expected:
         return None
@@ -153,7 +154,7 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
         kinds[each.kind] = kinds[each.kind][0] + each.measured, kinds[each.kind][1] + each.predicted
     for (phase, _), taken in breakdown.cells.items():
         phases[phase] = phases[phase][0] + breakdown.seconds(taken), 0.0
-    for phase, seconds in schedule_walk.walk(report.schedule, rates).by_phase.items():
+    for phase, seconds in schedule_walk.walk(schedule.steps, rates).by_phase.items():
         if phase in phases:
             phases[phase] = phases[phase][0], seconds * breakdown.calls
     return Comparison(

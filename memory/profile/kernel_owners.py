@@ -293,13 +293,13 @@ def _align(labels: Sequence[str], slots: Sequence[_Slot]) -> list[int | None]:
     for rank, number in enumerate(known):
         place = next_place(labels[number], at)
         if place is not None and place - at > _NEAR:
-            follows: int | None = place
+            confirmed = place
             for further in known[rank + 1 : rank + 1 + _CONFIRMING]:
-                following = next_place(labels[further], follows + 1)
-                follows = following if following is not None and following - follows <= _NEAR else None
-                if follows is None:
+                following = next_place(labels[further], confirmed + 1)
+                if following is None or following - confirmed > _NEAR:
                     place = None
                     break
+                confirmed = following
         if place is not None:
             aligned[number], at = place, place + 1
         elif at and labels[number] in slots[at - 1].labels:  # a further kernel of the same instruction

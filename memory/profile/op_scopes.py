@@ -139,8 +139,9 @@ class OpScopes:
             number, name = program
             title = name or self.main  # a kernel without a program is looked up in the main program
             protos = [proto for known, proto in self.trace.programs.values() if known == title]
-            if number in self.trace.programs and self.trace.programs[number][0] == title:
-                protos = [self.trace.programs[number][1]]
+            numbered = None if number is None else self.trace.programs.get(number)
+            if numbered is not None and numbered[0] == title:
+                protos = [numbered[1]]
             self._modules[program] = _Module(protos[0]) if len(protos) == 1 else None
         return self._modules[program]
 

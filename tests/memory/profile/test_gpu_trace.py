@@ -151,6 +151,17 @@ def test_measured_and_predicted_seconds_are_of_the_same_instructions(llama):
     )
 
 
+def test_phases_are_predicted_as_they_are_traced(llama, offload):
+    """Casts and copies to the host that the compiler added have no op_name: both sides take the phase of what they
+    read.
+    """
+    for traced in (llama, offload):
+        phases = {phase: pair for phase, pair in traced.comparison.by_phase.items() if phase != "other"}
+        ratios = {phase: measured / predicted for phase, (measured, predicted) in phases.items()}
+        assert set(ratios) == {"forward", "recompute", "backward", "optimizer"}
+        assert all(0.85 < ratio < 1.2 for ratio in ratios.values()), ratios
+
+
 def test_the_report_of_another_program_is_not_compared(llama):
     other = report_record.load(TRACES / f"{OFFLOAD}.report.json")
     attribution = llama.scopes.main_attribution()
