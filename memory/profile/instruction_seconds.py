@@ -62,6 +62,10 @@ class InstructionSeconds:
         scope: the phase and the component to which it belongs.
         measured: seconds in which its kernels ran, whether or not others ran at the same time.
         predicted: predicted seconds of the same kernels; 0 for an instruction without predicted work.
+        flops, bytes: FLOPs of its kernels, and bytes that they move, per update and device. Copies over the host link
+            and collectives count the bytes of the array.
+        size: size of its kernel as in `records.schedule_records.ScheduledKernel`: (batch, m, n, k) of a product;
+            (batch x heads, queries, keys, head dimension) of attention; () for other kernels.
     """
 
     name: str
@@ -69,6 +73,9 @@ class InstructionSeconds:
     scope: OpScope
     measured: float
     predicted: float
+    flops: int = 0
+    bytes: int = 0
+    size: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values; `scope` as the keys `phase` and `component`."""
@@ -79,6 +86,9 @@ class InstructionSeconds:
             "component": self.scope.component,
             "measured_seconds": self.measured,
             "predicted_seconds": self.predicted,
+            "flops": self.flops,
+            "bytes": self.bytes,
+            "size": list(self.size),
         }
 
 
@@ -130,24 +140,29 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
     moved, expected = _bytes(schedule.steps), _bytes(report.schedule)
     if not moved or abs(moved - expected) > _SAME_BYTES * expected:
         return None
-    predicted: dict[str, tuple[str, str, float]] = {}
+    predicted: dict[str, _Work] = {}
     _add_predictions(schedule.order, schedule, rates, breakdown.calls, predicted)
     instructions = {instruction.name: instruction for instruction in attribution.module.instructions.values()}
     rows: list[InstructionSeconds] = []
-    seen: set[str] = set()
     for row in breakdown.instructions:
         if row.scope.component == OTHER_PROGRAMS:
             continue
-        kind, _, seconds = predicted.get(row.name, ("", "", 0.0))
+        work = predicted.pop(row.name, _Work())
+        kind = work.kind
         if row.name not in instructions and row.scope.component not in (TRANSFERS, COLLECTIVES):
             kind = OTHER
         elif kind in ("", "memory"):
             kind = _moving_kind(row.scope)
-        rows.append(InstructionSeconds(row.name, kind, row.scope, breakdown.seconds(row.running), seconds))
-        seen.add(row.name)
-    for name, (kind, phase, seconds) in predicted.items():
-        if name not in seen and seconds:
-            rows.append(InstructionSeconds(name, kind, OpScope(phase or OTHER), 0.0, seconds))
+        measured = breakdown.seconds(row.running)
+        rows.append(
+            InstructionSeconds(row.name, kind, row.scope, measured, work.seconds, work.flops, work.bytes, work.size)
+        )
+    for name, work in predicted.items():  # no kernel of these instructions is in the trace
+        if work.seconds:
+            scope = OpScope(work.phase)
+            rows.append(
+                InstructionSeconds(name, work.kind, scope, 0.0, work.seconds, work.flops, work.bytes, work.size)
+            )
     rows.sort(key=lambda row: (-row.measured, -row.predicted, row.name))
     kinds, phases = dict.fromkeys(KINDS, (0.0, 0.0)), dict.fromkeys((*STEP_PHASES, OTHER), (0.0, 0.0))
     for each in rows:
@@ -164,34 +179,45 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
     )
 
 
+@dataclasses.dataclass
+class _Work:
+    """The predicted work of one instruction per update, as in `InstructionSeconds`. `phase`: a phase of the step."""
+
+    kind: str = ""
+    phase: str = OTHER
+    seconds: float = 0.0
+    flops: int = 0
+    bytes: int = 0
+    size: tuple[int, ...] = ()
+
+
 def _add_predictions(
     order: Sequence[InstructionSteps],
     schedule: reading.CompiledSchedule,
     rates: DeviceRates,
     times: int,
-    predicted: dict[str, tuple[str, str, float]],
+    predicted: dict[str, _Work],
 ) -> None:
-    """Adds name -> (kind, phase, seconds per update) of the instructions of `order`. `times`: runs of `order` per
-    update.
-    """
+    """Adds the work of the instructions of `order` to `predicted`, by name. `times`: runs of `order` per update."""
     for one in order:
         if one.inside:
             trips = next((step.trips for step in one.steps if isinstance(step, Loop)), 1)
             _add_predictions(one.inside, schedule, rates, times * trips, predicted)
             continue
-        kind, phase, seconds = predicted.get(one.name, ("", "", 0.0))
+        work = predicted.setdefault(one.name, _Work())
         for step in schedule.settle(one.steps):
             if isinstance(step, ScheduledKernel):
+                runs = times * step.times
                 once = dataclasses.replace(step, times=1)
-                seconds += times * step.times * operation_seconds.kernel_seconds(once, rates)
-                kind = _KIND.get(step.kind, "memory")
+                work.seconds += runs * operation_seconds.kernel_seconds(once, rates)
+                work.flops += runs * step.flops
+                work.bytes += runs * step.bytes
+                work.kind, work.phase, work.size = _KIND.get(step.kind, "memory"), step.phase, step.size
             elif isinstance(step, Start):
-                seconds += times * operation_seconds.transfer_seconds(step, rates)
-                kind = kind or ("host link" if step.kind in (TO_HOST, TO_DEVICE) else COLLECTIVES)
-            else:
-                continue
-            phase = phase or step.phase
-        predicted[one.name] = kind, phase, seconds
+                work.seconds += times * operation_seconds.transfer_seconds(step, rates)
+                work.bytes += times * step.bytes
+                work.kind = work.kind or ("host link" if step.kind in (TO_HOST, TO_DEVICE) else COLLECTIVES)
+                work.phase = step.phase
 
 
 def _moving_kind(scope: OpScope) -> str:

@@ -165,6 +165,9 @@ class InstructionSecondsKeys(TypedDict):
     component: str
     measured_seconds: float
     predicted_seconds: float
+    flops: int
+    bytes: int
+    size: list[int]
 
 
 class ComparisonKeys(TypedDict):
