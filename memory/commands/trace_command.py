@@ -7,7 +7,8 @@ from pathlib import Path
 
 from bytescope.memory.commands.arguments import add_json, add_rates, check_files, user_path, write
 from bytescope.memory.commands.json_output import PROFILED, predicted_caveat, write_json
-from bytescope.memory.profile import breakdown, profile_text, xplane
+from bytescope.memory.profile import breakdown, instruction_seconds, profile_text, xplane
+from bytescope.memory.profile.op_scopes import OpScopes
 from bytescope.memory.records import report_record
 from bytescope.memory.seconds import step_prediction
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         type=user_path,
         help="memory report of the traced program, such as memory.json in the run directory; its predicted time is "
-        "shown next to the measured time",
+        "shown next to the measured time, also for each kind of work (products, attention, copies)",
     )
     add_rates(parser)
     add_json(parser, "the time of each operation category")
@@ -42,11 +43,14 @@ def run(args: argparse.Namespace) -> int:
     """Runs `bytescope trace`: reads a profiler trace, prints the measured time of each operation category and writes
     the requested files. jax is not started."""
     check_files(args)
-    measured = breakdown.find(xplane.read(xplane.find(args.trace)))
+    trace = xplane.read(xplane.find(args.trace))
     report = report_record.load(args.report) if args.report else None
+    op_scopes = OpScopes(trace)
+    measured = breakdown.find(trace, max(report.subject.calls, 1) if report else 1, op_scopes)
     predicted = prediction(report) if report else None
-    profile_text.show(measured, predicted=predicted)
-    answer = to_json(measured, predicted)
+    compared = instruction_seconds.compare(measured, op_scopes.main_attribution(), report) if report else None
+    profile_text.show(measured, predicted=predicted, comparison=compared)
+    answer = to_json(measured, predicted, compared)
     caveats = (PROFILED, *predicted_caveat((predicted or {}).get("rates") or ""))
     write_json(args, answer, target=report.target if report else None, caveats=caveats)
     if args.html:
@@ -96,11 +100,20 @@ _PREDICTED = {
 }
 
 
-def to_json(measured: breakdown.Breakdown, predicted: dict | None) -> dict:
+def to_json(
+    measured: breakdown.Breakdown,
+    predicted: dict | None,
+    compared: instruction_seconds.Comparison | None = None,
+) -> dict:
     """Returns the times measured in a trace as JSON values, with the predicted seconds of an update, the ends of their
     interval and their lower bound. Unknown values are null.
 
-    predicted: result of `prediction`, for one call of the step.
+    predicted: result of `prediction`, for one call of the step. compared: measured and predicted seconds of each
+    instruction; None if unknown.
     """
     once = {key: (predicted or {}).get(name) for key, name in _PREDICTED.items()}
-    return {**measured.to_json(), **{key: value and value * measured.calls for key, value in once.items()}}
+    return {
+        **measured.to_json(),
+        **{key: value and value * measured.calls for key, value in once.items()},
+        "comparison": compared.to_json() if compared else None,
+    }

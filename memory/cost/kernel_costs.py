@@ -89,9 +89,12 @@ def phase_of(attribution: Attribution, instruction: Instruction, around: str) ->
     """Returns the phase of the step that an operation belongs to, such as "forward".
 
     `around`: the phase of the instruction that calls the operation's computation, "" in the entry computation. It is
-    returned for an operation without an op_name, such as a copy that the compiler added.
+    returned for an operation without an op_name, such as a copy that the compiler added. In the entry computation, an
+    operation without an op_name has the phase of the operations that made its operands, or else of its readers.
     """
     scope = attribution.scope(instruction)
+    if not around and "/" not in attribution.module.metadata(instruction).op_name:
+        scope = attribution.best_named(instruction, ())[2]
     if "optimizer" in scope.path:
         return "optimizer"
     if scope.phase or not around or attribution.module.metadata(instruction).op_name:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.profile.kernel_owners import name_kernels
 from bytescope.memory.profile.op_scopes import (
     COLLECTIVE,
     COLLECTIVES,
@@ -51,14 +52,16 @@ class Instructions:
     Fields:
         name: the name of the instruction.
         scope: the phase and the component to which it belongs.
-        taken: total time in picoseconds.
+        taken: time in picoseconds, without the shares of other instructions that ran at the same time.
         count: number of runs.
+        running: time in picoseconds in which at least one of its kernels ran, whether or not others ran too.
     """
 
     name: str
     scope: OpScope
     taken: int
     count: int
+    running: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class Breakdown:
         host: the host's annotated work, the longest first.
         calls: number of calls of the program per update.
         paused: time of evaluations and of writing checkpoints, which is part of `wall`.
+        unnumbered: number of updates of a trace that does not number its steps: the calls of the main program in the
+            trace, divided by `calls`.
     """
 
     program: str
@@ -105,6 +110,7 @@ class Breakdown:
     hidden: Mapping[str, int]
     calls: int = 1
     paused: int = 0
+    unnumbered: int = 1
 
     @property
     def measured(self) -> float:
@@ -113,8 +119,8 @@ class Breakdown:
 
     @property
     def updates(self) -> int:
-        """Number of traced updates; 1 if the trace does not number its steps."""
-        return len(self.steps) or 1
+        """Number of traced updates."""
+        return len(self.steps) or self.unnumbered
 
     @property
     def busy(self) -> int:
@@ -137,6 +143,7 @@ class Breakdown:
         return {
             "program": self.program,
             "steps": list(self.steps),
+            "updates": self.updates,
             "devices": self.devices,
             "calls_per_update": self.calls,
             "total": self.wall * PICO / self.updates,
@@ -162,6 +169,7 @@ class Breakdown:
                     "name": row.name,
                     **dataclasses.asdict(row.scope),
                     "seconds": self.seconds(row.taken),
+                    "kernel_seconds": self.seconds(row.running),
                     "count": row.count,
                 }
                 for row in self.instructions
@@ -169,18 +177,34 @@ class Breakdown:
         }
 
 
-def find(trace: ProfilerTrace) -> Breakdown:
-    """Divides the time of the traced updates among phases, components and instructions. Raises ReportError if no
-    device ran anything in the trace.
+def find(trace: ProfilerTrace, calls_per_update: int = 1, op_scopes: OpScopes | None = None) -> Breakdown:
+    """Divides the time of the traced updates among phases, components and instructions.
+
+    A trace that numbers its steps (jax.profiler.StepTraceAnnotation) is measured from the start of its first step.
+    Otherwise the calls of the main program are counted, and the trace is measured from the start of the first call to
+    the end of the last.
+
+    calls_per_update: calls of the program per update, if the trace does not number its steps. op_scopes: the compiled
+    programs of the trace, if they are already read.
+
+    Raises ReportError if no device ran anything in the trace.
     """
-    op_scopes = OpScopes(trace)
+    op_scopes = op_scopes or OpScopes(trace)
+    attribution = op_scopes.main_attribution()
+    operations = name_kernels(trace.operations, op_scopes.main, attribution.module if attribution else None)
     steps = [span for span in trace.spans if span.step is not None]
-    start = min((span.start for span in steps), default=min((op.start for op in trace.operations), default=0))
-    stop = max([op.stop for op in trace.operations] + [span.stop for span in steps], default=0)
+    of_calls = [operation for operation in operations if operation.program[1] == op_scopes.main]
+    if steps:
+        start = min(span.start for span in steps)
+        stop = max([operation.stop for operation in operations] + [span.stop for span in steps])
+    else:
+        start = min((operation.start for operation in of_calls), default=0)
+        stop = max((operation.stop for operation in of_calls), default=0)
     by_device: defaultdict[str, list[Operation]] = defaultdict(list)
-    for operation in trace.operations:
-        if operation.stop > start:
-            by_device[operation.device].append(dataclasses.replace(operation, start=max(operation.start, start)))
+    for operation in operations:
+        if operation.stop > start and operation.start < stop:
+            clipped = max(operation.start, start), min(operation.stop, stop)
+            by_device[operation.device].append(dataclasses.replace(operation, start=clipped[0], stop=clipped[1]))
     if not by_device:
         raise ReportError(
             "the trace contains no device operations: trace at least one update, and allow the profiler to read the "
@@ -188,20 +212,33 @@ def find(trace: ProfilerTrace) -> Breakdown:
         )
     taken: Counter[Key] = Counter()
     counts: Counter[Key] = Counter()
+    running: Counter[Key] = Counter()
     hidden: Counter[str] = Counter()
     idle: dict[str, list[tuple[int, int]]] = {}
-    for device, operations in by_device.items():
-        shares, idle[device], overlapped = divide(operations, op_scopes.scope, start, stop)
+    for device, mine in by_device.items():
+        shares, idle[device], overlapped = divide(mine, op_scopes.scope, start, stop)
         taken.update(shares)
         hidden.update(overlapped)
-        counts.update(map(key_of, operations))
-    rows = [Instructions(key[1], op_scopes.scope(key), taken[key], count) for key, count in counts.items()]
+        ends: dict[Key, int] = {}
+        for operation in mine:  # in order of their starts
+            key, end = key_of(operation), ends.get(key_of(operation), start)
+            counts[key] += not operation.continues_run
+            running[key] += max(operation.stop - max(operation.start, end), 0)
+            ends[key] = max(operation.stop, end)
+    rows = [
+        Instructions(key[1], op_scopes.scope(key), taken[key], count, running[key]) for key, count in counts.items()
+    ]
     rows.sort(key=lambda row: (-row.taken, row.name))
     cells: Counter[tuple[str, str]] = Counter()
     for row in rows:
         cells[row.scope.phase, row.scope.component] += row.taken
     numbers = tuple(sorted({span.step for span in trace.spans if span.step is not None}))
-    calls = max((count for key, count in counts.items() if op_scopes.runs_once(key)), default=1)
+    runs = max((count for key, count in counts.items() if op_scopes.runs_once(key)), default=1)
+    calls = max(round(runs / len(by_device)), 1)
+    if numbers:
+        calls_per_update = max(round(runs / (len(by_device) * len(numbers))), 1)
+    elif calls % calls_per_update:  # the trace starts or ends within an update
+        calls_per_update = 1
     pauses = [span for span in trace.spans if span.name in PAUSES]
     return Breakdown(
         program=op_scopes.main,
@@ -212,15 +249,19 @@ def find(trace: ProfilerTrace) -> Breakdown:
         instructions=tuple(rows),
         host=tuple(host_rows(trace.spans, idle.values(), start, stop)),
         hidden=dict(hidden),
-        calls=max(round(calls / (len(by_device) * max(len(numbers), 1))), 1),
+        calls=calls_per_update,
         paused=sum(_overlap([(start, stop)], span.start, span.stop) for span in pauses),
+        unnumbered=calls // calls_per_update,
     )
 
 
-def updates_text(steps: Sequence[int]) -> str:
-    """Returns the numbers of the traced updates as text, such as "updates 100-103"."""
+def updates_text(steps: Sequence[int], updates: int = 1) -> str:
+    """Returns the numbers of the traced updates as text, such as "updates 100-103".
+
+    steps: the numbers of the steps; () if the trace does not number them. updates: the number of updates.
+    """
     if not steps:
-        return "the whole trace as one update"
+        return "the whole trace as one update" if updates == 1 else f"{updates} updates without numbers"
     return f"update {steps[0]}" if len(steps) == 1 else f"updates {steps[0]}-{steps[-1]}"
 
 

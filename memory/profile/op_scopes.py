@@ -1,9 +1,9 @@
 """Looks up the phase and component of each instruction of a trace, in the compiled modules that the trace contains.
 
-An instruction is looked up in its module by name. An event without the name of an instruction, such as a kernel inside
-a CUDA graph, is looked up by the name of its kernel. A fusion has the phase and component of its root. An instruction
-that the compiler added has no JAX name; it gets the phase and component of the instructions that made its operands, or
-else of its readers.
+An instruction is looked up in its module by name. An event without the name of an instruction is looked up by the name
+of its kernel; `kernel_owners` has named the instructions of kernels inside CUDA graphs before. A fusion has the phase
+and component of its root. An instruction that the compiler added has no JAX name; it gets the phase and component of
+the instructions that made its operands, or else of its readers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import re
 from collections import Counter
 from typing import Any
 
+from bytescope.memory.cost import host_transfers
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.peak import assemble
+from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.profile.xplane import HOST, Operation, ProfilerTrace
 
 OTHER, OTHER_PROGRAMS = "other", "other programs"
@@ -26,6 +29,7 @@ COLLECTIVES, TRANSFERS, COPIES, LOOPS = "collectives", "transfers", "copies", "l
 PAUSES = (f"{HOST}evaluation", f"{HOST}checkpoint")
 COMPUTE, COLLECTIVE, TRANSFER, ENCLOSING = range(4)
 _ENCLOSING = frozenset(("while", "call", "conditional"))
+_ASYNCHRONOUS_COPIES = frozenset(("copy-start", "copy-done"))
 _COPYING = frozenset(("copy", "copy-start", "copy-done", "transpose", "bitcast"))
 _TRANSFER_KERNEL = re.compile(r"memcpy|memset", re.I)
 _COLLECTIVE_KERNEL = re.compile(r"nccl", re.I)
@@ -97,6 +101,14 @@ class OpScopes:
         instruction = module.instruction(key[1])
         return key[2] if instruction is None else module.op_name(instruction)
 
+    def main_attribution(self) -> Attribution | None:
+        """Returns the compiled module of the main program with the phase and scope of its instructions; None if the
+        trace does not contain it, or contains several modules of its name without saying which one ran.
+        """
+        programs = {operation.program for operation in self.trace.operations if operation.program[1] == self.main}
+        found = [module for module in map(self._find_module, programs) if module is not None]
+        return found[0].attribution if found else None
+
     def runs_once(self, key: Key) -> bool:
         """Returns whether an instruction runs once per call of the main program, because it is outside of loops and
         branches.
@@ -125,13 +137,11 @@ class OpScopes:
     def _find_module(self, program: tuple[int | None, str]) -> _Module | None:
         if program not in self._modules:
             number, name = program
-            known = self.trace.programs
-            # A kernel without a program number is looked up in the main program.
-            protos = (
-                [known[number][1]]
-                if number is not None and number in known
-                else [proto for title, proto in known.values() if title == (name or self.main)]
-            )
+            title = name or self.main  # a kernel without a program is looked up in the main program
+            protos = [proto for known, proto in self.trace.programs.values() if known == title]
+            numbered = None if number is None else self.trace.programs.get(number)
+            if numbered is not None and numbered[0] == title:
+                protos = [numbered[1]]
             self._modules[program] = _Module(protos[0]) if len(protos) == 1 else None
         return self._modules[program]
 
@@ -162,6 +172,8 @@ class _Module:
             component = LOOPS
         elif is_collective(opcode):
             component = COLLECTIVES
+        elif opcode in _ASYNCHRONOUS_COPIES and self._is_on_host(instruction):
+            component = TRANSFERS
         elif not named and self._is_only_a_copy(instruction):
             component = COPIES
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
@@ -169,6 +181,10 @@ class _Module:
     def op_name(self, instruction: Instruction) -> str:
         own = self.attribution.module.metadata(instruction).op_name
         return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
+
+    def _is_on_host(self, instruction: Instruction) -> bool:
+        shape = self.attribution.module.shape(instruction)
+        return any(leaf.memory_space == host_transfers.HOST_SPACE for _, leaf in leaves(shape))
 
     def _is_only_a_copy(self, instruction: Instruction) -> bool:
         if instruction.opcode == "fusion" and instruction.called:

@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.profile.breakdown import PHASES, PICO, Breakdown, updates_text
+from bytescope.memory.profile.instruction_seconds import Comparison
 from bytescope.memory.profile.op_scopes import COPIES, LOOPS
 from bytescope.memory.report.report_text import PHASE_STYLE
 from bytescope.memory.view.console import one_line, put
@@ -26,21 +27,30 @@ _LEGEND = {
 }
 
 
-def show(breakdown: Breakdown, console: Console | None = None, predicted: Mapping[str, Any] | None = None) -> None:
+def show(
+    breakdown: Breakdown,
+    console: Console | None = None,
+    predicted: Mapping[str, Any] | None = None,
+    comparison: Comparison | None = None,
+) -> None:
     """Prints the traced time by phase, component and instruction to a console (default: stdout).
 
     `predicted`: predicted seconds of one call, their interval and their lower bound, which the last line compares with
     the measured time; None for no such line. `commands.trace_command.prediction` returns this dict.
+    `comparison`: measured and predicted seconds of each kind of work; None for no such table.
     """
-    put(render(breakdown, predicted), console)
+    put(render(breakdown, predicted, comparison), console)
 
 
-def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> RenderableType:
+def render(
+    breakdown: Breakdown, predicted: Mapping[str, Any] | None = None, comparison: Comparison | None = None
+) -> RenderableType:
     """Returns the traced time as a rich renderable: tables of phases and components, of the host's work and of the
     longest instructions, then a line that compares it with the prediction.
 
     `predicted`: predicted seconds of one call, their interval and their lower bound (the dict of
-    `commands.trace_command.prediction`); None for no such line.
+    `commands.trace_command.prediction`); None for no such line. `comparison`: measured and predicted seconds of each
+    kind of work; None for no such table.
     """
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
@@ -53,6 +63,7 @@ def render(breakdown: Breakdown, predicted: Mapping[str, Any] | None = None) -> 
         Group(_head(breakdown, unit), _seconds_table(breakdown, format_seconds), *_legend(breakdown)),
         _host(breakdown, format_seconds),
         _longest(breakdown, format_seconds),
+        _comparison(comparison, unit, format_seconds) if comparison else None,
         Prose(prediction(breakdown, predicted)) if predicted else None,
     )
 
@@ -79,10 +90,11 @@ def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
 
 def _head(breakdown: Breakdown, unit: str) -> RenderableType:
     many = f" and device, mean of {breakdown.devices} devices" if breakdown.devices > 1 else ""
+    updates = updates_text(breakdown.steps, breakdown.updates)
     return Prose(
         Text.assemble(
             ("where an update's time goes", "bold"),
-            f": {one_line(breakdown.program)}, {updates_text(breakdown.steps)}, {unit} per update{many}",
+            f": {one_line(breakdown.program)}, {updates}, {unit} per update{many}",
         )
     )
 
@@ -154,6 +166,24 @@ def _host(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> Rende
             str(row.count or ""),
         )
     return table
+
+
+def _comparison(comparison: Comparison, unit: str, format_seconds: Callable[[float], str]) -> RenderableType:
+    """Returns two tables of measured and predicted seconds with their ratio, by kind of work and by phase."""
+    tables = []
+    for title, sums in (("kind of work", comparison.by_kind), ("phase", comparison.by_phase)):
+        table = FigureTable(
+            label(Text(title, style="bold")),
+            figure(f"measured {unit}"),
+            figure(f"predicted {unit}"),
+            figure("ratio"),
+            heading="dim",
+        )
+        for name, (measured, predicted) in sums.items():
+            ratio = f"{measured / predicted:.2f}" if measured and predicted else ""
+            table.add(name, format_seconds(measured), format_seconds(predicted), ratio)
+        tables.append(table)
+    return blocks(*tables)
 
 
 def _longest(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> RenderableType | None:

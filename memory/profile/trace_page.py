@@ -146,7 +146,7 @@ def where_text(breakdown: Mapping[str, Any]) -> str:
     """
     devices = breakdown["devices"]
     on = "1 device" if devices == 1 else f"mean of {devices} devices"
-    return " · ".join((str(breakdown["program"]), updates_text(breakdown["steps"]), on))
+    return " · ".join((str(breakdown["program"]), updates_text(breakdown["steps"], breakdown.get("updates", 1)), on))
 
 
 def figures(breakdown: Mapping[str, Any]) -> list[HeaderFigure]:
@@ -182,7 +182,7 @@ def _percent(seconds: float, whole: float) -> str:
 
 def _operations(breakdown: Mapping[str, Any]) -> PageTable:
     whole, (name, scale) = breakdown["total"], unit(breakdown["total"])
-    per_update = breakdown["devices"] * (len(breakdown["steps"]) or 1)
+    per_update = breakdown["devices"] * (len(breakdown["steps"]) or breakdown.get("updates", 1))
     columns = (
         ("operation", "name", lambda row: row["name"]),
         ("phase", "text", lambda row: row["phase"]),

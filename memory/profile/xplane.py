@@ -7,12 +7,16 @@ is the same in all versions of jax. Operations are in these places:
   `device_ordinal`. A result that is computed after its call returns ends at the event "end: ..." of its flow. Checked
   with jax 0.10.2, 0.11.2 and 0.12.0.
 - GPU: on planes "/device:GPU:0", one line per stream; events are kernels and copies, with `hlo_op` (scopes of several
-  calls joined by "::", the innermost last) and `hlo_module`. Taken from XLA's sources; not yet checked on hardware.
+  calls joined by "::", the innermost last) and `hlo_module`. For a kernel inside a CUDA graph, `hlo_op` is the graph,
+  such as "command_buffer_1"; `kernel_owners` finds its instruction. A copy of a batch to the device has no `hlo_op`.
+  Checked on an H100 with jax 0.11.2.
 - TPU: on planes "/device:TPU:0", line "XLA Ops", whose events have the instruction's name. Taken from XLA's sources;
   not yet checked on hardware.
 
 Lines that a viewer derives from these ("XLA Modules", "Framework Ops") are ignored. The plane "/host:metadata" has the
-HloProto of every program that ran, by `program_id`, including programs from the persistent cache.
+HloProto of every program that ran, by `program_id`, including programs from the persistent cache. On GPUs, the
+`program_id` of a program that was deserialized, such as one from the persistent cache, is 0, so several programs may
+have it: `ProfilerTrace.programs` gives the later ones negative ids, and a program is looked up by id and name.
 """
 
 from __future__ import annotations
@@ -48,6 +52,8 @@ class Operation:
         start, stop: times in picoseconds on the clock of the trace.
         program: (id of the program, name of its module); None and "" if unknown.
         op_name: JAX's name of the operation; "" in most traces.
+        continues_run: whether an earlier event has the same run of the instruction: a call of a library launches
+            several kernels.
     """
 
     device: str
@@ -57,6 +63,7 @@ class Operation:
     start: int
     stop: int
     op_name: str = ""
+    continues_run: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +91,8 @@ class ProfilerTrace:
     Fields:
         operations: the runs of instructions on the devices.
         spans: the intervals of annotated work on the host.
-        programs: id of a compiled program -> (name of its module, serialized HloProto).
+        programs: id of a compiled program -> (name of its module, serialized HloProto). If several programs have the
+            same id, all but the first have a negative number instead.
     """
 
     operations: tuple[Operation, ...] = ()
@@ -146,7 +154,8 @@ def parse(data: bytes) -> ProfilerTrace:
             continue
         plane = _Plane(data, wire.message(value))
         if plane.name == _METADATA:
-            programs.update(plane.programs())
+            for number, program in plane.programs():
+                programs[number if number not in programs else -1 - len(programs)] = program
         elif plane.name.startswith(_DEVICE):
             operations += plane.device_operations()
         elif is_host(plane.name):

@@ -146,9 +146,40 @@ class HostKeys(TypedDict):
     count: int
 
 
+class KindSecondsKeys(TypedDict):
+    kind: str
+    measured_seconds: float
+    predicted_seconds: float
+
+
+class PhaseSecondsKeys(TypedDict):
+    phase: str
+    measured_seconds: float
+    predicted_seconds: float
+
+
+class InstructionSecondsKeys(TypedDict):
+    name: str
+    kind: str
+    phase: str
+    component: str
+    measured_seconds: float
+    predicted_seconds: float
+    flops: int
+    bytes: int
+    size: list[int]
+
+
+class ComparisonKeys(TypedDict):
+    by_kind: list[KindSecondsKeys]
+    by_phase: list[PhaseSecondsKeys]
+    instructions: list[InstructionSecondsKeys]
+
+
 class TraceResult(TypedDict):
     program: str
     steps: list[int]
+    updates: int
     devices: int
     calls_per_update: int
     total: float
@@ -163,6 +194,7 @@ class TraceResult(TypedDict):
     predicted_seconds_low: float | None
     predicted_seconds_high: float | None
     at_least_seconds: float | None
+    comparison: ComparisonKeys | None
 
 
 # ---- compare, levers, front, fit

@@ -40,6 +40,7 @@ def test_a_trace_is_compared_with_as_many_calls_as_it_ran():
         "predicted_seconds_low": 7.5,
         "predicted_seconds_high": 12.0,
         "at_least_seconds": pytest.approx(3),
+        "comparison": None,
     }
 
 
