@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from bytescope.memory.devices.chips import base_name
-from bytescope.memory.files import write_whole
+from bytescope.memory.files import cache_folder, write_whole
 
 # Incremented when the meaning of a cached answer changes.
 LAYOUT = 7
@@ -37,8 +37,7 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
 
     env: the environment variables (default: the variables of this process).
     """
-    env = os.environ if env is None else env
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
+    return cache_folder("compare", env)
 
 
 def making_rows() -> tuple[ModuleType, ...]:
