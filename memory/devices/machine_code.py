@@ -1,9 +1,9 @@
 """Leaves out the machine code of kernels when a program is compiled for NVIDIA GPUs that are not present.
 
 Nobody runs this code, and a report reads nothing of it: XLA writes the HloProto with its buffers before it emits the
-first kernel, and states 0 bytes of code for a GPU that is not present. Without this module, emitting kernels takes three
-quarters of the compiler's time. XLA optimizes each kernel with LLVM and starts NVIDIA's assembler (ptxas) for each, a
-hundred times and more for a training step. The compiler options of this module
+first kernel, and states 0 bytes of code for a GPU that is not present. Without this module, kernels take three quarters
+of the compiler's time. XLA optimizes each kernel with LLVM and starts NVIDIA's assembler (ptxas) for each, a hundred
+times and more for a training step. The compiler options of this module
 
 - replace the assembler by a script that writes an almost empty file,
 - switch LLVM's optimizations off,
@@ -31,8 +31,8 @@ from typing import Any
 from bytescope.memory.files import cache_folder
 from bytescope.memory.hlo.jax_types import JaxDevice
 
-# Options of XLA (xla.proto). With a kernel file, XLA looks a kernel up by its fused computation. It reads the file before
-# it emits kernels, and replaces the file by one with the new kernels (kernel_reuse_cache.cc).
+# Options of XLA (xla.proto). With a kernel file, XLA looks a kernel up by its fused computation. It reads the file
+# before it emits kernels, and replaces the file by one with the new kernels (kernel_reuse_cache.cc).
 CUDA_FOLDER, KERNEL_FILE = "xla_gpu_cuda_data_dir", "xla_gpu_kernel_cache_file"
 _OTHER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_gpu_enable_llvm_module_compilation_parallelism": True}
 # XLA reads and writes the whole file at each compile. A training step adds about 100 KB.
@@ -70,8 +70,8 @@ def remove_kernels(options: Mapping[str, Any]) -> None:
 
 
 def _kernel_file(kind: str) -> Path:
-    """Returns the file of emitted kernels for a kind of GPU and the installed compiler. A file that has become too large
-    is removed. `kind`: the GPU's name in jax (device_kind)."""
+    """Returns the file of emitted kernels for a kind of GPU and the installed compiler. A file that has become too
+    large is removed. `kind`: the GPU's name in jax (device_kind)."""
     import jaxlib
 
     path = cache_folder("kernels") / re.sub(r"\W+", "-", f"{kind} jaxlib {jaxlib.__version__}")

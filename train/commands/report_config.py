@@ -100,7 +100,6 @@ def _report_step(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
     from bytescope.memory.findings.host_findings import with_host_memory
     from bytescope.memory.report.allocator_table import check_target
-    from bytescope.train.plan import run_peak
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
     from bytescope.train.plan.run_host_terms import checkpoint_findings, run_host_memory
@@ -124,6 +123,8 @@ def _report_step(args: argparse.Namespace) -> int:
     if args.formulas and prepared.facts:
         more["formula"] = _show_formulas(report, prepared.facts, compilation.jaxpr)
     if args.run or args.allocators:
+        from bytescope.train.plan import run_peak
+
         others = run_peak.other_programs(program)
     if args.run:
         more["run"] = _show_peaks_of_run(report, run_peak.peaks(program, others))
