@@ -32,7 +32,7 @@ class Jobs:
         self.factory = factory
         self._versions = compiler.versions() if versions is None else versions
         self._sources = more_sources + row_cache.digest_files(
-            [*row_cache.source_files(row_cache.making_rows()), *factory.sources()]
+            [*row_cache.source_files(row_cache.MAKING_ROWS), *factory.sources()]
         )
         self._choosing: dict[tuple[str, ...], str] = {}
 
