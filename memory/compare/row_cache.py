@@ -22,7 +22,7 @@ from bytescope.memory.devices.chips import base_name
 from bytescope.memory.files import cache_folder, write_whole
 
 # Incremented when the meaning of a cached answer changes.
-LAYOUT = 7
+LAYOUT = 8
 
 # Environment variables that change the compiled program or the available memory.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
@@ -40,9 +40,9 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
     return cache_folder("compare", env)
 
 
-# The modules that compile, read and analyze a program to compute a comparison row. A change in their source makes cached
-# rows invalid. A package means all its modules. Modules that show rows or predict times are not listed, because they
-# work on finished rows.
+# The modules that compile, read and analyze a program to compute a comparison row. A change in their source makes
+# cached rows invalid. A package means all its modules. Modules that show rows or predict times are not listed, because
+# they work on finished rows.
 MAKING_ROWS = (
     *(f"bytescope.memory.{name}" for name in ("analysis", "cost", "devices", "errors", "hlo", "jaxprs", "peak")),
     *(f"bytescope.memory.{name}" for name in ("program", "records", "units")),
@@ -80,6 +80,34 @@ def digest_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+_in_use: tuple[Path, Mapping[str, str]] | None = None
+
+
+def use(place: str | Path | None, env: Mapping[str, str] | None = None) -> None:
+    """Sets what `in_use` returns: the folder of finished rows that a search inside this process reads.
+
+    place: the folder; "" or None for no folder. env: the environment variables with which the rows are named (default:
+    the variables of this process). A worker process has more variables than the process that names the rows.
+    """
+    global _in_use
+    _in_use = (Path(place), settings(os.environ if env is None else env)) if place else None
+
+
+def in_use() -> tuple[Path, Mapping[str, str]] | None:
+    """Returns (the folder of finished rows that a search inside this process may read, such as the search for the plan
+    of `remat.policy=auto`; the environment variables in their names). None if the process compiles everything."""
+    return _in_use
+
+
+def settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables that change a compiled program or the available memory."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _OWN_VARIABLES and (name in _VARIABLES or name.startswith(_PREFIXES))
+    }
+
+
 def key(
     config: Mapping[str, Any],
     target: str,
@@ -104,15 +132,10 @@ def key(
         factory: where to import the function that makes the program, such as "module:function".
         choice: a digest of the sources that choose settings left open by the config, or "".
     """
-    env = os.environ if env is None else env
-    settings = {
-        name: value
-        for name, value in env.items()
-        if name not in _OWN_VARIABLES and (name in _VARIABLES or name.startswith(_PREFIXES))
-    }
+    given = settings(os.environ if env is None else env)
     # Several machines may share a home folder, and `local` means different devices on each.
     machine = platform.node() if measure or base_name(target) in ("local", "cpu") else ""
-    parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, settings, machine, choice]
+    parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, given, machine, choice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
