@@ -132,16 +132,18 @@ def _cache_name(args: argparse.Namespace, target: Target) -> str:
     from bytescope.memory.compare import row_cache
     from bytescope.memory.compare.jobs import Jobs
     from bytescope.memory.seconds import rates
-    from bytescope.train.plan.config_factory import FACTORY
+    from bytescope.train.plan.config_factory import FACTORY, names_files
     from bytescope.train.program import config_files as configs
 
     if not target.is_described or any(getattr(args, flag) for flag in _NEED_PROGRAM):
         return ""
     resolved = configs.load_flat(args.config, args.overrides)
-    if any(isinstance(value, str) and Path(value).exists() for key, value in resolved.items() if value):
+    if names_files(resolved):
         return ""
     sources = row_cache.digest_files(row_cache.source_files(_SOURCES))
-    given = [args.config, list(args.overrides), args.host_memory, args.processes_per_node, rates.digest()]
+    # A report shows the paths of source files.
+    place = Path(row_cache.__file__).parents[2]
+    given = [str(place), args.config, list(args.overrides), args.host_memory, args.processes_per_node, rates.digest()]
     jobs = Jobs(FACTORY, more_sources=f"{sources} {given}")
     return f"{jobs.name(resolved, target.name)}-report"
 

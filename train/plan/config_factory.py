@@ -254,14 +254,32 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
     """Checks the values of a config as far as this is possible without knowing the devices. `overrides`: pairs (dotted
     key, text).
 
+    That a config has passed is kept in the cache, because checking imports jax and the model, which a command does not
+    need if all its answers are in the cache.
+
     Raises:
         ValueError: a value of the config is invalid on every target. The error has an `exit_code`.
     """
+    from bytescope.memory.devices.compiler import versions
+
+    flat = configs.load_flat(name, overrides)
+    sources = row_cache.digest_files(row_cache.source_files(PROGRAM_MODULES))
+    passed = row_cache.key(flat, "", versions(), sources, measure=False) + "-check"
+    if not names_files(flat) and row_cache.read(row_cache.folder(), passed):
+        return
     from bytescope.train.program.checks import check_without_devices
     from bytescope.train.program.program_settings import read_settings
 
     with config_mistakes():
         check_without_devices(read_settings(configs.load(name, overrides)))
+    if not names_files(flat):
+        row_cache.write(row_cache.folder(), passed, {"status": "ok"})
+
+
+def names_files(flat: Mapping[str, Any]) -> bool:
+    """Returns whether a value of a config is the path of a file or folder. What a program computes may then depend on
+    its content. `flat`: the whole config, dotted key -> value."""
+    return any(isinstance(value, str) and value and Path(value).exists() for value in flat.values())
 
 
 def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Target) -> Program:
