@@ -57,7 +57,7 @@ def options_without(device: JaxDevice) -> Mapping[str, Any]:
         return {}
     from jax._src.lib import cuda_path  # the folder that jax passes to XLA; no public API has it
 
-    cuda = _cuda_without_assembler(Path(cuda_path)) if cuda_path else None
+    cuda = _cuda_without_assembler(Path(cuda_path), cache_folder("kernels")) if cuda_path else None
     if cuda is None or CUDA_FOLDER in os.environ.get("XLA_FLAGS", ""):  # the user chose a folder
         return {}
     return {CUDA_FOLDER: str(cuda), KERNEL_FILE: str(_kernel_file(device.device_kind)), **_OTHER_OPTIONS}
@@ -82,22 +82,22 @@ def _kernel_file(kind: str) -> Path:
 
 
 @functools.cache
-def _cuda_without_assembler(cuda: Path) -> Path | None:
+def _cuda_without_assembler(cuda: Path, cache: Path) -> Path | None:
     """Returns a folder with links to everything in a CUDA folder, except that a script stands in for the assembler. The
     folder is made once and kept in the cache. Returns None if it cannot be made or if its script does not run.
 
-    cuda: the CUDA folder, which contains bin/ptxas.
+    cuda: the CUDA folder, which contains bin/ptxas. cache: the folder of the cache.
     """
     assembler = cuda / "bin" / "ptxas"
     script = _SCRIPT.format(assembler=shlex.quote(str(assembler)))
     name = hashlib.sha256(script.encode()).hexdigest()[:16]
-    place = cache_folder("kernels") / f"cuda-{name}"
+    place = cache / f"cuda-{name}"
     if not place.exists():
         if not assembler.exists():
             return None
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            partial = Path(tempfile.mkdtemp(dir=place.parent, prefix=".cuda-"))
+            cache.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(dir=cache, prefix=".cuda-"))
         except OSError:
             return None
         try:

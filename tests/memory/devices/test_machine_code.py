@@ -7,8 +7,9 @@ import pytest
 
 from bytescope.memory.devices import machine_code, targets
 from bytescope.train.plan.config_factory import FACTORY
-from support.described import SMALL_GPU, WIDE_GPU
+from support.described import SMALL_GPU
 from support.described import described as devices_of
+from support.exhaustive import exhaustive
 
 pytestmark = pytest.mark.oracle("cuda")
 REAL_OPTIONS = machine_code.options_without  # the fixture `assembler` replaces it
@@ -20,21 +21,26 @@ def report(keys, target):
     return FACTORY.report_json(overrides, targets.parse(target))["report"]
 
 
-CASES = {
-    "one GPU": (SMALL_GPU, "h100"),
-    "no kernel of a library": ({**WIDE_GPU, "remat.policy": "full"}, "a100-80g"),
-    "sharded": ({**SMALL_GPU, "batch.micro": 1, "mesh.data": 1, "mesh.fsdp": 8, "remat.policy": "dots"}, "h100:8"),
-    "offloaded": ({**WIDE_GPU, "remat.policy": "offload"}, "h100"),
-    "unrolled": ({**SMALL_GPU, "model.scan": "false", "remat.policy": "selective"}, "h100"),
-    "tuned products": ({**WIDE_GPU, "xla.flags": "xla_gpu_autotune_level=4"}, "h100"),
-    "products of cuBLAS": ({**SMALL_GPU, "xla.gemm": "cublas"}, "h100"),
-}
+ONE = {**SMALL_GPU, "model.n_layers": 2}
+EIGHT = {**ONE, "mesh.data": 1, "mesh.fsdp": 8}
+CASES = [
+    (ONE, "h100"),
+    ({**EIGHT, "remat.policy": "dots"}, "h100:8"),
+    *exhaustive(
+        ({**ONE, "remat.policy": "offload"}, "h100"),
+        ({**EIGHT, "remat.policy": "offload"}, "h100:8"),
+        ({**ONE, "remat.policy": "full", "model.attention": "naive"}, "a100-80g"),
+        ({**ONE, "remat.policy": "selective", "model.scan": "false"}, "h100"),
+        ({**EIGHT, "remat.policy": "minimal", "mesh.fsdp": 4, "mesh.tensor": 2}, "b200:8"),
+        ({**ONE, "xla.flags": "xla_gpu_autotune_level=4"}, "h100"),
+        ({**ONE, "xla.gemm": "cublas"}, "h100"),
+    ),
+]
 
 
 @pytest.mark.usefixtures("assembler")
-@pytest.mark.parametrize("case", CASES)
-def test_a_report_is_the_same_with_and_without_machine_code(case, monkeypatch, tmp_path):
-    keys, target = CASES[case]
+@pytest.mark.parametrize(("keys", "target"), CASES)
+def test_a_report_is_the_same_with_and_without_machine_code(keys, target, monkeypatch, tmp_path):
     with_code = report(keys, target)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(machine_code, "options_without", REAL_OPTIONS)
@@ -45,13 +51,14 @@ def test_a_report_is_the_same_with_and_without_machine_code(case, monkeypatch, t
 
 
 def test_a_damaged_file_of_kernels_is_removed(monkeypatch, tmp_path):
-    expected = report(SMALL_GPU, "h100")
+    expected = report(ONE, "h100")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "bytescope" / "kernels" / "damaged"
     file.parent.mkdir(parents=True)
     file.write_bytes(b"\xff" * 1000)
     monkeypatch.setattr(machine_code, "_kernel_file", lambda kind: file)
-    assert report(SMALL_GPU, "h100") == expected and not file.exists()
+    monkeypatch.setattr(machine_code, "options_without", REAL_OPTIONS)
+    assert report(ONE, "h100") == expected and not file.exists()
 
 
 def test_kernels_of_other_gpus_and_compilers_are_in_other_files(monkeypatch):
@@ -79,8 +86,6 @@ def test_machine_code_is_made_where_it_may_run_or_nothing_can_stand_in(monkeypat
     assert REAL_OPTIONS(h100) == {}, "the user chose a CUDA folder"
     monkeypatch.delenv("XLA_FLAGS")
     assert REAL_OPTIONS(h100)
-    machine_code._cuda_without_assembler.cache_clear()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert REAL_OPTIONS(h100) == {}, "the cache folder cannot be written"
-    machine_code._cuda_without_assembler.cache_clear()
