@@ -142,9 +142,13 @@ def no_compilation_cache():
 
 @pytest.fixture(scope="module", name="assembler")
 def real_assembler():
-    """GPU programs to the machine code of their kernels; without it none is made (support/oracles.py)."""
+    """Compiles GPU programs to machine code, as for a real GPU. Without this fixture, no machine code is made
+    (memory/devices/machine_code.py, and support/oracles.py for compiles that do not go through it)."""
+    from bytescope.memory.devices import machine_code
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(oracles.ASSEMBLE, "1")
+        patch.setattr(machine_code, "options_without", lambda device: {})
         yield
 
 

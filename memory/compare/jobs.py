@@ -32,7 +32,7 @@ class Jobs:
         self.factory = factory
         self._versions = compiler.versions() if versions is None else versions
         self._sources = more_sources + row_cache.digest_files(
-            [*row_cache.source_files(row_cache.making_rows()), *factory.sources()]
+            [*row_cache.source_files(row_cache.MAKING_ROWS), *factory.sources()]
         )
         self._choosing: dict[tuple[str, ...], str] = {}
 
@@ -59,10 +59,7 @@ class Jobs:
         """
         factory = self.factory
         resolved = factory.resolve(overrides)
-        choice = self._digest_open_choices(resolved)
-        name = row_cache.key(
-            resolved, target, self._versions, self._sources, measure, factory=factory.reference, choice=choice
-        )
+        name = self.name(resolved, target, measure)
         if method:
             name += f"-{method}"
         chosen = rates.chosen()
@@ -75,6 +72,22 @@ class Jobs:
             resolved,
             method=method,
             rates=str(chosen) if chosen else None,
+        )
+
+    def name(
+        self, resolved: Mapping[str, Any], target: str, measure: bool = False, env: Mapping[str, str] | None = None
+    ) -> str:
+        """Returns the name of the cached row of a program. `resolved`: every config key with its value. `env`: the
+        environment variables (default: the variables of this process)."""
+        return row_cache.key(
+            resolved,
+            target,
+            self._versions,
+            self._sources,
+            measure,
+            env,
+            factory=self.factory.reference,
+            choice=self._digest_open_choices(resolved),
         )
 
     def _digest_open_choices(self, resolved: Mapping[str, Any]) -> str:

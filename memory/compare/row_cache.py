@@ -1,7 +1,7 @@
 """Caches finished rows on disk, so that an interrupted comparison can be resumed.
 
 A row is one small file in $XDG_CACHE_HOME/bytescope/compare. Its name is a digest of everything that decides its
-figures: program, target, versions, environment and sources. `making_rows` lists the modules of bytescope.memory that
+figures: program, target, versions, environment and sources. `MAKING_ROWS` lists the modules of bytescope.memory that
 count as sources; a factory adds the files of its program. A file is written completely or not at all and contains a
 digest of its answer; a damaged file is treated as missing.
 """
@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from bytescope.memory.devices.chips import base_name
-from bytescope.memory.files import write_whole
+from bytescope.memory.files import cache_folder, write_whole
 
 # Incremented when the meaning of a cached answer changes.
-LAYOUT = 7
+LAYOUT = 8
 
 # Environment variables that change the compiled program or the available memory.
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_CLIENT_MEM_FRACTION")
@@ -37,36 +37,38 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
 
     env: the environment variables (default: the variables of this process).
     """
-    env = os.environ if env is None else env
-    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "compare"
+    return cache_folder("compare", env)
 
 
-def making_rows() -> tuple[ModuleType, ...]:
-    """Returns the modules that compile, read and analyze a program to compute a comparison row. A change in their
-    source makes cached rows invalid. A package in the result means all its modules.
+# The modules that compile, read and analyze a program to compute a comparison row. A change in their source makes
+# cached rows invalid. A package means all its modules. Modules that show rows or predict times are not listed, because
+# they work on finished rows.
+MAKING_ROWS = (
+    *(f"bytescope.memory.{name}" for name in ("analysis", "cost", "devices", "errors", "hlo", "jaxprs", "peak")),
+    *(f"bytescope.memory.{name}" for name in ("program", "records", "units")),
+    *(f"bytescope.memory.compare.{name}" for name in ("measured_steps", "prepared_program", "program_factory")),
+    *(f"bytescope.memory.compare.{name}" for name in ("row_cache", "worker")),
+    *(f"bytescope.memory.seconds.{name}" for name in ("products", "reading", "step_schedule")),
+)
 
-    Modules that show rows or predict times are not included, because they work on finished rows.
+
+def source_files(modules: Iterable[str]) -> list[Path]:
+    """Returns the paths of the .py files of modules, sorted; for a package, the files of all its modules.
+
+    The modules are not imported, because many of them import jax, which a command does not need if all its answers are
+    in the cache.
+
+    modules: the names of the modules, such as "bytescope.memory.cost".
     """
-    from bytescope.memory import analysis, cost, devices, errors, hlo, jaxprs, peak, program, records, units
-    from bytescope.memory.compare import measured_steps, prepared_program, program_factory, row_cache, worker
-    from bytescope.memory.seconds import products, reading, step_schedule
-
-    compare = (measured_steps, prepared_program, program_factory, row_cache, worker)
-    return (
-        *(analysis, cost, devices, errors, hlo, jaxprs, peak, program, records, units),
-        *compare,
-        *(products, reading, step_schedule),
-    )
-
-
-def source_files(modules: Iterable[ModuleType]) -> list[Path]:
-    """Returns the paths of the .py files of modules, sorted; for a package, the files of all its modules."""
     files: list[Path] = []
-    for module in modules:
-        if hasattr(module, "__path__"):
-            files += [path for folder in module.__path__ for path in Path(folder).rglob("*.py")]
-        elif module.__file__ is not None:
-            files.append(Path(module.__file__))
+    for name in modules:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"no module named {name!r}", name=name)
+        if spec.submodule_search_locations:
+            files += [path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.py")]
+        else:
+            files.append(Path(spec.origin))
     return sorted(files)
 
 
@@ -76,6 +78,34 @@ def digest_files(files: Iterable[Path]) -> str:
     for path in sorted(files):
         digest.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+_in_use: tuple[Path, Mapping[str, str]] | None = None
+
+
+def use(place: str | Path | None, env: Mapping[str, str] | None = None) -> None:
+    """Sets what `in_use` returns: the folder of finished rows that a search inside this process reads.
+
+    place: the folder; "" or None for no folder. env: the environment variables with which the rows are named (default:
+    the variables of this process). A worker process has more variables than the process that names the rows.
+    """
+    global _in_use
+    _in_use = (Path(place), settings(os.environ if env is None else env)) if place else None
+
+
+def in_use() -> tuple[Path, Mapping[str, str]] | None:
+    """Returns (the folder of finished rows that a search inside this process may read, such as the search for the plan
+    of `remat.policy=auto`; the environment variables in their names). None if the process compiles everything."""
+    return _in_use
+
+
+def settings(env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables that change a compiled program or the available memory."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _OWN_VARIABLES and (name in _VARIABLES or name.startswith(_PREFIXES))
+    }
 
 
 def key(
@@ -102,15 +132,10 @@ def key(
         factory: where to import the function that makes the program, such as "module:function".
         choice: a digest of the sources that choose settings left open by the config, or "".
     """
-    env = os.environ if env is None else env
-    settings = {
-        name: value
-        for name, value in env.items()
-        if name not in _OWN_VARIABLES and (name in _VARIABLES or name.startswith(_PREFIXES))
-    }
+    given = settings(os.environ if env is None else env)
     # Several machines may share a home folder, and `local` means different devices on each.
     machine = platform.node() if measure or base_name(target) in ("local", "cpu") else ""
-    parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, settings, machine, choice]
+    parts = [LAYOUT, factory, dict(config), target, dict(versions), sources, measure, given, machine, choice]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bytescope.memory.devices import compile_cache, xla_flags
+from bytescope.memory.devices import compile_cache, machine_code, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import FullRemat, RematLog, hold_back_log, read_full_remats, read_remat_log
 from bytescope.memory.devices.platform import accelerator
@@ -221,7 +221,11 @@ def compile_lowered(
         if described or _PASS_DUMPS.get():
             settings.enter_context(_disabled_compilation_cache())
         read_settings = settings.enter_context(_memory_settings(device_memory_bytes if described else None))
-        result = _compile_or_load(lowered, _with_trial(options or {}), exact and not described)
+        given = _with_trial(options or {})
+        if described and devices:
+            result = _compile_without_code(lowered, given, machine_code.options_without(devices[0]))
+        else:
+            result = _compile_or_load(lowered, given, exact and not described)
     module, assignment = (b"", b"") if result.proto else _serialize_module_and_buffers(result.compiled)
     return Compilation(
         proto=result.proto,
@@ -343,6 +347,23 @@ def _compile_or_load(lowered: LoweredStage, options: Mapping[str, Any], exact: b
     if result.proto and result.entry is not None:
         stats_json = dataclasses.asdict(result.stats) if result.stats else None
         result.entry.save_proto(program, result.proto, {"stats": stats_json, "notes": result.notes})
+    return result
+
+
+def _compile_without_code(
+    lowered: LoweredStage, options: Mapping[str, Any], without_code: Mapping[str, Any]
+) -> _CompileResult:
+    """Compiles a program for devices that are not present.
+
+    options: compiler options. without_code: further compiler options, which leave out the machine code
+    (`machine_code`). If the compile fails, it is repeated without them.
+    """
+    if not without_code:
+        return _compile(lowered, options)
+    with contextlib.suppress(Exception):
+        return _compile(lowered, {**without_code, **options})
+    result = _compile(lowered, options)
+    machine_code.remove_kernels(without_code)  # only these options failed, perhaps because the file is damaged
     return result
 
 

@@ -37,7 +37,7 @@ from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import Finding
 from bytescope.memory.report.host_notice import resident_term
 from bytescope.memory.units import human
-from bytescope.train.checkpoints.checkpoint import portable, shard_bytes, write_limit
+from bytescope.train.checkpoints.saved_state import portable, shard_bytes, write_limit
 from bytescope.train.step.state import TrainState
 
 # Orbax's `StandardCheckpointHandler`: maximum bytes that one process reads at once.

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.adapters.trainers import is_adapted
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from bytescope.memory.compare.prepared_program import PreparedProgram
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.formulas.model_facts import ModelFacts
+
+
+# Flags whose output needs the compiled program, not only its report.
+_NEED_PROGRAM = ("formulas", "run", "allocators", "try_remedies", "export")
+# The packages whose code makes a report.
+_SOURCES = ("bytescope.configs", "bytescope.memory", "bytescope.model", "bytescope.train")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,18 +104,70 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _report_step(args: argparse.Namespace) -> int:
+    from bytescope.memory.compare import row_cache
     from bytescope.memory.devices import targets
-    from bytescope.memory.findings.host_findings import with_host_memory
     from bytescope.memory.report.allocator_table import check_target
-    from bytescope.train.plan import run_peak
+
+    target = targets.parse(args.target, TRAIN_FRACTION)
+    if args.allocators:
+        check_target(target.to_json())
+    name = _cache_name(args, target)
+    if target.is_described:
+        row_cache.use(row_cache.folder())
+    finished = row_cache.read(row_cache.folder(), name) if name else None
+    if finished is not None:
+        report = dataclasses.replace(
+            ReportRecord.from_json(finished["report"]), point_seconds=tuple(finished["point_seconds"])
+        )
+        report_command.show(report, args.verbose, finished["choices"])
+        return _finish(args, report, b"", {"batch": finished["batch"]})
+    return _compile_and_report(args, target, name)
+
+
+def _cache_name(args: argparse.Namespace, target: Target) -> str:
+    """Returns the name of the finished report in the cache of rows. It depends on everything that a report depends on:
+    the whole config, the target, versions, environment, rates and all of this package's source files. Returns "" if the
+    report is not cached: for devices of this machine, for configs that name files, and with flags that need the
+    compiled program."""
+    from bytescope.memory.compare import row_cache
+    from bytescope.memory.compare.jobs import Jobs
+    from bytescope.memory.seconds import rates
+    from bytescope.train.plan.config_factory import FACTORY, names_files
+    from bytescope.train.program import config_files as configs
+
+    if not target.is_described or any(getattr(args, flag) for flag in _NEED_PROGRAM):
+        return ""
+    resolved = configs.load_flat(args.config, args.overrides)
+    if names_files(resolved):
+        return ""
+    sources = row_cache.digest_files(row_cache.source_files(_SOURCES))
+    # A report shows the paths of source files.
+    place = Path(row_cache.__file__).parents[2]
+    given = [str(place), args.config, list(args.overrides), args.host_memory, args.processes_per_node, rates.digest()]
+    jobs = Jobs(FACTORY, more_sources=f"{sources} {given}")
+    return f"{jobs.name(resolved, target.name)}-report"
+
+
+def _finish(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> int:
+    report_command.write_files(args, report, proto, more)
+    code = report_command.verdict(args, report)
+    if code == DOES_NOT_FIT:
+        _show_advice(report, args)
+    return code
+
+
+def _compile_and_report(args: argparse.Namespace, target: Target, name: str) -> int:
+    """Compiles the step, prints its report and writes the requested files; returns the exit code.
+
+    name: the name by which the finished report is cached, "" to not cache it.
+    """
+    from bytescope.memory.compare import row_cache
+    from bytescope.memory.findings.host_findings import with_host_memory
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
     from bytescope.train.plan.run_host_terms import checkpoint_findings, run_host_memory
     from bytescope.train.program import config_files as configs
 
-    target = targets.parse(args.target, TRAIN_FRACTION)
-    if args.allocators:
-        check_target(target.to_json())
     program = build_program(args.config, args.overrides, target)
     prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
@@ -119,21 +178,28 @@ def _report_step(args: argparse.Namespace) -> int:
         report = dataclasses.replace(report, findings=(*report.findings, *checkpoint_findings(program, target)))
     if args.try_remedies:
         report = with_tried_remedies(args, target, prepared, report)
+    if name:
+        finished = {
+            "status": "ok",
+            "report": report.to_json(),
+            "point_seconds": report.point_seconds,
+            "choices": prepared.choices,
+            "batch": prepared.batch,
+        }
+        row_cache.write(row_cache.folder(), name, finished)
     report_command.show(report, args.verbose, prepared.choices)
     more: dict[str, Any] = {"batch": prepared.batch}
     if args.formulas and prepared.facts:
         more["formula"] = _show_formulas(report, prepared.facts, compilation.jaxpr)
     if args.run or args.allocators:
+        from bytescope.train.plan import run_peak
+
         others = run_peak.other_programs(program)
     if args.run:
         more["run"] = _show_peaks_of_run(report, run_peak.peaks(program, others))
     if args.allocators:
         more["allocators"] = report_command.show_allocators(report, run_peak.run_calls(report, others))
-    report_command.write_files(args, report, compilation.proto, more)
-    code = report_command.verdict(args, report)
-    if code == DOES_NOT_FIT:
-        _show_advice(report, args)
-    return code
+    return _finish(args, report, compilation.proto, more)
 
 
 def with_tried_remedies(

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.compare import row_cache, what_if
@@ -110,7 +109,7 @@ class ConfigFactory(ProgramFactory):
 
         If one of these files changes, cached results are not used any more.
         """
-        return row_cache.source_files(program_modules())
+        return row_cache.source_files(PROGRAM_MODULES)
 
     def choosing_sources(self, resolved: Mapping[str, Any]) -> Sequence[Path]:
         """Returns the source files whose code chooses, for `remat.policy=auto`, which tensors each layer saves; () if
@@ -120,7 +119,7 @@ class ConfigFactory(ProgramFactory):
 
         resolved: the whole config, dotted key -> value.
         """
-        return row_cache.source_files(plan_modules()) if resolved.get(POLICY) == AUTO else ()
+        return row_cache.source_files(PLAN_MODULES) if resolved.get(POLICY) == AUTO else ()
 
     def split_options(
         self, overrides: Mapping[str, Any], target: Target
@@ -211,35 +210,20 @@ class ConfigFactory(ProgramFactory):
 FACTORY = ConfigFactory()
 
 
-def program_modules() -> tuple[ModuleType, ...]:
-    """Returns the modules and packages whose code determines a training step, or the figures of the step in `compare`.
-
-    If this code changes, cached results are not used any more. A package stands for all its modules. Searches, views,
-    commands and the training loop are not included.
-    """
-    from bytescope import model
-    from bytescope.memory import formulas
-    from bytescope.memory.remat import layer_discovery, layer_graph, layer_values, named_block
-    from bytescope.train import parallel, pipeline, program, step
-    from bytescope.train.data import batch_algebra
-    from bytescope.train.plan import block_description, config_factory, config_facts, run_peak
-
-    return (
-        *(model, formulas, layer_discovery, layer_graph, layer_values, named_block),
-        *(parallel, pipeline, program, step, batch_algebra),
-        *(block_description, config_factory, config_facts, run_peak),
-    )
-
-
-def plan_modules() -> tuple[ModuleType, ...]:
-    """Returns the modules and packages whose code chooses, for `remat.policy=auto`, which tensors each layer saves.
-
-    If this code changes, cached results are not used any more. A package stands for all its modules.
-    """
-    from bytescope.memory import remat, seconds
-    from bytescope.train.plan import config_grid, remat_auto
-
-    return remat, seconds, config_grid, remat_auto
+# The modules whose code determines a training step, or the figures of the step in `compare`. If this code changes,
+# cached results are not used any more. A package stands for all its modules. Searches, views, commands and the training
+# loop are not included.
+PROGRAM_MODULES = (
+    *("bytescope.model", "bytescope.memory.formulas"),
+    *(f"bytescope.memory.remat.{name}" for name in ("layer_discovery", "layer_graph", "layer_values", "named_block")),
+    *(f"bytescope.train.{name}" for name in ("parallel", "pipeline", "program", "step", "data.batch_algebra")),
+    *(f"bytescope.train.plan.{name}" for name in ("block_description", "config_factory", "config_facts", "run_peak")),
+)
+# The modules whose code chooses, for `remat.policy=auto`, which tensors each layer saves.
+PLAN_MODULES = (
+    *("bytescope.memory.remat", "bytescope.memory.seconds"),
+    *("bytescope.train.plan.config_grid", "bytescope.train.plan.remat_auto"),
+)
 
 
 def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
@@ -270,14 +254,32 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
     """Checks the values of a config as far as this is possible without knowing the devices. `overrides`: pairs (dotted
     key, text).
 
+    That a config has passed is kept in the cache, because checking imports jax and the model, which a command does not
+    need if all its answers are in the cache.
+
     Raises:
         ValueError: a value of the config is invalid on every target. The error has an `exit_code`.
     """
+    from bytescope.memory.devices.compiler import versions
+
+    flat = configs.load_flat(name, overrides)
+    sources = row_cache.digest_files(row_cache.source_files(PROGRAM_MODULES))
+    passed = row_cache.key(flat, "", versions(), sources, measure=False) + "-check"
+    if not names_files(flat) and row_cache.read(row_cache.folder(), passed):
+        return
     from bytescope.train.program.checks import check_without_devices
     from bytescope.train.program.program_settings import read_settings
 
     with config_mistakes():
         check_without_devices(read_settings(configs.load(name, overrides)))
+    if not names_files(flat):
+        row_cache.write(row_cache.folder(), passed, {"status": "ok"})
+
+
+def names_files(flat: Mapping[str, Any]) -> bool:
+    """Returns whether a value of a config is the path of a file or folder. What a program computes may then depend on
+    its content. `flat`: the whole config, dotted key -> value."""
+    return any(isinstance(value, str) and value and Path(value).exists() for value in flat.values())
 
 
 def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Target) -> Program:

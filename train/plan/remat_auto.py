@@ -4,6 +4,7 @@ The search is in memory/remat/remat_search.py. This module compiles the plans th
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +12,14 @@ import jax
 from ml_collections import ConfigDict
 
 from bytescope.memory.analysis import report_of
+from bytescope.memory.compare import row_cache
+from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
+from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, PlanFigures, RematProblem
 from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, rates, step_prediction
@@ -23,6 +28,7 @@ from bytescope.model.remat.policies import AUTO
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
+from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.checks import check
@@ -70,7 +76,6 @@ class Compiler:
         target: the same devices as a target, with their memory limit.
         rates: the FLOP/s and bytes/s of the devices.
         full: the program that recomputes every block.
-        report: the memory report of `full`.
     """
 
     config: ConfigDict
@@ -79,8 +84,22 @@ class Compiler:
 
     def __post_init__(self):
         self.rates = figures_of(self.target)
+        self._jobs: Jobs | None = None
         self.full = self.program({"remat.policy": FULL})
-        self.report = self._report(self.full)
+        self._full_row = self._finished_row({"remat.policy": FULL})
+
+    @functools.cached_property
+    def report(self) -> ReportRecord:
+        """The memory report of `full`. It is compiled when it is first needed."""
+        return self._report(self.full)
+
+    @property
+    def overhead(self) -> int:
+        """Bytes that the program `full` needs in the allocator's pool beside the bytes that XLA allocates for it."""
+        row = self._full_row
+        if row is not None:
+            return row["predicted_bytes"] - row["allocated_bytes"]
+        return self.report.predicted_bytes - self.report.allocated_bytes
 
     def program(self, keys: Mapping[str, str]) -> Program:
         """Returns the program of the config after the given keys are set.
@@ -100,18 +119,38 @@ class Compiler:
 
     def _figures(self, plan: LayerPlan) -> PlanFigures:
         keys = plan_keys(plan)
+        row = self._finished_row(keys)
+        if row is not None:
+            by_phase = self._row_by_phase(row)
+            recomputed = sum(row["work"]["recompute"]["flops"].values())
+            return PlanFigures(row["allocated_bytes"], row["host_bytes"], sum(by_phase.values()), recomputed)
         try:
             full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
             report = self.report if full else self._report(self.program(keys))
         except ValueError as error:  # the search skips a plan that cannot run
             return PlanFigures(status=" ".join(str(error).split()))
-        seconds = sum(self._predict_seconds_by_phase(report).values())
+        seconds = sum(self._predict_by_phase(report.schedule, report.work).values())
         recomputed = sum(report.work["recompute"]["flops"].values())
         return PlanFigures(report.allocated_bytes, report.host_bytes, seconds, recomputed)
 
-    def _predict_seconds_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
-        predicted = step_prediction.predict(report.schedule, self.target) if self.rates is not NOMINAL else None
-        return predicted.by_phase if predicted else roofline.seconds(report.work, self.rates).by_phase
+    def _finished_row(self, keys: Mapping[str, str]) -> Mapping[str, Any] | None:
+        """Returns the row of a comparison for the program with these keys; None if the cache does not have it.
+        A comparison or a search often compiles the same policies as the search for a plan."""
+        cache = row_cache.in_use()
+        if cache is None or not self.target.is_described:
+            return None
+        if self._jobs is None:
+            self._jobs = Jobs(FACTORY)
+        resolved = flatten(with_keys(self.config, keys))
+        return row_cache.read(cache[0], self._jobs.name(resolved, self.target.name, env=cache[1]))
+
+    def _row_by_phase(self, row: Mapping[str, Any]) -> Mapping[str, float]:
+        return self._predict_by_phase(schedule_records.from_json(row["schedule"]), row["work"])
+
+    def _predict_by_phase(self, schedule: Steps, work: Mapping[str, Any]) -> Mapping[str, float]:
+        """Predicts the seconds of each phase of one call of the step."""
+        predicted = step_prediction.predict(schedule, self.target) if self.rates is not NOMINAL else None
+        return predicted.by_phase if predicted else roofline.seconds(work, self.rates).by_phase
 
     def problem(self) -> RematProblem:
         """Returns the input of the search for remat plans (which tensors each layer saves): the graph of a block, the
@@ -120,10 +159,14 @@ class Compiler:
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
         policies = {name: names for name, names in fixed_policies().items() if names is not None}
+        if self._full_row is not None:
+            by_phase = self._row_by_phase(self._full_row)
+        else:
+            by_phase = self._predict_by_phase(self.report.schedule, self.report.work)
         moving = config.remat.auto_offload and self.target.platform != "cpu" and not self.full.stages
         return RematProblem.on_target(
             describe_block(scanned),
-            self._predict_seconds_by_phase(self.report),
+            by_phase,
             micro_steps,
             self.rates,
             self.target,
@@ -228,8 +271,7 @@ def _search_plan(
     Raises:
         DoesNotFit: no plan fits the memory budget.
     """
-    overhead = compiler.report.predicted_bytes - compiler.report.allocated_bytes
-    budget = budget_of(budget_text, agree(compiler.target.limit_bytes - overhead), "remat.budget")
+    budget = budget_of(budget_text, agree(compiler.target.limit_bytes - compiler.overhead), "remat.budget")
 
     def show(tried: CompiledPlan) -> None:
         compiled = tried.compiled

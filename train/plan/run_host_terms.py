@@ -16,8 +16,8 @@ from bytescope.memory.host.host_terms import program_size, shared_terms
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.records.report_record import POOL, Finding, ReportRecord
 from bytescope.memory.units import MIB
-from bytescope.train.checkpoints.checkpoint import shard_bytes
 from bytescope.train.checkpoints.checkpoint_memory import restore_findings, restore_terms, save_terms, saves_overlap
+from bytescope.train.checkpoints.saved_state import shard_bytes
 from bytescope.train.program.program import Program
 from bytescope.train.step.optimizer.host_offload import device_bytes
 

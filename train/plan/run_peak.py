@@ -13,7 +13,6 @@ from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report.allocator_table import CALLS
-from bytescope.train.generate.training_sample import sample_bytes
 from bytescope.train.program.program import Program, init_state
 from bytescope.train.step.optimizer.host_offload import device_bytes, device_sizes, jit_leaves, leaf_groups
 
@@ -50,6 +49,9 @@ def other_programs(program: Program) -> list[ProgramCall]:
         ),
     ]
     if program.config.train.sample_tokens:
+        # Imported here, because it imports generation and the data pipeline, which a report does not need.
+        from bytescope.train.generate.training_sample import sample_bytes
+
         params = tuple(device_sizes(program.state.model_params))
         out.append(ProgramCall("sample", state=params, temp=sample_bytes(program)))
     return out

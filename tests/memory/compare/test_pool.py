@@ -88,9 +88,9 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_is_none(tmp_path):
 def listed_modules():
     """Every list of modules of whose files a row's name is a digest, by what they do."""
     return {
-        "row": row_cache.making_rows(),
-        "program": config_factory.program_modules(),
-        "plan": config_factory.plan_modules(),
+        "row": row_cache.MAKING_ROWS,
+        "program": config_factory.PROGRAM_MODULES,
+        "plan": config_factory.PLAN_MODULES,
     }
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bytescope.train.checkpoints import checkpoint
-from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums, describe, portable
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums, describe
+from bytescope.train.checkpoints.saved_state import portable
 from bytescope.train.run.feed import calls
 from bytescope.train.user_errors import UserError
 from support.exhaustive import exhaustive

@@ -15,7 +15,7 @@ from orbax.checkpoint._src.serialization import replica_slices
 from bytescope.memory.host import host_ledger
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.host.process_memory import host_phase, phase_peaks, resident
-from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums, portable, shard_bytes, write_limit
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, checksums
 from bytescope.train.checkpoints.checkpoint_memory import (
     array_shares,
     expect_restore,
@@ -26,6 +26,7 @@ from bytescope.train.checkpoints.checkpoint_memory import (
     saves_overlap,
     stored_chunks,
 )
+from bytescope.train.checkpoints.saved_state import portable, shard_bytes, write_limit
 from bytescope.train.step.state import TrainState
 from support.toy import first_state, small_program
 

@@ -9,7 +9,8 @@ import pytest
 
 from bytescope.memory.cost import flops
 from bytescope.model.frozen import dotted, merge_parameters, split_parameters
-from bytescope.train.checkpoints.checkpoint import Checkpoints, Position, portable
+from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
+from bytescope.train.checkpoints.saved_state import portable
 from bytescope.train.program.program import build
 from bytescope.train.step.optimizer.trainable import frozen_names
 from support.exhaustive import exhaustive
