@@ -20,6 +20,7 @@ from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.precision import Precision
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
+from bytescope.model.remat.gradient_order import LAYERS_LATER, finish_gradients
 from bytescope.model.remat.offload import order_offloads, to_device
 from bytescope.model.remat.policies import LayerPolicies, Segment
 from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, read_from_stack, runs_of, split_layers, stack_loads
@@ -329,9 +330,14 @@ class Transformer(nnx.Module):
 
         def layers(x_BLD: jax.Array, states: list[nnx.State], numbers: range) -> tuple[jax.Array, Load | None]:
             loads = []
-            for state, layer in zip(states, numbers):
+            states = list(states)
+            for at, layer in enumerate(numbers):
+                later = at + LAYERS_LATER
+                # The input of the first layer may have no gradient.
+                if layer > 0 and later < len(states) and not segment.policy.offloads:
+                    x_BLD, states[later] = finish_gradients(x_BLD, states[later])
                 with jax.named_scope(f"layer_{layer}"):
-                    x_BLD, load = block(x_BLD, state, layer, key_B, packed)
+                    x_BLD, load = block(x_BLD, states[at], layer, key_B, packed)
                     loads.append(jax.tree.map(lambda leaf: leaf[None], load))
             return x_BLD, stack_loads(loads)
 

@@ -77,8 +77,11 @@ def scoring_of(config: ModelConfig) -> Scoring:
 
 
 def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_B, place: Placement):
-    """Computes attention with the full score matrix in float32. Memory is quadratic in the sequence length. Returns the
-    context [B, L, H, V], V elements per value.
+    """Computes attention with the full score matrix. Memory is quadratic in the sequence length. Returns the context
+    [B, L, H, V], V elements per value.
+
+    The matrix products and their results have the dtype of the queries; scale, cap and softmax are float32, as in
+    transformers' eager attention and in MaxText's `dot_product`.
 
     Args:
       q_BLHK: queries of B sequences, L positions, H heads and K elements.
@@ -94,8 +97,8 @@ def naive(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
     # XLA transposes them, and keeps whole stacks of probabilities twice.
     q_BGRLK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 3)
     k_BGSK, v_BGSK = jnp.moveaxis(k_BSGK, 1, 2), jnp.moveaxis(v_BSGK, 1, 2)
-    scores_BGRLS = jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK, preferred_element_type=jnp.float32)
-    probs_BGRLS = causal_softmax(scoring_of(config)(scores_BGRLS, K), jnp.zeros((0,), v_BSGK.dtype), segments_BL)
+    scores_BGRLS = scoring_of(config)(jnp.einsum("bgrlk,bgsk->bgrls", q_BGRLK, k_BGSK).astype(jnp.float32), K)
+    probs_BGRLS = causal_softmax(scores_BGRLS, jnp.zeros((0,), v_BSGK.dtype), segments_BL)
     if key_B is not None and config.dropout:
         probs_BGRLS = tag(dropout(probs_BGRLS, key_B, config.dropout, "probs_mask"), "probs_dropped")
     context_BGRLK = jnp.einsum("bgrls,bgsk->bgrlk", probs_BGRLS, v_BGSK)

@@ -128,11 +128,11 @@ def test_more_than_none_only_by_what_autodiff_does_not_keep(drawn):
     ],
 )
 def test_the_rows_keep_what_they_say(policy, names, scores, preset):
-    """Policies of matrix products keep them before they get their names, `dots` the float32 scores too."""
+    """Policies of matrix products keep them before they get their names, `dots` the scores too."""
     program = small_program({"remat.policy": policy, "precision.preset": preset, "model.attention": "naive"})
     model, itemsize = program.model, jnp.dtype(program.precision.compute).itemsize
     names = set(names) - {"lse", "attn_out_mask", "mlp_out_mask"}
-    layer = sum(bytes_of(model, asked(names), itemsize).values()) + scores * 4 * B * model.n_heads * L * L
+    layer = sum(bytes_of(model, asked(names), itemsize).values()) + scores * itemsize * B * model.n_heads * L * L
     assert sum(crossing(gradient(program)).values()) == layer * model.n_layers
 
 

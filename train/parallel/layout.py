@@ -258,8 +258,8 @@ class Layout(Placement):
         # Constrained as stored first: otherwise the partitioner may gather `w` before its cast, with twice the bytes.
         stored = self.spec(axes, state=True)
         w = self._constrain(w, stored)
-        experts = "experts" in axes and self._size(self.mesh_axes("expert_width", state=True)) > 1
-        if self.manual == ("stage",) or (experts and not self.manual):
+        gpus = self.mesh.devices.flat[0].platform not in ("cpu", "tpu")
+        if gpus and self._size(AXES) > 1 and self.manual in ((), ("stage",)):
             # XLA's GPU compiler gathers along the first dimension in memory. For that it would not transpose the cast
             # parameters of one layer, but the float32 parameters of all layers before the loop over layers.
             w = jax.shard_map(

@@ -105,34 +105,30 @@ def _nll(logits_V: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]
     return jnp.where(targets != IGNORE, lse - chosen, 0.0), lse
 
 
-def _all_logits(x_BLD: jax.Array, w_head: jax.Array, settings: LossSettings) -> jax.Array:
-    return jnp.einsum(f"bld,{settings.head}->blv", x_BLD, w_head, preferred_element_type=settings.logits)
+def _read_head(w_head: jax.Array, settings: LossSettings) -> jax.Array:
+    # Cast before it is gathered over the devices that share it only in storage.
+    return settings.layout.weight(w_head.astype(settings.compute), settings.along("d_model", "vocab"))
 
 
-def _logits_forward(x_BLD, w_head, settings):
-    return _all_logits(x_BLD, w_head, settings), (None if settings.frozen else x_BLD, w_head)
+def _reduced_first(dx_BLD: jax.Array, dw: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The backward pass of the blocks waits until the head's gradient is reduced. Without the barrier the scheduler
+    # keeps its operands, or the unreduced gradient D x V, on every device until the optimizer runs.
+    return jax.lax.optimization_barrier((dx_BLD, dw))
 
 
-def _logits_backward(settings, residuals, d_BLV):
-    x_BLD, w_head = residuals
-    d_BLV = d_BLV.astype(settings.compute)
-    return (
-        jnp.einsum(f"blv,{settings.head}->bld", d_BLV, w_head),
-        None if settings.frozen else jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_BLV),
-    )
+def _all_logits(x_BLD: jax.Array, narrow: jax.Array, settings: LossSettings) -> jax.Array:
+    logits_BLV = jnp.einsum(f"bld,{settings.head}->blv", x_BLD, narrow, preferred_element_type=settings.logits)
+    logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
+    return _without_padding(soft_cap(logits_BLV, settings.cap), settings)
 
 
-# `_all_logits` with a gradient in the compute dtype, like `chunked`. With autodiff the gradient of the head would have
-# the dtype of the logits, and devices would sum it in that dtype.
-_narrow_logits = jax.custom_vjp(_all_logits, nondiff_argnums=(2,))
-_narrow_logits.defvjp(_logits_forward, _logits_backward)
-
-
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """Returns the sum of negative log-likelihoods in nats, computed from all logits at once.
 
-    The logits take 4 x B x L x V bytes in float32 (B sequences, L tokens per sequence, V vocabulary), and the backward
-    pass needs several arrays of this size.
+    For B sequences, L tokens per sequence and a vocabulary V, the logits take 4 x B x L x V bytes in float32. The
+    backward pass also needs their gradient in the compute dtype. With autodiff the gradients of the logits and of the
+    head would have the dtype of the logits, and devices would sum the gradient of the head in that dtype.
 
     Args:
       x_BLD: output of the last block and final norm.
@@ -140,11 +136,57 @@ def full(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: L
       targets_BL: the tokens to predict, or IGNORE.
       settings: dtypes, shardings and the like.
     """
-    w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
-    all_logits = _narrow_logits if settings.layout.narrows(settings.logits) else _all_logits
-    logits_BLV = all_logits(x_BLD, w_head, settings)
-    logits_BLV = settings.layout(logits_BLV, ("batch", "length", "vocab"))
-    return _nll(_without_padding(soft_cap(logits_BLV, settings.cap), settings), targets_BL)[0].sum()
+    return _nll(_all_logits(x_BLD, _read_head(w_head, settings), settings), targets_BL)[0].sum()
+
+
+def _full_forward(x_BLD, w_head, targets_BL, settings):
+    narrow = _read_head(w_head, settings)
+    logits_BLV = _all_logits(x_BLD, narrow, settings)
+    nll_BL, lse_BL = _nll(logits_BLV, targets_BL)
+    stored_like = jnp.zeros((0,), w_head.dtype)
+    return nll_BL.sum(), (x_BLD, narrow, stored_like, targets_BL, logits_BLV, lse_BL)
+
+
+def _full_backward(settings, residuals, d_total):
+    x_BLD, narrow, stored_like, targets_BL, logits_BLV, lse_BL = residuals
+    d_logits_BLV = _backprop_through_nll(logits_BLV, lse_BL, targets_BL, settings, d_total)
+    # Computed once, for both products.
+    d_logits_BLV = jax.lax.optimization_barrier(settings.layout(d_logits_BLV, ("batch", "length", "vocab")))
+    dx_BLD = jnp.einsum(f"blv,{settings.head}->bld", d_logits_BLV, narrow)
+    if settings.frozen:
+        return dx_BLD, None, None
+    dtype = settings.layout.reduce or settings.compute
+    dw = jnp.einsum(f"bld,blv->{settings.head}", x_BLD, d_logits_BLV, preferred_element_type=dtype)
+    dw = settings.layout.gradient(dw, settings.along("d_model", "vocab")).astype(stored_like.dtype)
+    return *_reduced_first(dx_BLD, dw), None
+
+
+full.defvjp(_full_forward, _full_backward)
+
+
+def _backprop_through_nll(
+    logits_V: jax.Array,
+    lse: jax.Array,
+    targets: jax.Array,
+    settings: LossSettings,
+    d_nll: jax.Array | float = 1.0,
+) -> jax.Array:
+    """Returns the gradient of the logits before the cap, [..., V] in the compute dtype, computed in float32.
+
+    Args:
+      logits_V: the capped logits of V tokens, [..., V].
+      lse: log of the softmax denominator of each position, float32 [...].
+      targets: the tokens to predict, or IGNORE, [...].
+      settings: the cap and the dtypes.
+      d_nll: float32 gradient of the sum of negative log-likelihoods.
+    """
+    logits_V = logits_V.astype(jnp.float32)
+    vocabulary_V = jax.lax.broadcasted_iota(jnp.int32, logits_V.shape, logits_V.ndim - 1)
+    d_logits_V = jnp.exp(logits_V - lse[..., None]) - (vocabulary_V == targets[..., None])
+    if settings.cap:
+        # Padding logits are very large negative numbers: without the clamp their square would overflow.
+        d_logits_V *= 1.0 - jnp.square(jnp.maximum(logits_V / settings.cap, -1.0))
+    return jnp.where((targets != IGNORE)[..., None], d_nll * d_logits_V, 0.0).astype(settings.compute)
 
 
 def _split_into_chunks(x: jax.Array, settings: LossSettings, fill=0) -> jax.Array:
@@ -174,13 +216,6 @@ def _chunk_logits(x_RBCD: jax.Array, w_head: jax.Array, settings: LossSettings) 
     return _without_padding(soft_cap(logits_RBCV, settings.cap), settings)
 
 
-def _backprop_through_softcap(d_logits_RBCV: jax.Array, logits_RBCV: jax.Array, settings: LossSettings) -> jax.Array:
-    if not settings.cap:
-        return d_logits_RBCV
-    # Padding logits are very large negative numbers: without the clamp their square would overflow.
-    return d_logits_RBCV * (1.0 - jnp.square(jnp.maximum(logits_RBCV.astype(jnp.float32) / settings.cap, -1.0)))
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings: LossSettings) -> jax.Array:
     """Returns the sum of negative log-likelihoods in nats, computed from the logits of one chunk of positions at a
@@ -195,11 +230,11 @@ def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings
       targets_BL: the tokens to predict, or IGNORE.
       settings: the chunk size, dtypes, shardings and the like.
     """
-    w_head = settings.layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
+    narrow = _read_head(w_head, settings)
 
     def chunk(total, xs):
         x_RBCD, targets_RBC = xs
-        return total + _nll(_chunk_logits(x_RBCD, w_head, settings), targets_RBC)[0].sum(), None
+        return total + _nll(_chunk_logits(x_RBCD, narrow, settings), targets_RBC)[0].sum(), None
 
     xs = (_split_into_chunks(x_BLD, settings), _split_into_chunks(targets_BL, settings, IGNORE))
     return jax.lax.scan(chunk, jnp.zeros((), jnp.float32), xs)[0]
@@ -207,18 +242,15 @@ def chunked(x_BLD: jax.Array, w_head: jax.Array, targets_BL: jax.Array, settings
 
 def _chunked_forward(x_BLD, w_head, targets_BL, settings):
     layout = settings.layout
-    narrow = layout(w_head.astype(settings.compute), settings.along(None, "vocab"))
-    sums, V = ("rank", *settings.along(None, "vocab")), w_head.shape[settings.head.index("v")]
+    narrow = _read_head(w_head, settings)
+    sums = ("rank", *settings.along(None, "vocab"))
 
     def chunk(carry, xs):
         total, dw = carry
         x_RBCD, targets_RBC = xs
         logits_RBCV = _chunk_logits(x_RBCD, narrow, settings)
         nll_RBC, lse_RBC = _nll(logits_RBCV, targets_RBC)
-        vocabulary_V = jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, V), 3)
-        d_logits_RBCV = jnp.exp(logits_RBCV - lse_RBC[..., None]) - (vocabulary_V == targets_RBC[..., None])
-        d_logits_RBCV = _backprop_through_softcap(d_logits_RBCV, logits_RBCV, settings)
-        d_logits_RBCV = jnp.where((targets_RBC != IGNORE)[..., None], d_logits_RBCV, 0.0).astype(settings.compute)
+        d_logits_RBCV = _backprop_through_nll(logits_RBCV, lse_RBC, targets_RBC, settings)
         dx_RBCD = jnp.einsum(f"rbcv,{settings.head}->rbcd", d_logits_RBCV, narrow)
         if settings.frozen:
             return (total + nll_RBC.sum(), None), dx_RBCD
@@ -238,9 +270,7 @@ def _chunked_forward(x_BLD, w_head, targets_BL, settings):
     dw = layout.reduced(dw)
     dw = jax.lax.reduce(dw, jnp.zeros((), dw.dtype), jax.lax.add, (0,))
     dw = layout.gradient(dw, settings.along("d_model", "vocab")).astype(w_head.dtype)
-    # The backward pass of the blocks waits until the head's gradient is reduced. Without the barrier the scheduler
-    # keeps the unreduced gradient, D x V, on every device until the optimizer runs.
-    return total, jax.lax.optimization_barrier((dx_BLD, dw))
+    return total, _reduced_first(dx_BLD, dw)
 
 
 def _chunked_backward(settings, residuals, d_total):

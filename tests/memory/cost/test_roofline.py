@@ -242,7 +242,7 @@ def test_flops_by_phase_and_dtype():
         ("backward", "tf32"): full.model_flops // 3 * 2,
         ("recompute", "tf32"): full.recomputed,
     }
-    assert {dtype for _, dtype in by(precision__preset="fp16").by} == {"fp16", "tf32"}
+    assert {dtype for _, dtype in by(precision__preset="fp16").by} == {"fp16"}
     muon = by(remat__policy="none", optimizer__name="muon", precision__preset="bf16")
     assert {phase for phase, _ in muon.by} == {"forward", "backward", "optimizer"}
     assert muon.by["forward", "bf16"] == full.by["forward", "tf32"]

@@ -164,5 +164,5 @@ def test_gradients_of_one_layer_are_all_there_are():
     }
     assert largest[False] > 0.9 * stack and largest[True] < 3 * stack / 16
     temp = {fused: report.xla.temp_bytes for fused, report in reports.items()}
-    assert temp[False] - temp[True] > 0.75 * stack
+    assert temp[False] - temp[True] > 0.7 * stack
     assert reports[True].xla.argument_bytes - reports[True].xla.alias_bytes < 4096  # updated in place

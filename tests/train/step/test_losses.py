@@ -86,12 +86,13 @@ def test_capped_logits(kind):
     ],
     ids=str,
 )
-def test_sharded_equals_unsharded(mesh):
+@pytest.mark.parametrize("kind", LOSSES)
+def test_sharded_equals_unsharded(kind, mesh):
     x, w, targets = problem(L=12 if "context" in mesh else 13)
     here = settings(2 if "context" in mesh else 4, 4, **mesh)
 
     def run(x, w):
-        return LOSSES["chunked"](x, w, targets, here)
+        return LOSSES[kind](x, w, targets, here)
 
     placed = (
         jax.device_put(x, here.layout.sharding(("batch", "length", None))),
@@ -139,13 +140,25 @@ def test_chunked_never_holds_the_logits_array():
         assert "40]" in text and "4,64,40]" not in text and "256,40]" not in text
 
 
-def test_sums_are_float32_under_bf16():
+@pytest.mark.parametrize("kind", LOSSES)
+def test_sums_are_float32_under_bf16(kind):
+    """Value and gradients equal those of the formula in float32, applied to the same rounded values."""
     x, w, targets = problem()
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16).astype(jnp.float32)
     narrow = settings(4, compute=jnp.bfloat16)
-    run = jax.value_and_grad(lambda x, w: LOSSES["chunked"](x, w, targets, narrow), (0, 1))
-    value, grads = run(x.astype(jnp.bfloat16), w)
+    value, grads = jax.value_and_grad(lambda x, w: LOSSES[kind](x, w, targets, narrow), (0, 1))(x, w)
     assert value.dtype == jnp.float32 and grads[1].dtype == jnp.float32 and grads[0].dtype == jnp.bfloat16
-    np.testing.assert_allclose(value, reference(x, w, targets), rtol=1e-2)
+    want = jax.value_and_grad(reference, (0, 1))(x.astype(jnp.float32), w, targets)
+    np.testing.assert_allclose(value, want[0], rtol=1e-6)
+    for one, other in zip(grads, want[1]):  # the gradient of the logits and the results are rounded to bfloat16
+        np.testing.assert_allclose(one.astype(jnp.float32), other, rtol=2e-2, atol=1e-2 * float(jnp.abs(other).max()))
+
+
+def test_a_gradient_of_all_logits_has_the_compute_dtype():
+    x, w, targets = problem()
+    run = jax.grad(lambda x, w: LOSSES["full"](x, w, targets, settings(4, compute=jnp.bfloat16)), (0, 1))
+    products = re.findall(r"(\w+)\[[\d,]+\] = dot_general", str(jax.make_jaxpr(run)(x.astype(jnp.bfloat16), w)))
+    assert products == ["f32", "bf16", "bf16"]  # the logits, then the gradients of their inputs and of the head
 
 
 def test_ignored_targets_are_not_counted():
