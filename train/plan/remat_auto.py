@@ -12,8 +12,6 @@ import jax
 from ml_collections import ConfigDict
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.compare import row_cache
-from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
@@ -28,7 +26,6 @@ from bytescope.model.remat.policies import AUTO
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
-from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import plan_keys
 from bytescope.train.plan.run_peak import loop_overhead
 from bytescope.train.program.checks import check
@@ -64,6 +61,16 @@ def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
     return out
 
 
+# Returns the worker's JSON record of a program that was compiled before, None if it was not. Argument: the whole
+# config, dotted key -> value.
+Rows = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
+
+
+def no_rows(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The default of `Rows`: no program was compiled before."""
+    return None
+
+
 @dataclasses.dataclass
 class Compiler:
     """Compiles remat plans (which tensors each layer saves) of one config for given devices.
@@ -75,16 +82,18 @@ class Compiler:
         devices: the devices to compile for.
         target: the same devices as a target, with their memory limit.
         rates: the FLOP/s and bytes/s of the devices.
+        rows: returns the row of a comparison for a whole config (dotted key -> value), None if the program was not
+            compared. A comparison or a search often compiles the same policies as the search for a plan.
         full: the program that recomputes every block.
     """
 
     config: ConfigDict
     devices: Sequence[jax.Device]
     target: targets.Target
+    rows: Rows = no_rows
 
     def __post_init__(self):
         self.rates = figures_of(self.target)
-        self._jobs: Jobs | None = None
         self.full = self.program({"remat.policy": FULL})
         self._full_row = self._finished_row({"remat.policy": FULL})
 
@@ -134,15 +143,7 @@ class Compiler:
         return PlanFigures(report.allocated_bytes, report.host_bytes, seconds, recomputed)
 
     def _finished_row(self, keys: Mapping[str, str]) -> Mapping[str, Any] | None:
-        """Returns the row of a comparison for the program with these keys; None if the cache does not have it.
-        A comparison or a search often compiles the same policies as the search for a plan."""
-        cache = row_cache.in_use()
-        if cache is None or not self.target.is_described:
-            return None
-        if self._jobs is None:
-            self._jobs = Jobs(FACTORY)
-        resolved = flatten(with_keys(self.config, keys))
-        return row_cache.read(cache[0], self._jobs.name(resolved, self.target.name, env=cache[1]))
+        return self.rows(flatten(with_keys(self.config, keys)))
 
     def _row_by_phase(self, row: Mapping[str, Any]) -> Mapping[str, float]:
         return self._predict_by_phase(schedule_records.from_json(row["schedule"]), row["work"])
@@ -183,6 +184,7 @@ def settled_program(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
     target: targets.Target | None = None,
+    rows: Rows = no_rows,
 ) -> Program:
     """Returns the training program of a config. `remat.policy=auto` is replaced by a plan (which tensors each layer
     saves) that fits the memory budget.
@@ -194,13 +196,14 @@ def settled_program(
         agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
             The default is for one process.
         target: the devices as a target, with the memory that programs can use; None if it follows from the devices.
+        rows: finds the figures of programs that were compiled before.
 
     Raises:
         DoesNotFit: no plan fits the memory budget.
         ValueError: the config cannot run on the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    settings, decided = settle(read_settings(config), devices, tell, agree, target)
+    settings, decided = settle(read_settings(config), devices, tell, agree, target, rows)
     return assemble(check(settings, devices), decided)
 
 
@@ -210,6 +213,7 @@ def settle(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
     target: targets.Target | None = None,
+    rows: Rows = no_rows,
 ) -> tuple[Settings, str]:
     """Replaces `remat.policy=auto` in the settings by a plan (which tensors each layer saves) that fits the memory
     budget.
@@ -227,6 +231,7 @@ def settle(
         agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
             The default is for one process.
         target: the devices as a target, with the memory that programs can use; None if it follows from the devices.
+        rows: finds the figures of programs that were compiled before.
 
     Raises:
         DoesNotFit: no plan fits the memory budget.
@@ -252,7 +257,7 @@ def settle(
                 f"remat.{key}: give one of the two"
             )
     target = target or targets.from_devices(devices, TRAIN_FRACTION)
-    keys, line = _search_plan(Compiler(settings.config, devices, target), remat.budget, tell, agree)
+    keys, line = _search_plan(Compiler(settings.config, devices, target, rows), remat.budget, tell, agree)
     return read_settings(with_keys(settings.config, keys)), line
 
 

@@ -216,6 +216,7 @@ def test_the_first_process_decides():
         settled_program(config, jax.devices()[:1], agree=lambda value: "none")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.oracle("cuda")
 def test_the_search_reads_the_rows_of_a_comparison(tmp_path, monkeypatch):
     """A policy that a comparison has compiled is not compiled again, and the plan is the same."""
