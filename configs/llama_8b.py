@@ -4,7 +4,7 @@
     bytescope report llama_8b h100:8
 
 Hardware: 8 H100 of one host (described device; not yet measured on hardware).
-Memory: peak 18.60 GiB, allocated 18.60 GiB, predicted in use 18.64 GiB per device, of 72.78 GiB available;
+Memory: peak 18.60 GiB, allocated 18.60 GiB, predicted in use 18.73 GiB per device, of 72.78 GiB available;
   jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
