@@ -4,8 +4,8 @@
     bytescope report deepseek_v3 h100:256x8
 
 Hardware: 2048 H100 on 256 hosts (described device; not yet measured on hardware).
-Memory: peak 25.01 GiB, allocated 25.13 GiB, predicted in use 25.16 GiB per device, of 72.78 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
+Memory: peak 24.95 GiB, allocated 25.07 GiB, predicted in use 25.11 GiB per device, of 72.78 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 
 Sizes, routing, optimizer settings and initial values are those of the paper (sections 4.2 and 2.1.2). Its layout and

@@ -1,6 +1,7 @@
 """The scripts for a card: verdicts, calibration and ladders on made-up answers, and one row really run on the CPU."""
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -22,8 +23,9 @@ def scripts(monkeypatch):
     import accuracy
     import frontier
     import rows
+    import tables
 
-    return argparse.Namespace(accuracy=accuracy, frontier=frontier, rows=rows)
+    return argparse.Namespace(accuracy=accuracy, frontier=frontier, rows=rows, tables=tables)
 
 
 def answer(measured=10 * GIB, **fields):
@@ -108,6 +110,20 @@ def test_every_row_of_the_grids_is_a_config_that_can_be_built(scripts):
     for grid in scripts.accuracy.GRIDS:
         for row in scripts.accuracy.rows_of(grid, chosen):
             load(row.config, list(row.keys.items()))
+
+
+def test_what_an_h100_measured_is_what_was_predicted(scripts):
+    """The rows of tests/gpu/measured, and the figures that README.md states of them."""
+    lines = scripts.tables.lines_of("h100")
+    found = scripts.tables.summary(lines)
+    assert {line.name for line in lines} <= {row.name for row in scripts.accuracy.POLICY_ROWS}
+    assert (found["rows"], found["bytes within 1 %"], found["seconds within 10 %"]) == (38, 31, 34)
+    assert found["pairs of one config in the right order"] == "142 of 142"
+    assert all(abs(line.compiled_error) < 0.01 for line in lines if line.measured > GIB)
+    table = scripts.tables.markdown(lines)
+    assert table in (FOLDER.parent / "bench/RESULTS.md").read_text()
+    slow = [dataclasses.replace(line, predicted_seconds=1 / line.predicted_seconds) for line in lines]
+    assert scripts.tables.ordered(slow)[0] < scripts.tables.ordered(lines)[0] / 10
 
 
 def test_every_rung_can_be_built_tiny_with_its_levers(scripts):
