@@ -4,8 +4,8 @@
     bytescope report gpt2_xl h200
 
 Hardware: one H200 (described device; not yet measured on hardware).
-Memory: peak 53.65 GiB, allocated 53.65 GiB, predicted in use 53.68 GiB per device, of 128.62 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Memory: peak 53.65 GiB, allocated 53.65 GiB, predicted in use 53.78 GiB per device, of 128.62 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
 

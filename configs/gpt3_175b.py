@@ -4,8 +4,8 @@
     bytescope report gpt3_175b a100-80g:16x8
 
 Hardware: 128 A100 80 GB on 16 hosts (described device; not yet measured on hardware).
-Memory: peak 31.70 GiB, allocated 31.93 GiB, predicted in use 31.94 GiB per device, of 72.82 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Memory: peak 29.59 GiB, allocated 29.83 GiB, predicted in use 29.83 GiB per device, of 72.82 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
 

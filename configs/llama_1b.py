@@ -4,8 +4,8 @@
     bytescope report llama_1b h200
 
 Hardware: one H200 (described device; not yet measured on hardware).
-Memory: peak 20.83 GiB, allocated 20.83 GiB, predicted in use 20.86 GiB per device, of 128.62 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Memory: peak 20.91 GiB, allocated 20.94 GiB, predicted in use 20.97 GiB per device, of 128.62 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
 

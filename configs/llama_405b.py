@@ -4,8 +4,8 @@
     bytescope report llama_405b h100:64x8
 
 Hardware: 512 H100 on 64 hosts (described device; not yet measured on hardware).
-Memory: peak 54.68 GiB, allocated 54.72 GiB, predicted in use 54.76 GiB per device, of 72.78 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Memory: peak 53.63 GiB, allocated 53.63 GiB, predicted in use 53.66 GiB per device, of 72.78 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
 

@@ -4,8 +4,8 @@
     bytescope report llama_70b h100:8x8
 
 Hardware: 64 H100 on 8 hosts (described device; not yet measured on hardware).
-Memory: peak 31.59 GiB, allocated 31.63 GiB, predicted in use 31.66 GiB per device, of 72.78 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-22.
+Memory: peak 30.19 GiB, allocated 30.19 GiB, predicted in use 30.22 GiB per device, of 72.78 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
 

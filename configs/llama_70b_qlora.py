@@ -7,8 +7,8 @@ With init.folder, a Hugging Face folder with config.json and weights, training s
 quantized while they are loaded.
 
 Hardware: one H200 (described device; not yet measured on hardware).
-Memory: peak 47.73 GiB, allocated 47.73 GiB, predicted in use 47.76 GiB per device, of 128.62 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
+Memory: peak 47.94 GiB, allocated 47.94 GiB, predicted in use 47.98 GiB per device, of 128.62 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
 

@@ -7,8 +7,8 @@ With init.folder, a Hugging Face folder with config.json and weights, training s
 quantized while they are loaded.
 
 Hardware: one RTX 4090 (described device; not yet measured on hardware).
-Memory: peak 7.80 GiB, allocated 7.81 GiB, predicted in use 7.81 GiB per device, of 21.64 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
+Memory: peak 8.02 GiB, allocated 8.02 GiB, predicted in use 8.03 GiB per device, of 21.64 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Loss: not trained yet.
 """
 

@@ -6,8 +6,8 @@
 30,532,122,624 parameters, 3,353,032,704 of them active for a token. A device computes at most twice the mean number of
 pairs of a token and an expert; pairs beyond this number are dropped and counted.
 Hardware: 8 H100 of one host (described device; not yet measured on hardware).
-Memory: peak 52.17 GiB, allocated 52.17 GiB, predicted in use 52.20 GiB per device, of 72.78 GiB available;
-  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-23.
+Memory: peak 51.98 GiB, allocated 51.98 GiB, predicted in use 52.01 GiB per device, of 72.78 GiB available;
+  jax 0.10.2, jaxlib 0.10.2, cuDNN 9.28, 2026-11-27.
 Speed: predicted 61,700 tokens/s; 64,973 with the settings of `bytescope fit qwen3_30b_a3b h100:8` (66.78 GiB). The
   experts' kernels have not been measured.
 Loss: not trained yet.
