@@ -84,7 +84,10 @@ _IN_ITS_PLACE = {"cuda": "cudnn_flash_jax", "rocm": "dot_product", "cpu": "dot_p
 # Kind of a finding -> its remedy in MaxText's keys.
 REMEDIES: Mapping[str, str] = {
     "checkpoint_saves": f"choose a {POLICY} that saves less: bytescope compare with --remat=all shows each policy",
-    "full_logits": "num_vocab_tiling=8 computes the loss in parts, but gathers the output head once for each part",
+    "full_logits": (
+        "num_vocab_tiling=8 computes the loss in parts, but gathers the output head once for each part; with "
+        "vocab_tiling_ag_once=true it is gathered once, and held until the backward pass"
+    ),
     "kernel_runs_again": f"{POLICY}=minimal does not keep these bytes, and recomputes the same",
     "spare_memory": f"choose a {POLICY} that saves more: bytescope compare with --remat=all shows each policy",
     "state_too_large": "shard the state over more devices (ici_fsdp_parallelism, dcn_fsdp_parallelism)",
