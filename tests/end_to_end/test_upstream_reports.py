@@ -49,7 +49,8 @@ def test_there_are_three_reports():
 def test_hunks_have_the_lines_that_they_announce(measure, report):
     patch = measure.patch_of(report)
     assert re.findall(r"^--- a/(.*)$", patch, flags=re.M) == re.findall(r"^\+\+\+ b/(.*)$", patch, flags=re.M)
-    hunks = re.split(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@.*\n", re.sub(r"^(---|\+\+\+) .*\n", "", patch, flags=re.M), flags=re.M)
+    without_names = re.sub(r"^(---|\+\+\+) .*\n", "", patch, flags=re.M)
+    hunks = re.split(r"^@@ -\d+,(\d+) \+\d+,(\d+) @@.*\n", without_names, flags=re.M)
     assert len(hunks) > 1 and not hunks[0]
     for old, new, body in zip(hunks[1::3], hunks[2::3], hunks[3::3]):
         lines = [line[:1] for line in body.splitlines()]

@@ -51,7 +51,7 @@ def parser_of(docstring: str) -> argparse.ArgumentParser:
     """Returns the parser of a report's script. Its description is the script's docstring."""
     parser = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="h100:8", help="described GPUs (default h100:8)")
-    parser.add_argument("--layers", type=int, default=4, help="number of layers; 0: as many as the model has (default 4)")
+    parser.add_argument("--layers", type=int, default=4, help="number of layers; 0: as in the model (default 4)")
     return parser
 
 
@@ -124,12 +124,12 @@ def compile_step(model: str, target_name: str, words: Sequence[str]) -> Figures:
     """Compiles MaxText's step with its keys `words` and returns its figures."""
     from bytescope.memory.adapters.maxtext import FACTORY
     from bytescope.memory.adapters.trainers import overrides_of
-    from bytescope.memory.devices import targets
     from bytescope.memory.analysis import report_of
+    from bytescope.memory.devices import targets
 
     program = FACTORY(overrides_of(model, list(words)), targets.parse(target_name))
     compilation, target = program.compile()
-    report = report_of(compilation, target=target, loop=program.loop)
+    report = report_of(compilation, target=target, loop=program.loop, seconds=True)
     flops = {phase: sum(work.get("flops", {}).values()) for phase, work in report.work.items()}
     return Figures(
         allocated_bytes=report.allocated_bytes,
