@@ -19,7 +19,7 @@ def main() -> int:
     return check(
         {
             "none needs the bytes of full": none.allocated_bytes == full.allocated_bytes,
-            "none recomputes more than a fifth of the FLOPs": none.recomputed > 0.2,
+            "none recomputes as much as full": none.recomputed == full.recomputed > 0.1,
             "patched, none recomputes nothing": patched.recomputed < 0.001,
             "patched, cuDNN's forward kernel is called once": (none.forward_calls, patched.forward_calls) == (2, 1),
         }
