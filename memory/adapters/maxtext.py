@@ -249,7 +249,8 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
 def _findings(report: ReportRecord, keys: Mapping[str, str]) -> list[Finding]:
     """Returns the findings of a report with remedies in MaxText's keys. Adds a finding if the policy is "none" but
     the program recomputes: MaxText 0.2.5 converts the text "none" to None (configs/pyconfig.py:274). Unscanned
-    layers are recomputed if the policy is not equal to "none" (layers/nnx_decoders.py:2248), scanned ones always (1159).
+    layers are recomputed if the policy is not equal to "none" (layers/nnx_decoders.py:2248),
+    scanned layers always (line 1159).
     """
     findings = [
         dataclasses.replace(finding, remedy=REMEDIES.get(finding.kind, finding.remedy)) for finding in report.findings
