@@ -84,7 +84,10 @@ _IN_ITS_PLACE = {"cuda": "cudnn_flash_jax", "rocm": "dot_product", "cpu": "dot_p
 # Kind of a finding -> its remedy in MaxText's keys.
 REMEDIES: Mapping[str, str] = {
     "checkpoint_saves": f"choose a {POLICY} that saves less: bytescope compare with --remat=all shows each policy",
-    "full_logits": "num_vocab_tiling=8 computes the loss in parts, but gathers the output head once for each part",
+    "full_logits": (
+        "num_vocab_tiling=8 computes the loss in parts, but gathers the output head once for each part; with "
+        "vocab_tiling_ag_once=true it is gathered once, and held until the backward pass"
+    ),
     "kernel_runs_again": f"{POLICY}=minimal does not keep these bytes, and recomputes the same",
     "spare_memory": f"choose a {POLICY} that saves more: bytescope compare with --remat=all shows each policy",
     "state_too_large": "shard the state over more devices (ici_fsdp_parallelism, dcn_fsdp_parallelism)",
@@ -245,8 +248,9 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
 
 def _findings(report: ReportRecord, keys: Mapping[str, str]) -> list[Finding]:
     """Returns the findings of a report with remedies in MaxText's keys. Adds a finding if the policy is "none" but
-    the program recomputes: MaxText 0.2.5 converts the text "none" to None (configs/pyconfig.py:274), and its layers
-    are recomputed if the policy is not equal to "none" (layers/nnx_decoders.py:2248).
+    the program recomputes: MaxText 0.2.5 converts the text "none" to None (configs/pyconfig.py:274). Unscanned
+    layers are recomputed if the policy is not equal to "none" (layers/nnx_decoders.py:2248),
+    scanned layers always (line 1159).
     """
     findings = [
         dataclasses.replace(finding, remedy=REMEDIES.get(finding.kind, finding.remedy)) for finding in report.findings

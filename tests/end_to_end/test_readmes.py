@@ -121,7 +121,8 @@ def missing_files(page, text):
     """Python files that a page names and that are not there: paths from the root or from the page, or the bare name
     of any file. Names in capitals and READERS stand for files of the reader."""
     known = {path.name for top in TOP for path in (ROOT / top).rglob("*.py")}
-    code = " ".join([*re.findall(r"`([^`\n]+)`", unfenced(text)), *(block for _, block in blocks(text))])
+    fenced = [block for language, block in blocks(text) if language != "diff"]  # patches of other projects
+    code = " ".join([*re.findall(r"`([^`\n]+)`", unfenced(text)), *fenced])
     names = {name for name in re.findall(r"(?<![\w/.-])[\w/]+\.py\b", code) if not re.search(r"[A-Z]{3}", name)}
     return sorted(
         name for name in names - known - READERS if not (ROOT / name).is_file() and not (page.parent / name).is_file()
@@ -190,7 +191,15 @@ def test_the_front_page_leads_to_every_other_page():
     text = FRONT.read_text(encoding="utf-8")
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", prose(text))}
     tables = {"outputs_expected.md", "outputs_redesign.md"}  # read by a script
-    assert {path for path in READMES if path != FRONT and path.name not in tables} <= linked
+    reports = ROOT / "tests" / "bench" / "upstream"  # the guide to MaxText leads to its README
+    assert {path for path in READMES if path != FRONT and path.name not in tables and path.parent != reports} <= linked
+
+
+def test_the_guide_to_maxtext_leads_to_the_reports():
+    reports = ROOT / "tests" / "bench" / "upstream"
+    assert "](../../tests/bench/upstream/README.md)" in (ROOT / "memory/guides/maxtext.md").read_text(encoding="utf-8")
+    linked = set(re.findall(r"\]\(([^)\s]+)\)", prose((reports / "README.md").read_text(encoding="utf-8"))))
+    assert {path.name for path in reports.glob("*.md")} - {"README.md"} <= linked
 
 
 def test_the_lists_of_the_architecture_page_are_current(monkeypatch):
