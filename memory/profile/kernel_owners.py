@@ -4,10 +4,10 @@ XLA runs most of a GPU step as CUDA graphs. The event of a kernel inside a graph
 `command_buffer_1`, as its `hlo_op`. Its instruction is found in three steps:
 
 - A kernel that XLA compiled has the name of its instruction, with underscores for dots and dashes. Instructions with
-  equal code share one kernel, which has the name of one of them. So an instruction whose own name no kernel has ran
-  the kernel of an instruction with the same shapes and the same name up to its number.
+  equal code share one kernel, which has the name of one of them. An instruction without a kernel of its own name
+  therefore ran the kernel of another one, with the same shapes and the same name up to its number.
 - The kernels of a call are aligned with the instructions in the order of the compiled schedule, the body of a loop as
-  often as the loop runs. This tells which of the instructions that share a kernel ran it.
+  often as the loop runs. Thus each run of a shared kernel is attributed to one of its instructions.
 - Kernels of libraries and copies have names of their own. They belong to the custom calls and copies between the two
   nearest aligned instructions, in order: kernels of cuBLAS and cuDNN to calls of these libraries. One call may launch
   several kernels, such as a memset before a product.
