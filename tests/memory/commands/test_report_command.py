@@ -168,7 +168,7 @@ def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_
     page = Path("r.html").read_text()
     assert 'id="allocators"' in page and "bfc: jit_step requests " in page
     assert all(f'<th scope="row">{name}</th>' in page for name in verdicts)
-    assert "bfc: jit_step requests " in out and "replayed: 3 x jit_step; outside the pool: context 500.00 MiB" in out
+    assert "bfc: jit_step requests " in out and "replayed: 3 x jit_step; outside the pool: context 616.00 MiB" in out
     ways = out[out.index("does not fit: ") :]
     assert "reduce the batch" in ways
     assert "\n::error file=their_steps.py,line=5,title=does not fit::jit_step on h100 is predicted to take " in out

@@ -23,6 +23,7 @@ def report(keys, target):
 
 ONE = {**SMALL_GPU, "model.n_layers": 2}
 EIGHT = {**ONE, "mesh.data": 1, "mesh.fsdp": 8}
+TENSOR = {"mesh.tensor": 2, "model.n_kv_heads": 2}
 CASES = [
     (ONE, "h100"),
     ({**EIGHT, "remat.policy": "dots"}, "h100:8"),
@@ -31,7 +32,7 @@ CASES = [
         ({**EIGHT, "remat.policy": "offload"}, "h100:8"),
         ({**ONE, "remat.policy": "full", "model.attention": "naive"}, "a100-80g"),
         ({**ONE, "remat.policy": "selective", "model.scan": "false"}, "h100"),
-        ({**EIGHT, "remat.policy": "minimal", "mesh.fsdp": 4, "mesh.tensor": 2}, "b200:8"),
+        ({**EIGHT, "remat.policy": "minimal", "mesh.fsdp": 4, **TENSOR}, "b200:8"),
         ({**ONE, "xla.flags": "xla_gpu_autotune_level=4"}, "h100"),
         ({**ONE, "xla.gemm": "cublas"}, "h100"),
     ),

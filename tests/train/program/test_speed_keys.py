@@ -169,7 +169,9 @@ def test_training_and_reports_compile_with_the_options(monkeypatch):
     monkeypatch.setattr(compiler, "_compile", lambda lowered, options: Recorder().compile(options))
     with pytest.raises(InterruptedError):
         program.compile_for_report()
-    assert seen == [program.compiler_options] * 2
+    # A compile for a described GPU is repeated with these options alone if it fails (memory/devices/machine_code.py).
+    assert seen[0] == seen[-1] == program.compiler_options
+    assert len(seen) == 3 and program.compiler_options.items() <= seen[1].items()
 
 
 @described

@@ -170,8 +170,8 @@ def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, ca
     table = out[start : out.index("predicted ", start)]
     assert shown.startswith(table) and max(map(len, table.splitlines())) == 100
     again = read_result(tmp_path / "again.json")
-    taken = dict.fromkeys(key for key in breakdown if key.startswith(("predicted", "at_least")))
-    assert {**again, **taken} == {**breakdown, **taken} and len(taken) == 4
+    taken = dict.fromkeys(key for key in breakdown if key.startswith(("predicted", "at_least", "comparison")))
+    assert {**again, **taken} == {**breakdown, **taken} and len(taken) == 5
 
 
 @pytest.mark.exhaustive
