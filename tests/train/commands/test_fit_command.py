@@ -16,7 +16,7 @@ from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.train.plan.fit import fit_walk as walks
 from support.cached_rows import keep_sources
-from support.described import WIDE_GPU
+from support.described import LAYERS, WIDE_GPU
 from support.fit_trials import GIB
 from support.json_results import read_result
 from support.same_process import SameProcess
@@ -185,7 +185,8 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
 def test_an_option_of_xla_is_found_where_little_memory_is_missing(tmp_path, monkeypatch, capsys):
     """Full recomputation lacks 1.5 % of the budget; the step without XLA's latency-hiding scheduler fits."""
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
-    words = ["tiny", "h100:2", *(f"--config.{key}={value}" for key, value in WIDE_GPU.items())]
+    unrolled = {**WIDE_GPU, "model.unroll": LAYERS}
+    words = ["tiny", "h100:2", *(f"--config.{key}={value}" for key, value in unrolled.items())]
     assert command.main(["compare", *words, "--remat=full", f"--json={tmp_path / 'c.json'}"]) == 0
     row = read_result(tmp_path / "c.json")["rows"][0]
     budget = int(row["allocated_bytes"] / 1.015)
