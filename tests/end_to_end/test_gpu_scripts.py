@@ -245,11 +245,21 @@ def everything(monkeypatch):
 def test_rows_of_the_one_command_name_scripts_and_flags_that_are_there(everything):
     root = FOLDER.parents[1]
     shared = "".join((root / path).read_text() for path in ("tests/bench/interleave.py", "tests/gpu/rows.py"))
-    for name, words in everything.ROWS.items():
+    for name, words in [*everything.ROWS.items(), *everything.REHEARSED.items()]:
         for script in [word for word in words if word.endswith(".py")]:
             text = (root / script).read_text() + shared
             flags = [word.split("=")[0] for word in words[words.index(script) + 1 :] if word.startswith("--")]
             assert all(f'"{flag}"' in text for flag in flags if not flag.startswith("--config.")), (name, flags)
+
+
+def test_a_rehearsal_runs_the_script_of_each_row_with_small_sizes(everything, tmp_path, monkeypatch, capsys):
+    for name, words in everything.REHEARSED.items():
+        assert words[:2] == everything.ROWS[name][:2] and words != everything.ROWS[name]
+    monkeypatch.setattr(sys, "argv", ["everything.py", f"--out={tmp_path}", "--rehearse", "--dry-run"])
+    assert everything.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if "card.py" in line] and len(lines) == len(everything.ROWS) - 1
+    assert any("loss.py --tokens=256" in line for line in lines)
 
 
 def test_the_rates_of_the_card_are_measured_first_and_taken_by_what_predicts(everything, tmp_path):

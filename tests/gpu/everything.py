@@ -3,6 +3,7 @@
     python tests/gpu/everything.py --out=DIR                     # Ctrl-C, and again: it resumes
     python tests/gpu/everything.py --out=DIR --only policies sizes --peer-python=B/bin/python
     python tests/gpu/everything.py --out=DIR --dry-run           # the commands
+    python tests/gpu/everything.py --out=DIR --rehearse          # small sizes, on a machine without a GPU too
 
 Each row below is a command of its own; its output goes to DIR/NAME.txt, its figures to DIR/NAME.json where it writes
 any. The first row measures the rates of the card (`bytescope calibrate`), by which later ones predict seconds beside
@@ -20,11 +21,28 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from bytescope.memory.devices.platform import accelerator
+
 ROOT = Path(__file__).parents[2]
 PYTHON, OUT, PEER = "PYTHON", "OUT", "PEER"  # in a command: filled in when it runs
 RATES = "--rates=OUT/rates.json"  # left out where the first row has written none
 PYTEST = (PYTHON, "-m", "pytest", "-s", "-p", "no:cacheprovider")
 LLAMA_ATTENTION = ("--precision=bf16", "--heads=32", "--groups=8", "--width=128")
+
+# Of --rehearse: a GPT-2 that two cores train in a second.
+SMALL_GPT = (
+    "--config.model.n_layers=1",
+    "--config.model.unroll=1",
+    "--config.model.d_model=64",
+    "--config.model.n_heads=1",
+    "--config.model.n_kv_heads=1",
+    "--config.model.d_ff=128",
+    "--config.model.vocab_size=512",
+    "--config.data.seq_len=128",
+    "--config.batch.micro=2",
+    "--config.batch.accumulation=1",
+    "--config.precision.preset=fp32",
+)
 
 ROWS: Mapping[str, tuple[str, ...]] = {
     "rates": (PYTHON, "-m", "bytescope.memory", "calibrate", "--out=OUT/rates.json"),
@@ -127,6 +145,65 @@ ROWS: Mapping[str, tuple[str, ...]] = {
 }
 ENDED = (0, 1)
 
+TINY = ("--config=tiny", "--rounds=1", "--steps=1")
+# What --rehearse runs in the place of a row: the same script with small sizes. The other rows run as they are; tests of
+# a GPU are skipped where there is none.
+REHEARSED: Mapping[str, tuple[str, ...]] = {
+    "rates": (*ROWS["rates"], "--seconds=5"),
+    "policies": (
+        PYTHON,
+        "tests/gpu/accuracy.py",
+        "--grid=policies",
+        "--only",
+        "tiny",
+        "--jobs=2",
+        *ROWS["policies"][4:],
+    ),
+    "sizes": (*ROWS["sizes"], "--sizes", "124M", "--rounds=1", "--steps=1", "--eager", *SMALL_GPT),
+    "speed": (PYTHON, "tests/bench/speed.py", *TINY, "--levers", "layers", "--json=OUT/speed.json"),
+    "attention": (PYTHON, "tests/bench/attention.py", "--lengths", "256", "--rounds=1", "--json=OUT/attention.json"),
+    "experts": (PYTHON, "tests/bench/experts.py", "--tokens=256", "--rounds=1", "--json=OUT/experts.json"),
+    "loss": (
+        PYTHON,
+        "tests/bench/loss.py",
+        "--tokens=256",
+        "--vocab=512",
+        "--large-tokens=512",
+        "--large-vocab=1024",
+        "--chunks",
+        "128",
+        "--rounds=1",
+        "--json=OUT/loss.json",
+    ),
+    "remat": (PYTHON, "tests/bench/remat.py", *TINY, "--policies", "none", "full", "--json=OUT/remat.json"),
+    "accumulation": (PYTHON, "tests/bench/accumulation.py", *TINY, "--json=OUT/accumulation.json"),
+    "scan": (
+        PYTHON,
+        "tests/bench/scan.py",
+        "--layers",
+        "2",
+        "4",
+        "--no-unrolled",
+        "--rounds=1",
+        "--json=OUT/scan.json",
+    ),
+    "seconds": (
+        PYTHON,
+        "-m",
+        "bytescope.memory",
+        "compare",
+        "--config=tiny",
+        "--target=local",
+        "--remat=none,full",
+        "--measure",
+        "--json=OUT/seconds.json",
+        RATES,
+    ),
+    "startup": (*ROWS["startup"], "--rounds=1"),
+    "frontier": (*ROWS["frontier"], "--toy", "--ladder=context", "--steps=2"),
+    "accuracy": (PYTHON, "tests/gpu/accuracy.py", "--grid=policies", "--only", "char", "--out=OUT/accuracy.jsonl"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Done:
@@ -136,23 +213,28 @@ class Done:
     seconds: float
 
 
-def command_of(name: str, out: Path, peer: str) -> list[str]:
-    """The row's command, its places filled in."""
+def command_of(name: str, out: Path, peer: str, rehearsed: bool = False) -> list[str]:
+    """The row's command, its places filled in; `rehearsed`: with small sizes."""
+    words = REHEARSED.get(name, ROWS[name]) if rehearsed else ROWS[name]
     known = (out / "rates.json").exists() or not out.exists()  # a dry run shows the flag
     return [
         word.replace(PYTHON, sys.executable).replace(OUT, str(out)).replace(PEER, peer)
-        for word in ROWS[name]
+        for word in words
         if known or word != RATES
     ]
 
 
-def run(name: str, out: Path, peer: str) -> Done:
+def run(name: str, out: Path, peer: str, rehearsed: bool = False) -> Done:
     """Runs a row, its output on the screen and in DIR/NAME.txt."""
     began = time.monotonic()
     with (
         (out / f"{name}.txt").open("w") as file,
         subprocess.Popen(
-            command_of(name, out, peer), cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            command_of(name, out, peer, rehearsed),
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         ) as process,
     ):
         for line in process.stdout:
@@ -183,11 +265,16 @@ def main() -> int:
     )
     flags.add_argument("--peer-python", default=sys.executable, help="interpreter that has PyTorch")
     flags.add_argument("--again", action="store_true", help="run what is done already, too")
+    flags.add_argument(
+        "--rehearse", action="store_true", help="run every row with small sizes; without a GPU, all but card"
+    )
     flags.add_argument("--dry-run", action="store_true", help="print the commands")
     asked = flags.parse_args()
     out = asked.out.resolve()
+    if asked.rehearse and accelerator() != "cuda":
+        asked.only = [name for name in asked.only if name != "card"]
     if asked.dry_run:
-        print("\n".join(" ".join(command_of(name, out, asked.peer_python)) for name in asked.only))
+        print("\n".join(" ".join(command_of(name, out, asked.peer_python, asked.rehearse)) for name in asked.only))
         return 0
     out.mkdir(parents=True, exist_ok=True)
     ledger = out / "done.json"
@@ -201,7 +288,7 @@ def main() -> int:
             if name in done and done[name].code in ENDED:
                 continue
             print(f"== {name}", flush=True)
-            done[name] = run(name, out, asked.peer_python)
+            done[name] = run(name, out, asked.peer_python, asked.rehearse)
             ledger.write_text(json.dumps({key: dataclasses.asdict(row) for key, row in done.items()}, indent=1))
     except KeyboardInterrupt:
         print("stopped: the same command goes on", file=sys.stderr)
