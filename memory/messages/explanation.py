@@ -148,7 +148,7 @@ def _headline_figures(messages: Sequence[Message], kind: str) -> dict[str, int |
 
 def _has_default_pool(messages: Sequence[Message]) -> bool:
     """Returns whether a message states a limit of JAX's pool that is 0.75 of the memory of a known GPU."""
-    limits = [message.figures.get("limit") for message in messages if message.form in _POOL_FORMS]
+    limits = {message.figures.get("limit") for message in messages if message.form in _POOL_FORMS}
     whole = [limit / JAX_FRACTION.value for limit in limits if limit]
     totals = [chip.device_memory_bytes for chip in CHIPS.values() if chip.platform in GPU_PLATFORMS]
     return any(abs(size / total - 1) < _TOTALS_DIFFER for size in whole for total in totals)

@@ -259,7 +259,7 @@ class Layout(Placement):
         stored = self.spec(axes, state=True)
         w = self._constrain(w, stored)
         gpus = self.mesh.devices.flat[0].platform not in ("cpu", "tpu")
-        if gpus and self._size(AXES) > 1 and self.manual in ((), ("stage",)):
+        if gpus and w.ndim > 1 and self._size(AXES) > 1 and self.manual in ((), ("stage",)):
             # XLA's GPU compiler gathers along the first dimension in memory. For that it would not transpose the cast
             # parameters of one layer, but the float32 parameters of all layers before the loop over layers.
             w = jax.shard_map(
