@@ -13,7 +13,8 @@ PyTorch has fused products and the fused optimizer (torch_peer.py); MaxText runs
 counts. Each side is a process of its own that stays alive, with an interpreter of its own, so that a side's memory has
 no packages of another side. Printed: CPU seconds of all threads and wall time of a step (medians over the rounds), the
 ratio of ours to each peer by rounds (median, range), resident memory of the process (largest during the steps, and
-since its start), and the largest relative difference of the losses. --assert: our CPU seconds and our memory during
+since its start), and the largest relative difference of the losses. --profile adds one traced step of each side with
+jax: seconds of its instructions by kind, summed over the threads. --assert: our CPU seconds and our memory during
 the steps, divided by those of the fastest peer, are at most these limits.
 """
 
@@ -110,7 +111,11 @@ def measure(size: Size, asked: argparse.Namespace) -> dict[str, dict[str, Any]]:
                 child(asked.steps)
                 turns.setdefault(side, []).append(child.last)
                 print(f"round {number + 1} of {asked.rounds}: {side}", file=sys.stderr, flush=True)
-    return {side: {"ready": child.ready, "turns": turns[side]} for side, child in sides.items()}
+        found = {side: {"ready": child.ready, "turns": turns[side]} for side, child in sides.items()}
+        for side in sides if asked.profile else ():
+            if side not in ("eager", "compiled"):
+                found[side]["kinds"] = sides[side].profile()
+    return found
 
 
 def seconds(found: dict[str, Any], key: str) -> list[float]:
@@ -142,7 +147,7 @@ def row(side: str, found: dict[str, dict[str, Any]]) -> dict[str, str]:
         "since start": mib(here["turns"][-1]["peak_bytes"]),
         "loss": loss,
         "version": f"{library} {here['ready']['versions'][library]}",
-    }
+    } | {f"{kind}, s": f"{value:.2f}" for kind, value in sorted(here.get("kinds", {}).items())}
 
 
 def main() -> int:
@@ -153,6 +158,9 @@ def main() -> int:
         flags.add_argument(f"--{name}", default=sys.executable, metavar="PYTHON", help="interpreter of that side")
     flags.add_argument(
         "--nanodo", default=".", metavar="FOLDER", help="folder with a checkout of google-deepmind/nanodo"
+    )
+    flags.add_argument(
+        "--profile", action="store_true", help="trace one more step of each side with jax, by kind of work"
     )
     flags.add_argument("--assert", dest="check", action="store_true", help="exit 1 above the limits")
     asked = flags.parse_args()

@@ -154,10 +154,17 @@ class Child:
         raise SystemExit(f"{self._name} ended with exit code {self._process.wait()}; its words are above")
 
     def __call__(self, steps: int) -> list[float]:
-        self._process.stdin.write(json.dumps({"steps": steps}) + "\n")
-        self._process.stdin.flush()
-        self.last = self._answer()
+        self.last = self._ask({"steps": steps})
         return self.last["seconds"]
+
+    def profile(self) -> dict[str, float]:
+        """Seconds of one step by kind of instruction. Only for children that pass a profile to `serve`."""
+        return self._ask({"profile": True})
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
 
     def __enter__(self) -> "Child":
         return self
@@ -167,11 +174,17 @@ class Child:
         self._process.wait()
 
 
-def serve(ready: Mapping[str, Any], turn: Callable[[int], Mapping[str, Any]]) -> None:
-    """The child's end: prints `ready`, then one line `turn(steps)` for every line it is asked."""
+def serve(
+    ready: Mapping[str, Any],
+    turn: Callable[[int], Mapping[str, Any]],
+    profile: Callable[[], Mapping[str, float]] | None = None,
+) -> None:
+    """The child's end: prints `ready`, then one line `turn(steps)` for every line it is asked, or `profile()` where a
+    line asks for a profile."""
     print(json.dumps(ready), flush=True)
     for line in sys.stdin:
-        print(json.dumps(turn(json.loads(line)["steps"])), flush=True)
+        asked = json.loads(line)
+        print(json.dumps(profile() if profile and asked.get("profile") else turn(asked["steps"])), flush=True)
 
 
 def versions() -> dict[str, str]:

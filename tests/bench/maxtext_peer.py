@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from flax.core.spmd import logical_axis_rules
 from interleave import forget_peak, peak_resident, random_tokens, serve, timed, versions
+from step_profile import seconds_by_kind
 
 # This folder has a maxtext.py of its own.
 sys.path = [folder for folder in sys.path if Path(folder).resolve() != Path(__file__).resolve().parent]
@@ -137,7 +138,7 @@ def main() -> None:
         return found | {"loss": float(trainer.loss)}
 
     ready = {"parameters": trainer.parameters, "compile_s": warm[0] - warm[-1], "device": "cpu"}
-    serve(ready | {"versions": versions()}, turn)
+    serve(ready | {"versions": versions()}, turn, lambda: seconds_by_kind(trainer.update))
 
 
 if __name__ == "__main__":

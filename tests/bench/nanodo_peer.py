@@ -16,6 +16,7 @@ import ml_collections
 from interleave import forget_peak, peak_resident, random_tokens, serve, timed, versions
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
+from step_profile import seconds_by_kind
 
 WARM_UP = 2  # updates before the first that is timed, as on our side
 
@@ -77,7 +78,7 @@ def main() -> None:
         return found | {"loss": float(trainer.loss)}
 
     ready = {"parameters": trainer.parameters, "compile_s": warm[0] - warm[-1], "device": "cpu"}
-    serve(ready | {"versions": versions()}, turn)
+    serve(ready | {"versions": versions()}, turn, lambda: seconds_by_kind(trainer.update))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from interleave import (
     versions,
 )
 from ml_collections import ConfigDict
+from step_profile import seconds_by_kind
 
 from bytescope.memory.devices.platform import MEMORY_FRACTION, choose_platform
 from bytescope.memory.host.process_memory import release_free_memory
@@ -147,6 +148,7 @@ def main() -> None:
             "versions": versions(),
         },
         turn,
+        lambda: seconds_by_kind(trainer.update),
     )
 
 
