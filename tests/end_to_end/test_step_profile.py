@@ -1,0 +1,48 @@
+"""The trace of a step that tests/bench/cpu_peers.py --profile shows, on small programs."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+@pytest.fixture
+def step_profile(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
+    sys.modules.pop("step_profile", None)
+    import step_profile
+
+    return step_profile
+
+
+def test_a_product_and_a_transpose_are_told_apart(step_profile):
+    matrix = jnp.ones((1024, 1024))
+    product = jax.jit(lambda a: a @ a)
+    transpose = jax.jit(lambda a: a.T.copy())
+    for function in (product, transpose):
+        jax.block_until_ready(function(matrix))
+    products = step_profile.seconds_by_kind(lambda: product(matrix))
+    copies = step_profile.seconds_by_kind(lambda: transpose(matrix))
+    assert max(products, key=products.get) == "products, reductions"
+    assert set(copies) == {"copies, transposes"}
+
+
+def test_a_loop_is_counted_once(step_profile, monkeypatch):
+    def loop(carry):
+        return jax.lax.scan(lambda each, _: (jnp.sin(each), each.sum()), carry, length=20)
+
+    compiled = jax.jit(loop)
+    argument = jnp.ones(200_000)
+    jax.block_until_ready(compiled(argument))
+    once = step_profile.seconds_by_kind(lambda: compiled(argument))
+    monkeypatch.setattr(step_profile, "_CONTAINERS", re.compile("nothing is a container"))
+    twice = step_profile.seconds_by_kind(lambda: compiled(argument))
+    assert sum(twice.values()) > 1.3 * sum(once.values()) > 0
+
+
+def test_a_trace_without_instructions_is_refused(step_profile):
+    with pytest.raises(RuntimeError, match="no instruction"):
+        step_profile.seconds_by_kind(lambda: None)
