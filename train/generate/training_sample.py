@@ -127,6 +127,7 @@ def separate_layers(config: ModelConfig, params: Mapping[str, Any]) -> dict[str,
     """
 
     def one(leaf: jax.Array | jax.ShapeDtypeStruct, row: int) -> jax.Array | jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding)
         spec = PartitionSpec(*leaf.sharding.spec[1:])
         sharding = NamedSharding(leaf.sharding.mesh, spec, memory_kind=leaf.sharding.memory_kind)
         if isinstance(leaf, jax.ShapeDtypeStruct):
