@@ -1,6 +1,7 @@
 """One step of generation: runs a few tokens of several sequences through the model, with one pool of pages per
 layer."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -65,6 +66,20 @@ def step(
 
         x_BTD = block.cached(x_BTD, packed, core)
     return model.finish(x_BTD), written_pools
+
+
+def unstacked(model: Transformer) -> Transformer:
+    """Returns a model with the parameters of `model` in which every layer has its own arrays (`scan` is False).
+
+    On a CPU a step would copy each layer's weights out of the stack.
+    """
+    if not model.config.scan:
+        return model
+    blocks = nnx.List(list(_iterate_blocks(model)))
+    for stack in {stack_of(model.config, layer) for layer in range(model.config.n_layers)}:
+        delattr(model, stack)
+    model.blocks, model.config = blocks, dataclasses.replace(model.config, scan=False)
+    return model
 
 
 def _iterate_blocks(model: Transformer) -> Iterator[Block]:

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -168,11 +169,16 @@ class Steps:
 
     def make_pools(self, pages: int) -> list[Any]:
         """Allocates an empty KV cache of this many pages on the devices. Returns the cache of each layer."""
-        places = jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(pages))
+        return self._zeros(pages)
+
+    @functools.cached_property
+    def _zeros(self) -> Callable[[int], list[Any]]:
+        # Compiled once for a number of pages, not for each engine.
         return jax.jit(
-            lambda: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
-            out_shardings=places,
-        )()
+            lambda pages: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
+            static_argnums=0,
+            out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(1)),
+        )
 
     def traced(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
         """Traces the step program for a batch of `rows` sequences with `width` tokens each.

@@ -5,7 +5,7 @@ pipeline stages, or experts over several devices, each token is computed by a pa
 one program of static length. The model is causal, so the positions after the last token do not matter.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,11 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from bytescope.memory.devices.compiler_log import hold_back_log
+from bytescope.model import ModelConfig
 from bytescope.model.paged.page_pool import PAGE
+from bytescope.model.paged.paged_step import unstacked
 from bytescope.model.placement import Placement
+from bytescope.model.runs import BLOCKS, DENSE, layers_of, stack_of
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data
 from bytescope.train.data.chat_template import Renderer, find_template
@@ -111,6 +115,37 @@ def over_pages(program: Program) -> bool:
     return program.parts.pipeline is None and not spread
 
 
+def separate_layers(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a model with stacked layers as a tree in which every layer has its own arrays.
+
+    An array on CPU devices is a view of its row of the stack, without a copy, if the row begins at a multiple of 64
+    bytes, as XLA requires. While the views exist, the stack can be donated, but it is then copied.
+
+    Args:
+      config: the model with stacked layers.
+      params: the parameters, as arrays or as ShapeDtypeStructs with shardings. The axis of layers is not sharded.
+    """
+
+    def one(leaf: jax.Array | jax.ShapeDtypeStruct, row: int) -> jax.Array | jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding)
+        spec = PartitionSpec(*leaf.sharding.spec[1:])
+        sharding = NamedSharding(leaf.sharding.mesh, spec, memory_kind=leaf.sharding.memory_kind)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+        views = [
+            jax.device_put(np.asarray(shard.data)[row], jax.sharding.SingleDeviceSharding(shard.device), may_alias=True)
+            for shard in leaf.addressable_shards
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape[1:], sharding, views)
+
+    layers = {}
+    for layer in range(config.n_layers):
+        stack = stack_of(config, layer)
+        row = layers_of(config, stack).index(layer)
+        layers[layer] = jax.tree.map(partial(one, row=row), params[stack])
+    return {**{name: leaf for name, leaf in params.items() if name not in (BLOCKS, DENSE)}, BLOCKS: layers}
+
+
 class Sampler:
     """Answers prompts with the engine during training. The engine's programs are compiled once and can be used with any
     parameters.
@@ -126,8 +161,13 @@ class Sampler:
         self.program, self.count = program, count
         self.length = min(longest + count, program.batch.seq_len)
         self.rows = min(rows, SEQUENCES)
-        graph, _ = nnx.split(program.abstract(place=Placement()))
-        model = Model(program.model, program.precision, graph, program.state.model_params, program.layout)
+        # On a CPU, a step would copy each layer's weights out of the stack of layers.
+        self.separate = program.model.scan and program.mesh.devices.flat[0].platform == "cpu"
+        abstract, shapes = program.abstract(place=Placement()), program.state.model_params
+        if self.separate:
+            abstract = nnx.eval_shape(lambda: unstacked(program.transformer(nnx.Rngs(params=0), place=Placement())))
+            shapes = separate_layers(program.model, shapes)
+        model = Model(abstract.config, program.precision, nnx.split(abstract)[0], shapes, program.layout)
         self.steps = Steps(model, "blocks", program.precision.compute)
         pages = self.rows * -(-self.length // PAGE) + 1
         self.sizes = EngineSizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
@@ -144,7 +184,9 @@ class Sampler:
             read = read_part(list(prompt), self.count, self.program.batch.seq_len) or [0]
             most = min(self.count, self.program.batch.seq_len - len(read))
             requests.append(Request(tuple(read), most, temperature=temperature, seed=seed))
-        engine = Engine(self.steps, params, self.sizes)
+        engine = Engine(
+            self.steps, separate_layers(self.program.model, params) if self.separate else params, self.sizes
+        )
         tokens = {one.number: list(one.answer) for one in engine.answers(requests)}
         return [tokens[number] for number in sorted(tokens)]
 

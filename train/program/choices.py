@@ -9,6 +9,7 @@ from ml_collections import ConfigDict
 from bytescope.model import LayerPolicies, ModelConfig, Precision, Transformer
 from bytescope.model.adapters import Lora
 from bytescope.model.frozen import freeze
+from bytescope.model.placement import Placement
 from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.pipeline.schedule import Schedule
@@ -78,7 +79,7 @@ class Choices:
         return self.stages.order if self.stages else {}
 
     def transformer(
-        self, rngs: nnx.Rngs, *, place: Layout | None = None, remat: LayerPolicies | None = None
+        self, rngs: nnx.Rngs, *, place: Placement | None = None, remat: LayerPolicies | None = None
     ) -> Transformer:
         """Returns the model with these choices.
 
