@@ -3,8 +3,8 @@
     bytescope train --config=char
     bytescope report char cpu
 
-Hardware: any CPU. On two cores a step takes 0.8 to 1.5 times as long as with eager PyTorch 2.13, depending on the CPU, at
-  0.77x the peak memory of the process (jax 0.12.0.1; python tests/bench/throughput.py --same-start).
+Hardware: any CPU. On two cores a step takes 0.8 to 1.5 times as long as with eager PyTorch 2.13, depending on the CPU,
+  at 0.77x the peak memory of the process (jax 0.12.0.1; python tests/bench/throughput.py --same-start).
 Memory: peak 453.64 MiB, allocated 471.64 MiB, predicted in use 471.66 MiB per device;
   CPU, jax 0.10.2, jaxlib 0.10.2, 2026-11-22.
 Loss: 2.11 nats per byte on 473,854 held-out bytes of Python 3.11's library after 300 updates of 3,072 tokens;

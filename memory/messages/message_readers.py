@@ -145,7 +145,8 @@ def _with_dump(message: Message, text: str) -> Message:
 
 # The lookahead for "Used" saves the search for every length of the note where no "Used" follows.
 _TPU_HEAD = _pattern(
-    r"Ran out of memory in memory space (?P<w_space>\w+)(?:(?=[\s\S]{0,1800}?Used )\.?(?: (?P<w_note>while allocating on stack for "
+    r"Ran out of memory in memory space (?P<w_space>\w+)(?:(?=[\s\S]{0,1800}?Used )"
+    r"\.?(?: (?P<w_note>while allocating on stack for "
     r"[^\n]{0,200}?))?"
     r"(?:(?!Ran out of)[\s\S]){0,1500}?Used <requested> of <limit>(?: \w+\.?)?(?: Exceeded \w+ capacity by "
     r"<exceeded>)?)?"
