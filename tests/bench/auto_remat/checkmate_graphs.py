@@ -88,9 +88,7 @@ def graph_of(model: Any, name: str, batch: int, stages: dict[str, str]) -> Graph
         gradients = [f"{one}.gradient" for one in after] if readers[layer.name] else ["cotangent"]
         reads = tuple(dict.fromkeys((*gradients, *after, layer.name)))
         label = f"{layer.name}.gradient"
-        nodes.append(
-            Node(label, own.kind, own.bytes, 2 * own.flops, reads, BACKWARD, blocks[layer.name], label)
-        )
+        nodes.append(Node(label, own.kind, own.bytes, 2 * own.flops, reads, BACKWARD, blocks[layer.name], label))
     return Graph(name, SOURCE.format(model.name, batch), tuple(nodes), ("loss",), (nodes[-1].name,))
 
 

@@ -5,9 +5,9 @@
 
 Needs the extras `test` and `hf`. Nothing is run: jax and torch only trace.
 
-Each graph gets ten budgets. The first is the peak of keeping only the inputs of blocks, which is `jax.checkpoint` around
-every block. The last is the peak of also keeping every forward result that costs FLOPs, so that none are recomputed.
-The others are equally spaced between the two.
+Each graph gets ten budgets. The first is the peak of keeping only the inputs of blocks, which is `jax.checkpoint`
+around every block. The last is the peak of also keeping every forward result that costs FLOPs, so that none are
+recomputed. The others are equally spaced between the two.
 """
 
 import dataclasses

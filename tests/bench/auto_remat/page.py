@@ -16,11 +16,13 @@ from markupsafe import Markup
 from bytescope.memory.view import frame
 
 if TYPE_CHECKING:
-    from run import Row
+    from run import Candidate, Row
 
 HERE = Path(__file__).parent
 # Answers with a peak above this multiple of the largest budget are not drawn, because they would compress the others.
-FURTHEST = 1.6
+FURTHEST = 1.15
+# Of a solver with more answers than this, only those that no other one of its answers beats are drawn.
+MOST_POINTS = 100
 
 
 def render(results: Sequence[tuple[Graph, Sequence[Row]]]) -> str:
@@ -47,11 +49,22 @@ def _static(name: str) -> Markup:
     return Markup(own.read_text(encoding="utf-8")) if own.exists() else frame.static(name)
 
 
+def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
+    best, found = float("inf"), []
+    for one in sorted(candidates, key=lambda one: (one.score.peak_bytes, one.score.recomputed_flops)):
+        if one.score.recomputed_flops < best:
+            best = one.score.recomputed_flops
+            found.append(one)
+    return found
+
+
 def _data(graph: Graph, rows: Sequence[Row]) -> dict[str, Any]:
     most = FURTHEST * graph.budgets[-1]
     solvers = []
     for row in rows:
         drawn = [one for one in row.candidates if one.score.peak_bytes <= most]
+        if len(drawn) > MOST_POINTS:
+            drawn = _undominated(drawn)
         best = [(budget, one) for budget, one in zip(graph.budgets, row.best) if one]
         settings = []
         if row.solver.startswith("torch"):
@@ -72,9 +85,7 @@ def _data(graph: Graph, rows: Sequence[Row]) -> dict[str, Any]:
                     }
                     for one in drawn
                 ],
-                "best": [
-                    {"x": budget, "y": one.score.recomputed_flops / graph.forward_flops} for budget, one in best
-                ],
+                "best": [{"x": budget, "y": one.score.recomputed_flops / graph.forward_flops} for budget, one in best],
                 "settings": settings,
             }
         )

@@ -79,8 +79,8 @@ def broken_promises(graph: Graph, row: Row) -> list[str]:
 
 
 def inversion(row: Row) -> tuple[Candidate, Candidate] | None:
-    """Returns two answers of torch (smaller setting, larger setting) where the smaller setting has the higher peak, with
-    the largest quotient of the peaks; None if the peak never rises when the setting falls.
+    """Returns two answers of torch (smaller setting, larger setting) where the smaller setting has the higher peak. Of
+    all such pairs, it is the one with the largest quotient of the peaks; None if there is no such pair.
     """
     ordered = []
     for one in row.candidates:
@@ -142,7 +142,7 @@ def main() -> int:
     parser.add_argument("--solver", nargs="+", metavar="NAME", help="solvers (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all answers and scores")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with a chart for each graph")
-    parser.add_argument("--ask-torch", action="store_true", help="ask torch's partitioner and write answers/torch-*.json")
+    parser.add_argument("--ask-torch", action="store_true", help="ask torch's partitioner again")
     parser.add_argument("--ask-maxtext", metavar="PYTHON", help="ask MaxText's estimator with this interpreter")
     args = parser.parse_args()
     unknown = [name for name in args.graph if name not in names]

@@ -1,8 +1,8 @@
 """The solvers of the benchmark. A solver is a function of a graph that returns candidate answers for its budgets.
 
-An answer is a set of forward results to save. The benchmark evaluates every candidate, and for each budget takes the one
-that fits and recomputes the fewest FLOPs. So a solver without a byte budget, such as a list of policies or torch's
-relative setting, is scored as a user would use it who tries all settings.
+An answer is a set of forward results to save. The benchmark evaluates every candidate, and for each budget takes the
+one that fits and recomputes the fewest FLOPs. So a solver without a byte budget, such as a list of policies or torch's
+relative setting, is scored as if the user tries all of its settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from graph import Graph, Node, is_choice
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.layer_values import with_names, worth_deciding
 from bytescope.memory.remat.remat_problem import (
-    KeepPattern,
     LayerPlan,
     PassSeconds,
     PlanFigures,
@@ -27,6 +26,7 @@ from bytescope.memory.remat.remat_problem import (
     RematProblem,
 )
 from bytescope.memory.remat.remat_search import NONE, RematSearch
+from bytescope.memory.remat.remat_solver import pareto_patterns
 
 ANSWERS = Path(__file__).parent / "answers"
 # Setting of a solver -> names of the forward results that it saves.
@@ -36,15 +36,17 @@ Answers = Mapping[str, Sequence[str]]
 # ---- bytescope ---------------------------------------------------------------------------------------------------
 
 
-def bytescope(graph: Graph) -> Answers:
-    """The search of `bytescope.memory.remat`. The evaluator takes the place of the compiler.
+RATES = RecomputeRates({"bf16": 1.0}, 1.0)
 
-    Block inputs are always kept, as they are under `jax.checkpoint` around every block. The best plan of each budget is
-    returned, with the plan as the text of the setting.
+
+def bytescope(graph: Graph) -> Answers:
+    """The search of `bytescope.memory.remat` for a model with `jax.checkpoint` around every block, whose inputs are
+    therefore always kept. The evaluator takes the place of the compiler.
+
+    Returns the best plan of each budget, with the plan as the text of the setting.
     """
-    layers = _LayersOfGraph(graph)
-    rates = RecomputeRates({"bf16": 1.0}, 1.0)
-    problem = RematProblem(layers.graph, rates, PassSeconds(), cost="flops")
+    layers = _Layers(graph, frozenset(graph.block_inputs))
+    problem = RematProblem(layers.graph, RATES, PassSeconds(), cost="flops")
 
     def compile(plans: Sequence[LayerPlan]) -> Iterable[PlanFigures]:
         for plan in plans:
@@ -58,68 +60,79 @@ def bytescope(graph: Graph) -> Answers:
     return {str(tried.plan): layers.saved(tried.plan) for tried in best}
 
 
-class _LayersOfGraph:
-    """The blocks of a benchmark graph as the `LayerGraph` that the search solves.
+def bytescope_whole(graph: Graph) -> Answers:
+    """The solver of `bytescope.memory.remat` for one `jax.checkpoint` around the whole model: no value has to be kept.
 
-    If all blocks that save anything are equal, the graph is one layer that repeats. Otherwise all blocks together are
-    one layer.
+    Returns all patterns that the solver finds to be optimal in kept bytes and recomputed FLOPs. There are up to a
+    thousand of them, so a user would not compile each one.
+    """
+    layers = _Layers(graph, frozenset())
+    patterns = pareto_patterns(layers.graph, RATES, cost="flops")
+    return {pattern.text(): layers.saved(LayerPlan(((pattern, 1),))) for pattern in patterns}
+
+
+class _Layers:
+    """The forward pass of a benchmark graph as the `LayerGraph` that the solver reads.
+
+    If all blocks are equal and their inputs are kept, the graph is one layer that repeats. Otherwise the whole forward
+    pass is one layer.
+
+    Args:
+        whole: the benchmark graph.
+        kept: names of the results that are always kept.
     """
 
-    def __init__(self, whole: Graph):
-        self._whole = whole
-        self._inputs = frozenset(whole.block_inputs)
+    def __init__(self, whole: Graph, kept: frozenset[str]):
+        self._whole, self._kept = whole, kept
         blocks: dict[str, list[Node]] = {}
         for node in whole.nodes:
             if is_choice(node):
                 blocks.setdefault(node.block, []).append(node)
         kinds = {tuple((node.label, node.bytes, node.flops) for node in nodes) for nodes in blocks.values()}
-        self._repeated = len(kinds) == 1 and len(blocks) > 1
+        self._repeated = bool(kept) and len(kinds) == 1 and len(blocks) > 1
         self._blocks = list(blocks.values()) if self._repeated else [[n for nodes in blocks.values() for n in nodes]]
-        self.graph = self._layer_graph()
+        # No other block reads the result of the last one.
+        self.graph = self._layer_graph(self._blocks[-1])
 
-    def _layer_graph(self) -> LayerGraph:
-        # The first block of a stack reads the input of the graph, the others the block before them.
-        nodes = self._blocks[-1]
+    def _layer_graph(self, nodes: Sequence[Node]) -> LayerGraph:
         number = {node.name: at for at, node in enumerate(nodes)}
-        read_by_backward = set(self._whole.read_by_backward)
+        kept = frozenset() if self._repeated else self._kept
         steps = []
         for node in nodes:
-            if node.name in self._inputs and not self._repeated:
-                steps.append(GraphStep((), ()))
-                continue
-            ins = tuple(sorted(number[name] for name in node.inputs if name in number and not self._is_kept(name)))
+            ins = tuple(sorted(number[name] for name in node.inputs if name in number and name not in kept))
             unit = "bf16" if node.flops else ""
             flops = (node.flops,)
-            steps.append(GraphStep((number[node.name],), ins, self._label(node), flops, node.flops, unit, (node.bytes,)))
-        read = [node for node in nodes if node.name in read_by_backward and not self._is_kept(node.name)]
-        kept = [self._whole.by_name[name] for name in self._inputs]
-        carry = max(node.bytes for node in kept) if self._repeated else sum(node.bytes for node in kept)
+            steps.append(
+                GraphStep((number[node.name],), ins, self._label(node), flops, node.flops, unit, (node.bytes,))
+            )
+        read_by_backward = set(self._whole.read_by_backward)
+        read = [node for node in nodes if node.name in read_by_backward and node.name not in kept]
+        sizes = [self._whole.by_name[name].bytes for name in self._kept]
+        carry = (max(sizes) if self._repeated else sum(sizes)) if sizes else 0
         every = carry + sum(node.bytes for node in read)
-        graph = LayerGraph(len(self._blocks), tuple(steps), tuple(number[n.name] for n in read), carry, every)
-        # The search treats elementwise work as free. Where a graph gives it FLOPs, every result may be worth keeping.
+        graph = LayerGraph(len(self._blocks), tuple(steps), tuple(number[node.name] for node in read), carry, every)
+        # The solver treats elementwise work as free. Where a graph gives it FLOPs, every result may be worth keeping.
         costly = any(node.flops and node.kind in ("elementwise", "reduction") for node in nodes)
         return graph if costly else with_names(graph, worth_deciding(graph))
-
-    def _is_kept(self, name: str) -> bool:
-        return name in self._inputs and not self._repeated
 
     def _label(self, node: Node) -> str:
         return node.label if self._repeated else node.name
 
     def saved(self, plan: LayerPlan) -> tuple[str, ...]:
-        saved = set(self._inputs)
+        """Returns the names of the results that a plan saves, in the order of the graph."""
+        saved = set(self._kept)
         layer = 0
         for pattern, count in plan.ranges:
             for nodes in self._blocks[layer : layer + count]:
-                saved.update(self._saved_in(nodes, pattern))
+                for node in nodes:
+                    if pattern.policy == NONE:
+                        wanted = node.name in self._whole.read_by_backward
+                    else:
+                        wanted = self._label(node) in pattern.save
+                    if wanted:
+                        saved.add(node.name)
             layer += count
         return tuple(node.name for node in self._whole.nodes if node.name in saved)
-
-    def _saved_in(self, nodes: Sequence[Node], pattern: KeepPattern) -> Iterable[str]:
-        if pattern.policy == NONE:
-            read = set(self._whole.read_by_backward)
-            return [node.name for node in nodes if node.name in read]
-        return [node.name for node in nodes if self._label(node) in pattern.save]
 
 
 # ---- jax ---------------------------------------------------------------------------------------------------------
@@ -265,7 +278,12 @@ def record(path: Path, solver: str, versions: str, answers: Mapping[str, Answers
 
 
 # Solvers that are functions. All others are files in `answers/`.
-SOLVERS: dict[str, Callable[[Graph], Answers]] = {"bytescope": bytescope, "jax": jax_policies, "chen": chen_greedy}
+SOLVERS: dict[str, Callable[[Graph], Answers]] = {
+    "bytescope": bytescope,
+    "bytescope-whole": bytescope_whole,
+    "jax": jax_policies,
+    "chen": chen_greedy,
+}
 
 
 def find_solvers() -> dict[str, Callable[[Graph], Answers]]:

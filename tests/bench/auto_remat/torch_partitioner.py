@@ -8,9 +8,6 @@ through `CustomRuntimeEstimator`; torch's own "flops" estimator would count the 
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
