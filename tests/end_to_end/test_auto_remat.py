@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -333,6 +334,20 @@ def test_torch_answers_a_rebuilt_graph_as_its_own(bench):
         assert rebuilt == own, setting
         answers[setting] = rebuilt
     assert len({frozenset(saved) for saved in answers.values()}) == 3
+
+
+@pytest.mark.quick
+def test_the_examples_of_the_page_are_valid(bench, tmp_path):
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    graph_text, answer_text = re.findall(r"(?m)^    (\{(?:.*\n    )*.*\}) *$", text)
+    (tmp_path / "tiny.json").write_text(graph_text)
+    graph = bench.graph.load(tmp_path / "tiny.json")
+    scores = [bench.evaluator.evaluate(graph, saved) for saved in ([], ["h"])]
+    # dh, dw, x and either h or nothing else; the forward pass needs less.
+    assert [score.recomputed_flops for score in scores] == [800, 0]
+    assert [score.peak_bytes for score in scores] == [10 + 40 + 400, 10 + 40 + 400]
+    (tmp_path / "mine.json").write_text(answer_text)
+    assert bench.solvers.recorded(tmp_path / "mine.json", load(bench, "gpt")) == {"0.5": ["b0.dot_general.1"]}
 
 
 @pytest.mark.parametrize(
