@@ -36,6 +36,8 @@ Answers = Mapping[str, Sequence[str]]
 # ---- bytescope ---------------------------------------------------------------------------------------------------
 
 
+# The first value of a graph counts as larger than an equal last one by one part in LATER.
+LATER = 100
 RATES = RecomputeRates({"bf16": 1.0}, 1.0)
 
 
@@ -102,9 +104,12 @@ class _Layers:
             ins = tuple(sorted(number[name] for name in node.inputs if name in number and name not in kept))
             unit = "bf16" if node.flops else ""
             flops = (node.flops,)
-            steps.append(
-                GraphStep((number[node.name],), ins, self._label(node), flops, node.flops, unit, (node.bytes,))
-            )
+            size = node.bytes
+            if not self._kept:
+                # Of two equal values, the later one is kept: its backward pass comes first, while all others are kept.
+                size += size * (len(nodes) - number[node.name]) // (LATER * len(nodes))
+            outs = (number[node.name],)
+            steps.append(GraphStep(outs, ins, self._label(node), flops, node.flops, unit, (size,)))
         read_by_backward = set(self._whole.read_by_backward)
         read = [node for node in nodes if node.name in read_by_backward and node.name not in kept]
         sizes = [self._whole.by_name[name].bytes for name in self._kept]
