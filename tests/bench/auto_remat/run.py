@@ -10,8 +10,8 @@ README.md says what is measured, and how to add a graph or a solver. The answers
 last two commands write, so the benchmark runs without them.
 
 Asserted for bytescope: an answer for every budget, no peak above it, and no more recomputation at a larger budget; exit
-code 1 if not. The last is so by construction, because all budgets choose among the same answers. A search for one budget
-alone need not be monotonic: RESULTS.md has the measurement.
+code 1 if not. The last is so by construction, because all budgets choose among the same answers. A search for one
+budget alone need not be monotonic: RESULTS.md has the measurement.
 """
 
 import argparse
