@@ -37,6 +37,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent / "upstream"))
 
 from bytescope.memory.units import GIB
+from bytescope.memory.view.frame import environment
+from bytescope.memory.view.table_model import TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_views import page_table
 
 # Model -> (tokens of a sequence, our config, our keys that make it the same model).
 MODELS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
@@ -306,6 +309,9 @@ def missing_cells(
 
 def compile_missing(rows: Sequence[PeerRow], path: Path, reports: Path | None, limit: float, again: bool) -> None:
     """Compiles the missing cells of rows, one after the other, and appends each to the file."""
+    if path.exists() and not path.read_text().endswith("\n"):
+        with path.open("a") as file:
+            file.write("\n")  # ends the partial line of an interrupted run
     for row, setting in list(missing_cells(rows, read_cells(path), again)):
         report_file = str(reports / f"{name_of(row)}, {setting}.json".replace(" ", "_")) if reports else ""
         began = time.perf_counter()
@@ -314,6 +320,168 @@ def compile_missing(rows: Sequence[PeerRow], path: Path, reports: Path | None, l
             file.write(json.dumps(dataclasses.asdict(cell)) + "\n")
         figures = cell.error or f"{cell.allocated_bytes / GIB:.2f} GiB, {cell.seconds:.3f} s"
         print(f"{cell.row}, {setting}: {figures} ({time.perf_counter() - began:.0f} s)", flush=True)
+
+
+# ---- Table and page --------------------------------------------------------------------------------------------------
+
+# Aims of a row against MaxText's better setting, and of the median of all rows against its defaults.
+MAX_BYTES, MAX_SECONDS, MAX_MEDIAN_OF_DEFAULTS = 1.0, 1.02, 0.9
+FIGURES: Mapping[str, str] = {"allocated_bytes": "allocated bytes", "seconds": "predicted seconds"}
+_KINDS = (
+    *(("all-gather", "gather"), ("reduce-scatter", "scatter"), ("all-reduce", "reduce")),
+    *(("all-to-all", "to all"), ("collective-permute", "permute")),
+)
+COLUMNS = (
+    ColumnView("row"),
+    ColumnView("setting", "step"),
+    ColumnView("allocated_bytes", "allocated GiB", "bytes", skip_zero=True),
+    ColumnView("temp_bytes", "temp GiB", "bytes", skip_zero=True),
+    ColumnView("flops", "TFLOP", "ratio", digits=1, read=lambda cell: cell.flops / 1e12 or None),
+    ColumnView("recomputed", "recomputed", "share", read=lambda cell: None if cell.error else cell.recomputed),
+    *(ColumnView(kind, f"{title} GiB", "bytes", path=f"sent.{kind}", skip_zero=True) for kind, title in _KINDS),
+    ColumnView("seconds", "predicted s", "ratio", skip_zero=True),
+    ColumnView("compile_seconds", "compile s", "ratio", digits=0, skip_zero=True),
+    ColumnView("error"),
+)
+RATIOS = (
+    ColumnView("row"),
+    ColumnView("setting", "step"),
+    ColumnView("bytes", "allocated bytes by the better", "ratio", path="better.allocated_bytes"),
+    ColumnView("time", "predicted seconds by the better", "ratio", path="better.seconds"),
+    ColumnView("bytes_of_defaults", "allocated bytes by the defaults", "ratio", path="defaults.allocated_bytes"),
+    ColumnView("time_of_defaults", "predicted seconds by the defaults", "ratio", path="defaults.seconds"),
+    ColumnView("missed", "misses an aim", read=lambda ratios: ", ".join(ratios.missed)),
+)
+# The page uses the styles and the script of explanations: tables that can be sorted, and no chart.
+PAGE_NAME = "explain"
+TEMPLATE = """{% extends "frame.html" %}
+{% import "elements.html" as ui %}
+{% block body %}
+{% call ui.card("Summary") %}<ul>{% for line in summary %}<li>{{ line }}</li>{% endfor %}</ul>{% endcall %}
+{% call ui.card("Ours divided by MaxText", "The better of MaxText's settings is chosen for each figure of each row.") %}
+{{ ui.table(ratios, "ratios") }}
+{% endcall %}
+{% call ui.card("Cells", "Figures of one device and one step. Bytes sent are by kind of collective.") %}
+{{ ui.table(cells, "cells") }}
+{% endcall %}
+{% endblock %}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratios:
+    """One of our steps in a row, divided by MaxText's.
+
+    Fields:
+        row, setting: the name of the row, and MATCHED or CONFIG_LOSS.
+        better: figure -> our value divided by MaxText's better setting for this figure.
+        defaults: figure -> our value divided by MaxText's defaults; {} if these were not compiled.
+    """
+
+    row: str
+    setting: str
+    better: Mapping[str, float]
+    defaults: Mapping[str, float]
+
+    @property
+    def missed(self) -> list[str]:
+        """Returns the figures that miss their aims."""
+        limits = {"allocated_bytes": MAX_BYTES, "seconds": MAX_SECONDS}
+        return [FIGURES[figure] for figure, limit in limits.items() if self.better[figure] > limit]
+
+
+def ratios_of(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -> list[Ratios]:
+    """Compares our steps with MaxText's, in the order of the rows. Left out are steps that were not compiled, and rows
+    in which MaxText has no compiled step."""
+    ratios = []
+    for row in rows:
+        compiled = {setting: cells.get((name_of(row), setting)) for setting in settings_of(row)}
+        compiled = {setting: cell for setting, cell in compiled.items() if cell is not None and not cell.error}
+        theirs = [compiled[setting] for setting in (DEFAULTS, BY_LAYER) if setting in compiled]
+        for setting in (MATCHED, CONFIG_LOSS):
+            if setting not in compiled or not theirs:
+                continue
+            better, defaults = {}, {}
+            for figure in FIGURES:
+                value = getattr(compiled[setting], figure)
+                better[figure] = value / min(getattr(cell, figure) for cell in theirs)
+                if DEFAULTS in compiled:
+                    defaults[figure] = value / getattr(compiled[DEFAULTS], figure)
+            ratios.append(Ratios(name_of(row), setting, better, defaults))
+    return ratios
+
+
+def summary_of(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -> list[str]:
+    """Returns sentences about all rows: medians and ranges of the ratios, missed aims, and cells without figures."""
+    ratios, lines = ratios_of(rows, cells), []
+    for setting in (MATCHED, CONFIG_LOSS):
+        own = [each for each in ratios if each.setting == setting]
+        for figure, title in FIGURES.items():
+            for name, key in (("better setting", "better"), ("defaults", "defaults")):
+                values = [getattr(each, key)[figure] for each in own if getattr(each, key)]
+                if values:
+                    spread = f"median {statistics.median(values):.3f}, {min(values):.3f} to {max(values):.3f}"
+                    lines.append(f"{setting}, {title} by MaxText's {name}: {spread} ({len(values)} rows)")
+        medians = [each.defaults["allocated_bytes"] for each in own if each.defaults]
+        if medians:
+            held = statistics.median(medians) <= MAX_MEDIAN_OF_DEFAULTS
+            aim = f"median of allocated bytes at most {MAX_MEDIAN_OF_DEFAULTS} of MaxText's defaults"
+            lines.append(f"{setting}, aim: {aim}: {'met' if held else 'missed'}")
+    for each in ratios:
+        if each.missed:
+            figures = " and ".join(each.missed)
+            values = f"bytes {each.better['allocated_bytes']:.3f}, seconds {each.better['seconds']:.3f}"
+            lines.append(f"misses the aim in {figures}: {each.row}, {each.setting} ({values})")
+    missing = sum(1 for _ in missing_cells(rows, cells))
+    failed = sum(bool(cell.error) for cell in cells.values())
+    lines.append(f"{len(cells) - failed} cells are compiled, {failed} failed, {missing} are missing")
+    return lines
+
+
+def cells_in_order(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -> list[Cell]:
+    """Returns a cell for each setting of each row; cells that were not compiled yet say so."""
+    return [
+        cells.get((name_of(row), setting)) or Cell(name_of(row), setting, "not compiled yet")
+        for row in rows
+        for setting in settings_of(row)
+    ]
+
+
+def markdown(columns: Sequence[ColumnView], rows: Sequence[Any]) -> str:
+    """Returns a Markdown table, with bytes in GiB. Columns that are empty in all rows are left out."""
+    used = [column for column in columns if any(column.text(row, TERMINAL, GIB) for row in rows)]
+    lines = [
+        " | ".join(column.heading for column in used),
+        " | ".join("---" if column.kind == "name" else "---:" for column in used),
+        *(" | ".join(column.text(row, TERMINAL, GIB).replace("|", "/") for column in used) for row in rows),
+    ]
+    return "\n".join(f"| {line} |" for line in lines)
+
+
+def versions_of(cells: Mapping[tuple[str, str], Cell]) -> str:
+    """Returns the versions of the packages of all cells, such as "jax 0.12.0.1, jaxlib 0.12.0.1"."""
+    found = {f"{name} {number}": None for cell in cells.values() for name, number in cell.versions.items()}
+    return ", ".join(found)
+
+
+def render_page(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -> str:
+    """Returns the HTML page with the summary, the ratios and all cells."""
+    return (
+        environment()
+        .from_string(TEMPLATE)
+        .render(
+            page=PAGE_NAME,
+            title="Beside MaxText",
+            data={},
+            where="tests/bench/peers.py",
+            heading="Our training step beside MaxText's",
+            versions=versions_of(cells),
+            figures=[],
+            summary=summary_of(rows, cells),
+            ratios=page_table(TableView(RATIOS, ratios_of(rows, cells))),
+            cells=page_table(TableView(COLUMNS, cells_in_order(rows, cells))),
+        )
+    )
 
 
 def main() -> int:
@@ -328,9 +496,20 @@ def main() -> int:
     parser.add_argument("--reports", type=Path, metavar="DIR", help="save each cell's report for bytescope diff")
     parser.add_argument("--limit", type=float, default=25, metavar="MINUTES", help="minutes per cell (default 25)")
     parser.add_argument("--again", action="store_true", help="compile failed cells again")
+    parser.add_argument("--show", action="store_true", help="compile nothing, show the finished cells")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the table as a page")
     args = parser.parse_args()
     rows = [row for row in ROWS if args.only in name_of(row)]
-    compile_missing(rows, args.cells, args.reports, args.limit, args.again)
+    if not args.show:
+        compile_missing(rows, args.cells, args.reports, args.limit, args.again)
+    wanted = {name_of(row) for row in rows}
+    cells = {key: cell for key, cell in read_cells(args.cells).items() if key[0] in wanted}
+    print(markdown(COLUMNS, cells_in_order(rows, cells)), end="\n\n")
+    print(markdown(RATIOS, ratios_of(rows, cells)), end="\n\n")
+    print("\n".join(f"- {line}" for line in summary_of(rows, cells)))
+    print(versions_of(cells))
+    if args.html:
+        args.html.write_text(render_page(rows, cells), encoding="utf-8")
     return 0
 
 
