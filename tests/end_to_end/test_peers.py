@@ -100,8 +100,8 @@ def test_slow_and_failed_cells_are_recorded(peers, rows, monkeypatch):
 
     monkeypatch.setattr(peers.subprocess, "run", slow)
     assert peers.run_cell(rows[0], peers.MATCHED, "", 25).error == "not compiled after 25 minutes"
-    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nReportError: refused")
-    monkeypatch.setattr(peers.subprocess, "run", lambda *command, **rest: failed)
+    found = subprocess.CompletedProcess([], 1, "", "Traceback\nReportError: refused")
+    monkeypatch.setattr(peers.subprocess, "run", lambda *command, **rest: found)
     assert peers.run_cell(rows[0], peers.MATCHED, "", 25).error == "ReportError: refused"
 
 
@@ -135,3 +135,16 @@ def test_show_prints_the_table_and_writes_a_page(peers, rows, tmp_path, monkeypa
     assert "not compiled after 25 minutes" in shown and "not compiled yet" in shown
     text = page.read_text()
     assert "Ours divided by MaxText" in text and "not compiled after 25 minutes" in text
+
+
+def test_child_imports_the_package_maxtext_not_the_script(peers, rows, monkeypatch):
+    commands = []
+    found = subprocess.CompletedProcess([], 1, "", "stopped")
+    monkeypatch.setattr(peers.subprocess, "run", lambda command, **rest: commands.append(command) or found)
+    peers.run_cell(rows[0], peers.DEFAULTS, "", 25)
+    flags = commands[0][: commands[0].index(peers.__file__)]
+    monkeypatch.undo()
+    folder = peers.Path(peers.__file__).parent
+    probe = "import importlib.util; print(importlib.util.find_spec('maxtext'))"
+    done = subprocess.run([*flags, "-c", probe], cwd=folder, capture_output=True, text=True, check=True)
+    assert str(folder / "maxtext.py") not in done.stdout
