@@ -14,8 +14,9 @@ Rows are never removed: a row that cannot be compiled shows its error.
 
 Each cell is compiled in a process of its own, and is then appended to the file of --cells, so that an interrupted run
 loses one cell at most, and the next run continues after it. A cell that is not finished after --limit minutes is
-recorded as such. Both trainers are traced, compiled, read and timed by the same code, without machine code and without
-jax's compilation cache.
+recorded as such. To compile the rows of a newer version, name a new file. Both trainers are traced, compiled, read and
+timed by the same code, without machine code and without jax's compilation cache; emitted kernels are reused, so that
+the first cell with a kernel takes longer. The share of recomputation is of all FLOPs of a step.
 """
 
 from __future__ import annotations
@@ -146,6 +147,8 @@ ROWS: tuple[PeerRow, ...] = (
 
 # ---- Cells -----------------------------------------------------------------------------------------------------------
 
+# Cells that were compiled for RESULTS.md.
+CELLS = Path(__file__).with_suffix(".jsonl")
 DEFAULTS, BY_LAYER, MATCHED, CONFIG_LOSS = "MaxText", "MaxText by layer", "ours matched", "ours"
 
 
@@ -494,7 +497,13 @@ def main() -> int:
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains a text (default: all)")
-    parser.add_argument("--cells", type=Path, default=Path("peers.jsonl"), help="finished cells (default peers.jsonl)")
+    parser.add_argument(
+        "--cells",
+        type=Path,
+        default=CELLS,
+        metavar="FILE",
+        help="finished cells (default peers.jsonl beside the script)",
+    )
     parser.add_argument("--reports", type=Path, metavar="DIR", help="save each cell's report for bytescope diff")
     parser.add_argument("--limit", type=float, default=25, metavar="MINUTES", help="minutes per cell (default 25)")
     parser.add_argument("--again", action="store_true", help="compile failed cells again")
