@@ -502,7 +502,7 @@ def main() -> int:
         type=Path,
         default=CELLS,
         metavar="FILE",
-        help="finished cells (default peers.jsonl beside the script)",
+        help="finished cells (default: beside the script)",
     )
     parser.add_argument("--reports", type=Path, metavar="DIR", help="save each cell's report for bytescope diff")
     parser.add_argument("--limit", type=float, default=25, metavar="MINUTES", help="minutes per cell (default 25)")
