@@ -431,7 +431,7 @@ def summary_of(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -
         if medians:
             held = statistics.median(medians) <= MAX_MEDIAN_OF_DEFAULTS
             aim = f"median of allocated bytes at most {MAX_MEDIAN_OF_DEFAULTS} of MaxText's defaults"
-            lines.append(f"{setting}, aim: {aim}: {'met' if held else 'missed'} by {len(medians)} of {len(rows)} rows")
+            lines.append(f"{setting}, aim: {aim}: {'met' if held else 'missed'} ({len(medians)} of {len(rows)} rows)")
     for each in ratios:
         if each.missed:
             figures = " and ".join(each.missed)

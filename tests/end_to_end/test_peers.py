@@ -117,8 +117,8 @@ def test_ratios_are_to_the_better_setting_of_each_figure(peers, rows):
 def test_summary_lists_medians_and_missed_aims(peers, rows):
     lines = peers.summary_of(rows, finished(peers, rows))
     assert "ours matched, allocated bytes by MaxText's better setting: median 1.050, 1.000 to 1.100 (2 rows)" in lines
-    assert any(line.startswith("ours matched, aim") and line.endswith("missed by 2 of 2 rows") for line in lines)
-    assert any(line.startswith("ours, aim") and line.endswith("met by 1 of 2 rows") for line in lines)
+    assert any(line.startswith("ours matched, aim") and line.endswith("missed (2 of 2 rows)") for line in lines)
+    assert any(line.startswith("ours, aim") and line.endswith("met (1 of 2 rows)") for line in lines)
     (missed,) = [line for line in lines if "misses the aim" in line and "unrolled" in line]
     assert missed.endswith("(bytes 1.100, seconds 1.050)")
     assert lines[-1] == "6 cells are compiled, 1 failed, 0 are missing"
