@@ -7,6 +7,8 @@ The scripts of the reports use this module. It is also the process that compiles
 It prints the figures of each list of MaxText's keys as JSON.
 """
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import json
@@ -16,11 +18,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bytescope.memory.units import GIB
+
+if TYPE_CHECKING:
+    from bytescope.memory.compare.program_factory import ProgramFactory
+    from bytescope.memory.devices.compiler import Compilation
+    from bytescope.memory.records.report_record import ReportRecord
 
 MODEL = "maxtext:llama2-7b"
 TOKENS = 4096
@@ -44,6 +53,20 @@ class Figures:
     temp_bytes: int
     forward_calls: int
     recomputed: float
+    seconds: float
+
+
+class CompiledStep(NamedTuple):
+    """A compiled training step.
+
+    Fields:
+        report: its memory report.
+        compilation: the compiled program.
+        seconds: seconds to trace and compile it.
+    """
+
+    report: ReportRecord
+    compilation: Compilation
     seconds: float
 
 
@@ -120,23 +143,40 @@ def check(findings: dict[str, bool]) -> int:
     return 0 if all(findings.values()) else 1
 
 
+def compile_report(factory: ProgramFactory, overrides: Mapping[str, Any], target_name: str) -> CompiledStep:
+    """Makes a training step with a factory, compiles it for described devices and returns its report.
+
+    overrides: the factory's keys with their values, such as {"config": "maxtext:llama2-7b", "scan_layers": "false"}.
+    """
+    from bytescope.memory.analysis import report_of
+    from bytescope.memory.devices import targets
+
+    began = time.perf_counter()
+    program = factory(overrides, targets.parse(target_name))
+    compilation, target = program.compile()
+    seconds = time.perf_counter() - began
+    report = report_of(compilation, target=target, roles=program.roles, loop=program.loop, seconds=True)
+    return CompiledStep(report, compilation, seconds)
+
+
+def recomputed_share(report: ReportRecord) -> float:
+    """Returns the FLOPs of recomputation divided by all FLOPs of a step."""
+    flops = {phase: sum(work.get("flops", {}).values()) for phase, work in report.work.items()}
+    return flops.get("recompute", 0) / sum(flops.values())
+
+
 def compile_step(model: str, target_name: str, words: Sequence[str]) -> Figures:
     """Compiles MaxText's step with its keys `words` and returns its figures."""
     from bytescope.memory.adapters.maxtext import FACTORY
     from bytescope.memory.adapters.trainers import overrides_of
-    from bytescope.memory.analysis import report_of
-    from bytescope.memory.devices import targets
 
-    program = FACTORY(overrides_of(model, list(words)), targets.parse(target_name))
-    compilation, target = program.compile()
-    report = report_of(compilation, target=target, loop=program.loop, seconds=True)
-    flops = {phase: sum(work.get("flops", {}).values()) for phase, work in report.work.items()}
+    step = compile_report(FACTORY, overrides_of(model, list(words)), target_name)
     return Figures(
-        allocated_bytes=report.allocated_bytes,
-        temp_bytes=report.xla.temp_bytes,
-        forward_calls=compilation.executable.as_text().count(FORWARD_CALL),
-        recomputed=flops.get("recompute", 0) / sum(flops.values()),
-        seconds=report.prediction["seconds"],
+        allocated_bytes=step.report.allocated_bytes,
+        temp_bytes=step.report.xla.temp_bytes,
+        forward_calls=step.compilation.executable.as_text().count(FORWARD_CALL),
+        recomputed=recomputed_share(step.report),
+        seconds=step.report.prediction["seconds"],
     )
 
 
