@@ -37,10 +37,13 @@ def test_a_loop_is_counted_once(step_profile, monkeypatch):
     compiled = jax.jit(loop)
     argument = jnp.ones(200_000)
     jax.block_until_ready(compiled(argument))
-    once = step_profile.seconds_by_kind(lambda: compiled(argument))
+    names = []
+    monkeypatch.setattr(step_profile, "kind_of", lambda name: names.append(name) or "all")
+    step_profile.seconds_by_kind(lambda: compiled(argument))
+    assert names and not any(name.startswith("while") for name in names)
     monkeypatch.setattr(step_profile, "_CONTAINERS", re.compile("nothing is a container"))
-    twice = step_profile.seconds_by_kind(lambda: compiled(argument))
-    assert sum(twice.values()) > 1.3 * sum(once.values()) > 0
+    step_profile.seconds_by_kind(lambda: compiled(argument))
+    assert any(name.startswith("while") for name in names)
 
 
 def test_a_trace_without_instructions_is_refused(step_profile):
