@@ -9,6 +9,7 @@ keeps memory that it once allocated, so the second compile in a process needs le
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -74,13 +75,17 @@ def tracing(layers: int) -> dict[str, int]:
 
 def compiler(layers: int, target: str) -> dict[str, int]:
     """Compiles the gradient of a program with unrolled layers. Returns "peak": the maximum of this process's resident
-    memory while XLA compiles, minus the resident memory just before XLA compiles, in bytes.
+    memory while XLA compiles, minus the resident memory just before XLA compiles, in bytes. For GPUs, XLA emits the
+    machine code of all kernels, as on a machine with the GPU; the constants in `HostRates` are for such a compile.
 
     layers: number of layers. target: the devices to compile for, such as "cpu" or "h100"; they need not be present.
     """
+    from bytescope.memory.devices import machine_code
     from bytescope.memory.devices.compiler import compile_lowered
 
     lowered = _program(layers, target)()
+    # A report leaves machine code out, unless the user has chosen a CUDA folder. XLA itself has read the flags before.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{machine_code.CUDA_FOLDER}=default".strip()
     before = _resident()
     with host_phase("compile"):
         compile_lowered(lowered)
