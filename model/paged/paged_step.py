@@ -68,10 +68,9 @@ def step(
     return model.finish(x_BTD), written_pools
 
 
-def unstacked(model: Transformer) -> Transformer:
-    """Returns a model with the parameters of `model` in which every layer has its own arrays (`scan` is False).
-
-    On a CPU a step would copy each layer's weights out of the stack.
+def unstack_layers(model: Transformer) -> Transformer:
+    """Replaces the stacked layers of `model` by separate layers, in place, and returns `model`. If its layers are not
+    stacked (`scan` is False), nothing changes. On a CPU, a step would copy each layer's weights out of the stack.
     """
     if not model.config.scan:
         return model

@@ -6,16 +6,17 @@
 
 One model on all sides: Llama's layers (RMSNorm, SwiGLU, rotary positions), tied embeddings, float32, AdamW without
 weight decay, gradients clipped to norm 1, constant learning rate. PyTorch and MaxText start from our first parameters,
-so their losses must be ours. nanodo's model cannot be chosen: LayerNorm, GELU and learned positions, with the same
-number of parameters in its layers; its losses are not compared.
+so their losses must be equal to ours, up to rounding. nanodo's model cannot be chosen: LayerNorm, GELU and learned
+positions, with the same number of parameters in its layers; its losses are not compared.
 
-PyTorch has fused products and the fused optimizer (torch_peer.py); MaxText runs with three settings, of which the best
-counts. Each side is a process of its own that stays alive, with an interpreter of its own, so that a side's memory has
+PyTorch has fused products and the fused optimizer (torch_peer.py); MaxText runs with three settings, and each is
+printed. Each side is a process of its own that stays alive, with an interpreter of its own, so that a side's memory has
 no packages of another side. Printed: CPU seconds of all threads and wall time of a step (medians over the rounds), the
-ratio of ours to each peer by rounds (median, range), resident memory of the process (largest during the steps, and
-since its start), and the largest relative difference of the losses. --profile adds one traced step of each side with
-jax: seconds of its instructions by kind, summed over the threads. --assert: our CPU seconds and our memory during
-the steps, divided by those of the fastest peer, are at most these limits.
+ratio of ours to each peer, round by round (median, range), peak resident memory during the steps and since the process
+started, and the largest relative difference of the losses. --profile adds one traced step of each side with
+jax: seconds of its instructions by kind, summed over the threads. --assert: exit code 1 if our CPU seconds are
+above 0.85 or our resident memory during the steps is above 0.9 of the fastest peer's, or if a loss differs by more than
+1e-4.
 """
 
 import argparse

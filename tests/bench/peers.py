@@ -1,6 +1,6 @@
 """MaxText's training step beside ours, compiled for the same described GPUs.
 
-    python tests/bench/peers.py                           # in an environment with MaxText, about two hours
+    python tests/bench/peers.py                           # in an environment with MaxText, many hours
     python tests/bench/peers.py --only=llama2-7b          # rows whose name contains a text
     python tests/bench/peers.py --show --html=peers.html  # compiles nothing, shows the finished cells
     python tests/bench/peers.py --again                   # compiles failed cells again
@@ -8,15 +8,15 @@
 Each row of ROWS is one task: model, sequence length, sequences per device, devices, remat policy, and layers in a loop
 (scanned) or unrolled. It has up to four cells: MaxText with its defaults; MaxText with `param_scan_axis=0`, which
 applies to scanned layers only; our step matched (logits in bfloat16 and a loss over all logits, as in MaxText); and
-our step with the loss of its config. All cells of a row have the same batch, compute dtype, mesh (FSDP over all
+our step with the loss of our shipped config. All cells of a row have the same batch, compute dtype, mesh (FSDP over all
 devices), optimizer (AdamW in float32) and remat policy. MaxText's better setting is chosen for each figure of each row.
 Rows are never removed: a row that cannot be compiled shows its error.
 
 Each cell is compiled in a process of its own, and is then appended to the file of --cells, so that an interrupted run
 loses one cell at most, and the next run continues after it. A cell that is not finished after --limit minutes is
-recorded as such. To compile the rows of a newer version, name a new file. Both trainers are traced, compiled, read and
-timed by the same code, without machine code and without jax's compilation cache; emitted kernels are reused, so that
-the first cell with a kernel takes longer. The share of recomputation is of all FLOPs of a step.
+recorded as such. To compile the rows of a newer version, name a new file. The same code compiles both trainers and
+reads their figures. Machine code is not generated, and jax's compilation cache is off. Kernels that one cell emitted
+are reused, so the first cell with a kernel takes longer. The share of recomputation is of all FLOPs of a step.
 """
 
 from __future__ import annotations

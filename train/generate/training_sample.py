@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.model import ModelConfig
 from bytescope.model.paged.page_pool import PAGE
-from bytescope.model.paged.paged_step import unstacked
+from bytescope.model.paged.paged_step import unstack_layers
 from bytescope.model.placement import Placement
 from bytescope.model.runs import BLOCKS, DENSE, layers_of, stack_of
 from bytescope.train.data.batch_algebra import IGNORE
@@ -118,8 +118,8 @@ def over_pages(program: Program) -> bool:
 def separate_layers(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the parameters of a model with stacked layers as a tree in which every layer has its own arrays.
 
-    An array on CPU devices is a view of its row of the stack, without a copy, if the row begins at a multiple of 64
-    bytes, as XLA requires. While the views exist, the stack can be donated, but it is then copied.
+    On CPU devices, each array is a view of its row of the stack. Rows that do not begin at a multiple of 64 bytes, as
+    XLA requires, are copied. If the stack is donated while views exist, XLA copies it instead of reusing its memory.
 
     Args:
       config: the model with stacked layers.
@@ -165,7 +165,8 @@ class Sampler:
         self.separate = program.model.scan and program.mesh.devices.flat[0].platform == "cpu"
         abstract, shapes = program.abstract(place=Placement()), program.state.model_params
         if self.separate:
-            abstract = nnx.eval_shape(lambda: unstacked(program.transformer(nnx.Rngs(params=0), place=Placement())))
+            place = Placement()
+            abstract = nnx.eval_shape(lambda: unstack_layers(program.transformer(nnx.Rngs(params=0), place=place)))
             shapes = separate_layers(program.model, shapes)
         model = Model(abstract.config, program.precision, nnx.split(abstract)[0], shapes, program.layout)
         self.steps = Steps(model, "blocks", program.precision.compute)

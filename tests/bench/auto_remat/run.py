@@ -63,7 +63,7 @@ def score_answers(graph: Graph, solver: str, answers: Answers) -> Row:
 
 
 def broken_promises(graph: Graph, row: Row) -> list[str]:
-    """Returns what a solver that takes a budget must not do, as sentences: a peak above the budget, or more
+    """Returns one sentence for each budget that a solver does not keep to: a peak above the budget, or more
     recomputation at a larger budget.
     """
     problems = []
@@ -81,7 +81,7 @@ def broken_promises(graph: Graph, row: Row) -> list[str]:
 
 
 def inversion(row: Row) -> tuple[Candidate, Candidate] | None:
-    """Returns two answers of torch (smaller setting, larger setting) where the smaller setting has the higher peak. Of
+    """Returns two answers of torch (smaller, larger setting) of which the smaller setting has the higher peak. Of
     all such pairs, it is the one with the largest quotient of the peaks; None if there is no such pair.
     """
     ordered = []

@@ -1,8 +1,8 @@
 """Builds a graph from torch: the joint forward and backward graph that AOTAutograd traces becomes nodes.
 
 `llama_197838` is a model of the shape in https://github.com/pytorch/pytorch/issues/197838, in which the peak rises when
-`activation_memory_budget` falls: 16 layers of width 512 and 512 tokens are the smallest of its three configurations.
-The issue states layers and tokens; the width and the hidden width are ours.
+`activation_memory_budget` falls: its smallest configuration has 16 layers and
+512 tokens. The issue states no widths: width 256, hidden width 704 and four sequences are ours.
 """
 
 from __future__ import annotations
