@@ -29,6 +29,8 @@ from bytescope.memory.seconds.ranking import TIE
 MAX_COMPILES, MAX_CHECKS = 12, 2
 # A plan that leaves less than this fraction of the budget unused is accepted without a check.
 CLOSE = 0.02
+# A plan that recomputes more than this fraction of what full recomputation does is never accepted without a check.
+MOST = 0.75
 # A plan is compiled only if its predicted cost is lower by this fraction.
 EVEN = 1e-3
 # The expected relative error of the model's seconds. Fixed policies within this fraction of the best cost are compiled
@@ -137,7 +139,10 @@ class RematSearch:
         done = self._compiled_with_known_bytes()
         # Transfers to the host allocate more memory; they matter more than the number of ranges.
         alike = [tried for tried in done if _plan_kind(tried.plan)[1] == kind[1]]
-        return allocation_points([tried for tried in alike if _plan_kind(tried.plan) == kind] or alike or done)
+        same = [tried for tried in alike if _plan_kind(tried.plan) == kind]
+        # A single plan with several ranges does not give a slope, so plans with one range are used too.
+        enough = len(same) > 1 or (same and not kind[0])
+        return allocation_points(same if enough else alike or done)
 
     def _compiled_with_known_bytes(self) -> list[CompiledPlan]:
         return [tried for tried in self.tried.values() if tried.ok and self._are_kept_bytes_known(tried.plan)]
@@ -192,21 +197,12 @@ class RematSearch:
 
         `above`: number of bytes by which the predicted bytes of a plan may exceed the budget.
         """
-        problem, plans, usable, host_room = self.problem, [], self._compilable_patterns(), self._host_bytes_for_layers()
+        problem = self.problem
         moves = (False, True) if problem.offload else (False,)
-        for most, moved in itertools.product(range(1, problem.ranges + 1), moves):
-            patterns = [p for p in usable if moved or not p.host_bytes]
-            plans.append(
-                solve(
-                    patterns,
-                    problem.graph.layers,
-                    self.room(budget, (most > 1, moved)) + above,
-                    problem.passes,
-                    cost=problem.cost,
-                    host_budget=host_room,
-                    ranges=most,
-                )
-            )
+        plans = [
+            self._cheapest(budget, self.room(budget, (ranges > 1, moved)) + above, ranges, moved)
+            for ranges, moved in itertools.product(range(1, problem.ranges + 1), moves)
+        ]
         room = self.room(budget, WHOLE) + above
         proposed = sorted(filter(None, plans), key=self.cost)
         fixed = [self.whole(p) for p in self.named if p.bytes * problem.graph.layers <= room]
@@ -216,6 +212,27 @@ class RematSearch:
         if none.bytes <= room or (str(none) in self.tried and self._fits(self.tried[str(none)], budget)):
             proposed.append(none)
         return sorted({str(plan): plan for plan in proposed}.values(), key=self.cost)
+
+    def _cheapest(self, budget: float, room: float, ranges: int, moved: bool) -> LayerPlan | None:
+        """Returns the plan of lowest predicted cost among those that keep at most `room` bytes and were not found to
+        exceed the budget when they were compiled; None if there is none.
+        """
+        patterns = [pattern for pattern in self._compilable_patterns() if moved or not pattern.host_bytes]
+        problem, host_room = self.problem, self._host_bytes_for_layers()
+        while plan := solve(
+            patterns,
+            problem.graph.layers,
+            room,
+            problem.passes,
+            cost=problem.cost,
+            host_budget=host_room,
+            ranges=ranges,
+        ):
+            tried = self.tried.get(str(plan))
+            if tried is None or self._fits(tried, budget):
+                return plan
+            room = plan.bytes - 1.0
+        return None
 
     def cost(self, plan: LayerPlan) -> float:
         """Returns the predicted cost of a plan for one micro-batch. It is the seconds of the forward and backward pass
@@ -320,8 +337,21 @@ class RematSearch:
             )  # plans of fewest bytes first
         if not plans and best is not None and state.checks < MAX_CHECKS and self._worth_a_check(best, state.budget):
             state.checks += 1
-            plans = self._plans_worth_compiling(self.candidates(state.budget, above=self._smallest_byte_step()), best)
+            plans = self._plans_above(state.budget, best)
         return plans
+
+    def _plans_above(self, budget: float, best: CompiledPlan) -> list[LayerPlan]:
+        """Returns plans of lower cost than `best` that are predicted to exceed the budget, by about as few bytes as
+        possible: the bytes above it are doubled until there is such a plan. Returns [] if there is none.
+        """
+        above = self._smallest_byte_step()
+        most = self.problem.graph.layers * max(pattern.bytes for pattern in self.patterns)
+        while 0 < above <= 2 * most:
+            plans = self._plans_worth_compiling(self.candidates(budget, above), best)
+            if plans := [plan for plan in plans if self._are_kept_bytes_known(plan)]:
+                return plans
+            above *= 2
+        return []
 
     def _plans_worth_compiling(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
         most = math.inf if best is None else self.cost(best.plan)
@@ -340,9 +370,12 @@ class RematSearch:
         return not any(pattern.policy == NONE or pattern in self.unknown for pattern, _ in plan.ranges)
 
     def _worth_a_check(self, best: CompiledPlan, budget: float) -> bool:
-        # Bytes of the budget are left, or the prediction is based on a single compiled plan.
+        # Bytes of the budget are left, almost everything is recomputed, or the prediction is based on a single compiled
+        # plan.
         return (
-            best.compiled.allocated_bytes < (1 - CLOSE) * budget or len(self._points_of_kind(_plan_kind(best.plan))) < 2
+            best.compiled.allocated_bytes < (1 - CLOSE) * budget
+            or best.plan.flops > MOST * self.whole(self.full).flops
+            or len(self._points_of_kind(_plan_kind(best.plan))) < 2
         )
 
     def _smallest_byte_step(self) -> float:

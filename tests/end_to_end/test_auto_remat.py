@@ -177,17 +177,21 @@ def test_bytescope_keeps_its_promises_at_any_budget(bench, name):
         assert row.best[-1].score.recomputed_flops <= 1e-3 * graph.forward_flops < row.best[0].score.recomputed_flops
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["gpt", "llama", "unet"])
-def test_a_search_for_one_budget_fits_and_recomputes_no_more_at_a_larger_budget(bench, name):
-    """Each budget is searched alone. That is not guaranteed: ViT's fourth budget recomputes more than its third."""
-    graph, before = load(bench, name), None
-    for budget in graph.budgets:
-        answers = bench.solvers.bytescope(dataclasses.replace(graph, budgets=(budget,)))
-        (score,) = (bench.evaluator.evaluate(graph, saved) for saved in answers.values())
-        assert score.peak_bytes <= budget
-        assert before is None or score.recomputed_flops <= before
-        before = score.recomputed_flops
+@pytest.mark.parametrize("name", GRAPHS)
+def test_a_search_for_one_budget_is_about_as_good_as_one_for_all_budgets(bench, name):
+    """It fits, recomputes no more at a larger budget, and at most 4 % of the forward pass more than a search that
+    shares its compiled plans with nine others. The U-Net at tight budgets is the exception: its peak falls when more is
+    kept, which only a plan far above the budget shows.
+    """
+    graph = load(bench, name)
+    alone = bench.run.score_alone(graph, "bytescope-alone", bench.solvers.bytescope)
+    assert bench.run.broken_promises(graph, alone) == []
+    together = bench.run.score_answers(graph, "bytescope", bench.solvers.bytescope(graph))
+    more = [
+        (one.score.recomputed_flops - other.score.recomputed_flops) / graph.forward_flops
+        for one, other in zip(alone.best, together.best)
+    ]
+    assert max(more if name != "unet" else more[6:]) < 0.04, more
 
 
 @pytest.mark.quick
