@@ -212,8 +212,9 @@ def compile_lowered(
         raise ReportError(f"{SLOP}={options[SLOP]} is not valid for XLA: give a whole number")
     devices = devices_of(lowered)
     described = described or any(map(is_described, devices[:1]))
+    leave_out = machine_code.options_without(devices[0]) if described and devices else {}
     if jaxpr is not None and devices:
-        _expect_host_memory(jaxpr, devices[0].platform)
+        _expect_host_memory(jaxpr, devices[0].platform, bool(leave_out))
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
         settings.enter_context(host_phase("compile"))
@@ -223,7 +224,7 @@ def compile_lowered(
         read_settings = settings.enter_context(_memory_settings(device_memory_bytes if described else None))
         given = _with_trial(options or {})
         if described and devices:
-            result = _compile_without_code(lowered, given, machine_code.options_without(devices[0]))
+            result = _compile_without_code(lowered, given, leave_out)
         else:
             result = _compile_or_load(lowered, given, exact and not described)
     module, assignment = (b"", b"") if result.proto else _serialize_module_and_buffers(result.compiled)
@@ -245,9 +246,17 @@ def compile_lowered(
     )
 
 
-def _expect_host_memory(jaxpr: Any, platform: str) -> None:
-    size, trainer = program_size(jaxpr), "flax" in sys.modules
-    expect(shared_terms(size, platform, ("other",), trainer=trainer, gpu_present=accelerator() == "cuda"))
+def _expect_host_memory(jaxpr: Any, platform: str, without_code: bool) -> None:
+    terms = shared_terms(
+        program_size(jaxpr),
+        platform,
+        ("other",),
+        trainer="flax" in sys.modules,
+        orbax="orbax.checkpoint" in sys.modules,
+        gpu_present=accelerator() == "cuda",
+        without_code=without_code,
+    )
+    expect(terms)
 
 
 def read_compiled(compiled: CompiledStage) -> Compilation:

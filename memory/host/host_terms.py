@@ -42,13 +42,14 @@ LIBRARIES, TRACED, CUDNN, COMPILER, KEPT, ANALYSIS = (
 @dataclasses.dataclass(frozen=True)
 class HostRates:
     """Constants from which the predicted parts (terms) of the host memory of one process are computed: bytes of host
-    memory, and the two fractions `gpu_kept` and `cpu_kept`. If the description of a field quotes a command of
+    memory, and the fractions `gpu_kept`, `described_kept` and `cpu_kept`. If the description of a field quotes a command of
     `bytescope`, the value is the peak of the resident memory of this command in its phase "start", in which it imports
     libraries.
 
     Fields:
         python: Python with jax, numpy and the modules of a command: `report --program=plain_jax.py:rnn`.
-        trainer: flax, optax, Orbax and tensorstore: `report tiny cpu` minus `python`.
+        flax: flax and optax: `report tiny cpu` minus `python`.
+        trainer: flax, optax, Orbax, tensorstore and the modules of the trainer: `train tiny` minus `python`.
         gpu_plugin: jax's CUDA plugin without NVIDIA's libraries: `report tiny h100` minus `report tiny cpu`.
         gpu_libraries: NVIDIA's libraries, which jax loads before the plugin on a machine with a GPU.
         cudnn: libcudnn_graph.so, which jax loads when it traces attention of cuDNN.
@@ -58,6 +59,8 @@ class HostRates:
         gpu_compile_equation, gpu_compile_repeated: growth of this peak per distinct equation, and per equation
             (`ProgramSize.total`). Kernels are compiled once for equal computations, so distinct equations count most.
         gpu_kept: fraction of the compiler's peak that the process keeps after the compile.
+        described_compile, described_compile_equation, described_compile_repeated, described_kept: the same for a
+            compile without machine code (`devices.machine_code`), for NVIDIA GPUs that are not present.
         cpu_compile, cpu_compile_equation, cpu_compile_repeated, cpu_kept: the same for XLA:CPU, on two cores.
         analysis: Python objects and text of a memory report about an empty program.
         analysis_equation: growth of these objects per equation.
@@ -66,8 +69,9 @@ class HostRates:
         analysis_dump_byte: Python objects of a report on a dump, per byte of the compiled program's HloProto.
     """
 
-    python: int = 200 * MIB
-    trainer: int = 45 * MIB
+    python: int = 180 * MIB
+    flax: int = 30 * MIB
+    trainer: int = 90 * MIB
     gpu_plugin: int = 75 * MIB
     gpu_libraries: int = 270 * MIB
     cudnn: int = 60 * MIB
@@ -77,6 +81,10 @@ class HostRates:
     gpu_compile_equation: int = 615 * KIB
     gpu_compile_repeated: int = 22 * KIB
     gpu_kept: float = 0.92
+    described_compile: int = 95 * MIB
+    described_compile_equation: int = 450 * KIB
+    described_compile_repeated: int = 35 * KIB
+    described_kept: float = 0.94
     cpu_compile: int = 52 * MIB
     cpu_compile_equation: int = 743 * KIB
     cpu_compile_repeated: int = 27 * KIB
@@ -173,6 +181,7 @@ def start_terms(
     phases: Iterable[str] = ("start",),
     *,
     trainer: bool = True,
+    orbax: bool = True,
     gpu_present: bool = False,
     rates: HostRates | None = None,
 ) -> tuple[HostTerm, ...]:
@@ -182,14 +191,15 @@ def start_terms(
     Args:
         platform: the platform that the process compiles for, such as "cpu" or "cuda".
         phases: keys of `HOST_PHASES`.
-        trainer: whether the process imports flax, optax and Orbax.
+        trainer: whether the process imports flax and optax.
+        orbax: whether such a process imports Orbax and the modules of the trainer too, as for `train`.
         gpu_present: whether the machine has a GPU of this platform. jax then loads NVIDIA's libraries too.
         rates: the constants; None for `host_rates()`.
     """
     rates = rates or host_rates()
     size, parts = rates.python, ["Python and jax"]
     if trainer:
-        size, parts = size + rates.trainer, [*parts, "the trainer's libraries"]
+        size, parts = size + (rates.trainer if orbax else rates.flax), [*parts, "the trainer's libraries"]
     if platform in _GPUS:
         size += rates.gpu_plugin + (rates.gpu_libraries if gpu_present else 0)
         parts.append("jax's GPU plugin")
@@ -198,7 +208,12 @@ def start_terms(
 
 
 def compile_terms(
-    size: ProgramSize, platform: str, later: Iterable[str] = (), *, rates: HostRates | None = None
+    size: ProgramSize,
+    platform: str,
+    later: Iterable[str] = (),
+    *,
+    without_code: bool = False,
+    rates: HostRates | None = None,
 ) -> tuple[HostTerm, ...]:
     """Returns the predicted parts (terms) of host memory that one process takes to trace, compile and analyze a
     program, in the phases "trace", "compile" and "analyze", and the parts that the process still holds in later phases.
@@ -208,12 +223,16 @@ def compile_terms(
         size: size of the traced program.
         platform: the platform that the program is compiled for, such as "cpu" or "cuda".
         later: the phases after "analyze", keys of `HOST_PHASES`.
+        without_code: whether the compiler leaves out machine code, as for NVIDIA GPUs that are not present.
         rates: the constants; None for `host_rates()`.
     """
     rates = rates or host_rates()
     if platform == "cpu":
         base, distinct, each = rates.cpu_compile, rates.cpu_compile_equation, rates.cpu_compile_repeated
         share = rates.cpu_kept
+    elif without_code:
+        base, distinct = rates.described_compile, rates.described_compile_equation
+        each, share = rates.described_compile_repeated, rates.described_kept
     else:
         base, distinct, each = rates.gpu_compile, rates.gpu_compile_equation, rates.gpu_compile_repeated
         share = rates.gpu_kept
@@ -257,7 +276,9 @@ def shared_terms(
     later: Iterable[str] = (),
     *,
     trainer: bool = True,
+    orbax: bool = True,
     gpu_present: bool = False,
+    without_code: bool = False,
 ) -> tuple[HostTerm, ...]:
     """Returns the predicted parts (terms) of the host memory of a process that compiles one program: the libraries in
     all phases (`start_terms`), and tracing, compiling and analyzing (`compile_terms`).
@@ -266,11 +287,13 @@ def shared_terms(
         size: size of the traced program.
         platform: the platform that the program is compiled for, such as "cpu" or "cuda".
         later: the phases after "analyze", keys of `HOST_PHASES`.
-        trainer: whether the process imports flax, optax and Orbax.
+        trainer: whether the process imports flax and optax.
+        orbax: whether such a process imports Orbax and the modules of the trainer too, as for `train`.
         gpu_present: whether the machine on which the process will run has a GPU of this platform; jax then loads
-            NVIDIA's libraries. The compiler takes the same host memory with and without a GPU.
+            NVIDIA's libraries.
+        without_code: whether the compiler leaves out machine code, as for NVIDIA GPUs that are not present.
     """
     later = tuple(later)
     phases = dict.fromkeys(("start", "trace", "compile", "analyze", *later))
-    start = start_terms(platform, phases, trainer=trainer, gpu_present=gpu_present)
-    return (*start, *compile_terms(size, platform, later))
+    start = start_terms(platform, phases, trainer=trainer, orbax=orbax, gpu_present=gpu_present)
+    return (*start, *compile_terms(size, platform, later, without_code=without_code))

@@ -333,13 +333,14 @@ def test_host_memory_is_measured_in_a_process_of_its_own_and_used_with_the_file(
     shown = capsys.readouterr().out
     assert "Python and jax" in shown and "not measured: Orbax: KeyError: 'none'" in shown, shown
     measured = rates.load(file).host
-    assert set(measured) == {"python", "trainer"}
+    assert set(measured) == {"python", "trainer", "flax"}
     assert 50 * MIB < measured["python"] < 2000 * MIB and MIB < measured["trainer"] < 2000 * MIB
     assert host_terms.host_rates() == host_terms.RATES
     (before,) = host_terms.start_terms("cpu")
     used(file)
     (now,) = host_terms.start_terms("cpu")
-    assert now.bytes - before.bytes == sum(measured[name] - getattr(host_terms.RATES, name) for name in measured)
+    loaded = ("python", "trainer")
+    assert now.bytes - before.bytes == sum(measured[name] - getattr(host_terms.RATES, name) for name in loaded)
     assert host_terms.host_rates().cpu_compile == host_terms.RATES.cpu_compile
     used(None)
     assert host_terms.host_rates() == host_terms.RATES
@@ -361,6 +362,9 @@ def test_constants_change_by_the_ratio_of_sizes_here_and_there(monkeypatch):
         "gpu_compile": host_terms.RATES.gpu_compile,
         "gpu_compile_equation": 2 * host_terms.RATES.gpu_compile_equation,
         "gpu_compile_repeated": 2 * host_terms.RATES.gpu_compile_repeated,
+        "described_compile": host_terms.RATES.described_compile,
+        "described_compile_equation": 2 * host_terms.RATES.described_compile_equation,
+        "described_compile_repeated": 2 * host_terms.RATES.described_compile_repeated,
     }
     assert host_terms.RATES.replaced(found).gpu_compile_equation == found["gpu_compile_equation"]
     assert host_measure.line_through([(1, 7), (1, 9)]) == (8, 0)
