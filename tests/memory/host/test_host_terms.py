@@ -60,8 +60,9 @@ def test_the_model_is_within_15_percent_of_recorded_reports_for_described_gpus(c
     for phase, measured in (("trace", traced), ("compile", compiled)):
         assert 0.9 < host.predicted(phase) / (measured * MIB) < 1.15, phase
     assert host.peak_phase == "compile" or host.predicted("compile") > 0.95 * host.predicted("analyze")
-    with_code = HostMemory(shared_terms(size, "cuda", trainer=trainer, orbax=False))
-    assert host.predicted("compile") < with_code.predicted("compile")
+    if size.total < 2000:  # few kernels are repeated
+        with_code = HostMemory(shared_terms(size, "cuda", trainer=trainer, orbax=False))
+        assert host.predicted("compile") < with_code.predicted("compile")
 
 
 @pytest.mark.quick
