@@ -42,9 +42,9 @@ LIBRARIES, TRACED, CUDNN, COMPILER, KEPT, ANALYSIS = (
 @dataclasses.dataclass(frozen=True)
 class HostRates:
     """Constants from which the predicted parts (terms) of the host memory of one process are computed: bytes of host
-    memory, and the fractions `gpu_kept`, `described_kept` and `cpu_kept`. If the description of a field quotes a command of
-    `bytescope`, the value is the peak of the resident memory of this command in its phase "start", in which it imports
-    libraries.
+    memory, and the fractions `gpu_kept`, `described_kept` and `cpu_kept`. If the description of a field quotes a
+    command of `bytescope`, the value is the peak of the resident memory of this command in its phase "start", in which
+    it imports libraries.
 
     Fields:
         python: Python with jax, numpy and the modules of a command: `report --program=plain_jax.py:rnn`.

@@ -43,11 +43,14 @@ class PassSeconds:
     Fields:
         forward, backward: seconds of the two passes.
         host_link: rate of copies between device and host in bytes per second; 0 if the device has no such link.
+        exposed: seconds in which computation waits, as a fraction of the seconds of these copies; above 1 if they are
+            slower than `host_link`. The search finds it from compiled plans.
     """
 
     forward: float = 0.0
     backward: float = 0.0
     host_link: float = 0.0
+    exposed: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -105,13 +108,19 @@ class LayerPlan:
         return sum(pattern.flops * count for pattern, count in self.ranges)
 
     def seconds(self, passes: PassSeconds) -> float:
-        """Returns the seconds of the forward and backward pass of a micro-batch, including recomputation. A transfer to
-        or from the host overlaps the pass, so it adds only the time by which it is longer than the pass. `passes`:
+        """Returns the seconds of the forward and backward pass of a micro-batch, including recomputation. Transfers to
+        the host overlap the forward pass, and transfers back overlap the backward pass. They add the fraction
+        `passes.exposed` of their time, or the time by which they are longer than the pass if that is more. `passes`:
         seconds of the two passes without recomputation.
         """
         recomputed = sum(pattern.seconds * count for pattern, count in self.ranges)
-        link = self.host_bytes / passes.host_link if passes.host_link else 0.0
-        return max(passes.forward, link) + max(passes.backward + recomputed, link)
+        link = self.transfer_seconds(passes)
+        waiting = passes.exposed * link
+        return max(passes.forward + waiting, link) + max(passes.backward + recomputed + waiting, link)
+
+    def transfer_seconds(self, passes: PassSeconds) -> float:
+        """Returns the seconds that the values of a micro-batch take to the host; the way back takes as long."""
+        return self.host_bytes / passes.host_link if passes.host_link else 0.0
 
     @property
     def policy(self) -> str:
@@ -138,6 +147,7 @@ class RematProblem:
         policies: policies of `jax.checkpoint` that the search tries too. Name of the policy -> names of the values that
             it keeps, None if these are not known.
         ranges: maximum number of ranges of layers that keep different values, 1 or 2.
+        micro_steps: number of micro-batches whose seconds `PlanFigures.seconds` contains.
     """
 
     graph: LayerGraph
@@ -148,6 +158,7 @@ class RematProblem:
     host_budget: float = math.inf
     policies: Mapping[str, Sequence[str] | None] = dataclasses.field(default_factory=dict)
     ranges: int = MAX_RANGES
+    micro_steps: int = 1
 
     @classmethod
     def on_target(
@@ -183,7 +194,7 @@ class RematProblem:
             by_phase["backward"] / micro_steps,
             figures.host_link_bytes_per_s if offload else 0.0,
         )
-        return cls(graph, rates, passes, cost, offload, target.host_bytes_per_device, policies, ranges)
+        return cls(graph, rates, passes, cost, offload, target.host_bytes_per_device, policies, ranges, micro_steps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from bytescope.memory.remat.remat_problem import (
     CompiledPlan,
     KeepPattern,
     LayerPlan,
+    PassSeconds,
     PlanFigures,
     RematProblem,
     SearchOutcome,
@@ -218,12 +219,12 @@ class RematSearch:
         exceed the budget when they were compiled; None if there is none.
         """
         patterns = [pattern for pattern in self._compilable_patterns() if moved or not pattern.host_bytes]
-        problem, host_room = self.problem, self._host_bytes_for_layers()
+        problem, host_room, passes = self.problem, self._host_bytes_for_layers(), self._passes()
         while plan := solve(
             patterns,
             problem.graph.layers,
             room,
-            problem.passes,
+            passes,
             cost=problem.cost,
             host_budget=host_room,
             ranges=ranges,
@@ -240,7 +241,24 @@ class RematSearch:
         """
         if any(pattern in self.unknown for pattern, _ in plan.ranges):
             return math.inf
-        return plan.seconds(self.problem.passes) if self.problem.cost == "time" else plan.flops
+        return plan.seconds(self._passes()) if self.problem.cost == "time" else plan.flops
+
+    def _passes(self) -> PassSeconds:
+        """The seconds of the passes, with the fraction of transfers that compiled plans have not hidden. It is 0 before
+        a plan with transfers is compiled.
+        """
+        passes, steps = self.problem.passes, self.problem.micro_steps
+        done = self._compiled_with_known_bytes()
+        # The rest of the step takes as long with all plans.
+        rest = [
+            tried.compiled.seconds - steps * tried.plan.seconds(passes) for tried in done if not tried.plan.host_bytes
+        ]
+        moving = [tried for tried in done if tried.plan.host_bytes]
+        moved = 2 * steps * sum(tried.plan.transfer_seconds(passes) for tried in moving)
+        if not rest or not moved:
+            return passes
+        seconds = sum(tried.compiled.seconds - steps * tried.plan.seconds(passes) - rest[0] for tried in moving)
+        return dataclasses.replace(passes, exposed=max(seconds / moved, 0.0))
 
     def _fits(self, tried: CompiledPlan, budget: float) -> bool:
         return (
@@ -355,9 +373,6 @@ class RematSearch:
 
     def _plans_worth_compiling(self, plans: Sequence[LayerPlan], best: CompiledPlan | None) -> list[LayerPlan]:
         most = math.inf if best is None else self.cost(best.plan)
-        # The prediction hides transfers behind computation; the compiler's schedule often does not.
-        if best is not None and best.plan.host_bytes:
-            most = max(most, self.compiled_cost(best)[0])
         better = []
         for plan in plans:
             has_policy = any(pattern.policy for pattern, _ in plan.ranges)

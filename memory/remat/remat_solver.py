@@ -293,12 +293,16 @@ def solve(
 
     Args:
         patterns: choices of the values that one layer keeps, with their bytes and costs.
-        passes: seconds of the forward and the backward pass of all layers. Transfers to the host overlap with them.
+        passes: seconds of the forward and the backward pass of all layers, and the rate of transfers to the host, which
+            overlap with them (`LayerPlan.seconds`).
         cost: "time" to minimize seconds, or "flops" to minimize recomputed FLOPs regardless of transfers.
         host_budget: bytes of host memory per device.
         ranges: maximum number of different patterns in the plan, 1 or 2.
     """
-    forward, backward, link = (passes.forward, passes.backward, passes.host_link) if cost == "time" else (0.0, 0.0, 0.0)
+    if cost != "time":
+        passes = PassSeconds()
+    forward, backward, link = passes.forward, passes.backward, passes.host_link
+    exposed, hidden = passes.exposed, 1 - passes.exposed
     patterns = sorted(patterns, key=lambda pattern: pattern.bytes)
     kept = np.array([pattern.bytes for pattern in patterns], float)
     host = np.array([pattern.host_bytes for pattern in patterns], float)
@@ -321,15 +325,16 @@ def solve(
             if np.isfinite(host_budget):
                 points.append((host_budget - if_none[1]) / step[1])
             if link:
-                points.append((forward - if_none[2]) / step[2])
-                points.append((backward + if_none[3] - if_none[2]) / (step[2] - step[3]))
+                points.append((forward - hidden * if_none[2]) / (hidden * step[2]))
+                points.append((backward + if_none[3] - hidden * if_none[2]) / (hidden * step[2] - step[3]))
         points = np.clip(np.nan_to_num(points), 0, layers)
         ends = np.full_like(points[:1], layers)
         counts = np.concatenate([np.floor(points), np.ceil(points), 0 * ends, ends])
         kept_sum = if_none[0] + counts * step[0]
         moved_sum = if_none[2] + counts * step[2] if link else 0.0
         recomputed_sum = if_none[3] + counts * step[3]
-        costs = np.maximum(forward, moved_sum) + np.maximum(backward + recomputed_sum, moved_sum)
+        waiting = exposed * moved_sum
+        costs = np.maximum(forward + waiting, moved_sum) + np.maximum(backward + recomputed_sum + waiting, moved_sum)
         costs[kept_sum > budget] = np.inf
         if np.isfinite(host_budget):
             costs[if_none[1] + counts * step[1] > host_budget] = np.inf

@@ -95,7 +95,7 @@ VARIANTS: Mapping[str, Variant] = {
         {"sparse_matmul": "false", "megablox": "false", "capacity_factor": "1.25"},
         {"model.moe_kernel": "capacity", "model.capacity_factor": "1.25"},
     ),
-    # On a GPU, MaxText interprets its Pallas kernel (maxtext/layers/moe.py, megablox_interpret): a loop over tiles, whose
+    # On a GPU, MaxText interprets its Pallas kernel (maxtext/layers/moe.py, megablox_interpret): a loop over tiles. The
     # number of turns depends on the routing, so FLOPs and seconds count one turn. Here both call jax.lax.ragged_dot.
     "ragged_dot": Variant({"megablox": "false"}, {"model.moe_kernel": "ragged"}),
 }

@@ -214,6 +214,30 @@ def test_transfers_that_a_schedule_does_not_hide_cost_no_budget_anything(budget)
     assert found.compiled.seconds <= alone.compiled.seconds * (1 + TIE)
 
 
+@pytest.mark.parametrize("budget", [4, 15, 30, 60, 100])
+@pytest.mark.parametrize(
+    ("link", "exposed", "micro_steps"), [(1e9, 0.5, 1), (1e9, 0.5, 4), (2e8, 0.3, 1), (1e9, 0.0, 1)]
+)
+def test_the_seconds_of_transfers_that_are_not_hidden_are_learned(budget, link, exposed, micro_steps):
+    """A plan as fast as the best plan of one pattern is found, although the first prediction hides all transfers."""
+    passes = PassSeconds(0.4, 0.8, link)
+    asked = problem(offload=True, passes=passes, micro_steps=micro_steps)
+    real = dataclasses.replace(passes, exposed=exposed)
+
+    class Exposes(Fake):
+        def one(self, plan):
+            return dataclasses.replace(super().one(plan), seconds=0.1 + micro_steps * plan.seconds(real))
+
+    fake = Exposes(asked)
+    search = RematSearch(asked, fake)
+    fitting = [fake.one(search.whole(pattern)) for pattern in search.patterns]
+    least = min(found.seconds for found in fitting if found.allocated_bytes <= BASE + budget * MIB)
+    outcome = search.run(BASE + budget * MIB)
+    assert outcome.best.compiled.seconds <= least * (1 + TIE)
+    assert len(outcome.tried) <= 8
+    assert any(tried.plan.host_bytes for tried in outcome.tried)
+
+
 @pytest.mark.parametrize(("most", "at_once"), [(1, 1), (2, 4), (3, 2)])
 def test_no_more_compiles_than_allowed(most, at_once):
     asked = problem()

@@ -58,7 +58,8 @@ def test_it_is_the_least_of_all_plans(cost, ranges, unit):
     solved = 0
     for _ in range(25):
         patterns, layers = patterns_drawn(chance, chance.randint(1, 6), unit), chance.randint(1, 4)
-        passes = PassSeconds(chance.randint(0, 9), chance.randint(0, 9), chance.choice((0, unit, 4 * unit)))
+        link, exposed = chance.choice((0, unit, 4 * unit)), chance.choice((0.0, 0.0, 0.3, 1.0))
+        passes = PassSeconds(chance.randint(0, 9), chance.randint(0, 9), link, exposed)
         # Often the bytes of some plan, one less or one more: the budget counts to the byte.
         edge = chance.choice(list(every_plan(patterns, layers, ranges))).bytes + chance.choice((-1, 0, 0, 1))
         limits = edge, chance.choice((math.inf, 12 * unit, 11 * unit * layers - 1))
