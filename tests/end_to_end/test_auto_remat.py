@@ -156,6 +156,7 @@ def test_a_wrong_graph_is_named(bench, tmp_path, change, problem):
 def test_graph_files(bench, name):
     graph = load(bench, name)
     assert graph.name == name and len(graph.budgets) == 10
+    assert len(graph.source) >= 20, "the page of the benchmark lists it"
     low = bench.evaluator.evaluate(graph, graph.block_inputs)
     costly = [node.name for node in graph.nodes if bench.graph.is_choice(node) and node.flops]
     high = bench.evaluator.evaluate(graph, {*graph.block_inputs, *costly})
