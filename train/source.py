@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from bytescope import configs
+from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import did_you_mean
 from bytescope.memory.records.report_record import IN_RUN
 from bytescope.train.user_errors import UserError
@@ -194,5 +195,7 @@ def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) ->
         hint = f", or {WEIGHTS}{text} to use the weights in the folder" if _find_weights(name) else ""
         return f"config {text!r} is a folder: give a file in it{hint}"
     names = [path.stem for path in shipped()]
+    if text.partition(":")[0].lower() in CHIPS:
+        return f"no config file {text!r}: this is a target, which follows a config, such as tiny {text}"
     hint = did_you_mean(_expand_home(name).stem, names)
     return f"no config file {text!r}: {hint}{' ' if hint else ''}shipped: {', '.join(names)}"

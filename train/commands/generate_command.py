@@ -104,6 +104,8 @@ def generate(args: argparse.Namespace) -> int:
             return _answer_file(args, source, prompts)
         if args.prompt is not None or not sys.stdin.isatty():
             text = sys.stdin.read() if args.prompt is None else args.prompt
+            if args.prompt is None and not text.strip():
+                raise UserError("standard input has no prompt: give --prompt=TEXT or --prompts=FILE")
             return _answer_prompt(args, source, prompts.of_row({"text": text}, "--prompt"))
         return _converse(args, source, prompts)
 

@@ -186,6 +186,7 @@ def test_ctrl_c_at_the_prompt_of_a_conversation(folder, capsys, monkeypatch):
     ("words", "code", "message"),
     [
         (["--prompt="], 2, "an empty prompt"),
+        ([], 2, "give --prompt=TEXT or --prompts=FILE"),
         (["--prompt=x", "--max-tokens=200"], 2, "128 positions"),
         (["--prompt=x", "--limit=100KiB"], 3, "for a page of keys and values"),
         (["--prompt=x", "--step=3"], 2, "is a folder of weights"),
@@ -196,7 +197,8 @@ def test_ctrl_c_at_the_prompt_of_a_conversation(folder, capsys, monkeypatch):
         (["--prompts=ids.jsonl"], 2, "a list of ids from 0 to 96"),
     ],
 )
-def test_what_is_refused(folder, prompts, tmp_path, capsys, words, code, message):
+def test_what_is_refused(folder, prompts, tmp_path, capsys, monkeypatch, words, code, message):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     (tmp_path / "bad.jsonl").write_text('{"txt": "x"}\n')
     (tmp_path / "ids.jsonl").write_text('{"tokens": [97]}\n')
     found, _, err = generate(capsys, folder, *words)
