@@ -144,9 +144,12 @@ class _Reading:
             evidence = [dataclasses.replace(one, no_params=True) for one in evidence]
             first = self._decide_roles(evidence)
         mirrored = self._moment_like_leaves([leaf for leaf, role in zip(self.leaves, first) if role == "params"])
+        repeats = self._leaves_that_repeat_params(evidence, first)
         shaped = _weight_like_argument_names(evidence, first)
         evidence = [
-            dataclasses.replace(one, mirrors=place in mirrored, shaped=root_of(one.path) in shaped)
+            dataclasses.replace(
+                one, mirrors=place in mirrored, repeats=place in repeats, shaped=root_of(one.path) in shaped
+            )
             for place, one in enumerate(evidence)
         ]
         decided = self._decide_roles(evidence)
@@ -224,6 +227,29 @@ class _Reading:
             if leaf not in params and owners.find(leaf, by_shape=is_state) is not None:
                 mirrored.add(place)
         return frozenset(mirrored)
+
+    def _leaves_that_repeat_params(self, evidence: Sequence[Evidence], decided: Sequence[str]) -> frozenset[int]:
+        """Returns the positions of the leaves for which `Evidence.repeats` is true, such as moments whose paths end in
+        `['params']['w']`, like the path of their parameter."""
+        params = [
+            leaf
+            for leaf, one, role in zip(self.leaves, evidence, decided)
+            if role == "params" and one.read and one.learns
+        ]
+        owners, numbers = _Owners(params), {leaf.parameter for leaf in params}
+        repeats = set()
+        for place, (leaf, one) in enumerate(zip(self.leaves, evidence)):
+            pair = self._find_update_pair(place)
+            if pair is None or one.container != "params" or one.read or not one.learns:
+                continue
+            param = owners.find(leaf, by_shape=False)
+            # A copy of a parameter, such as a moving average, is computed from the parameter. A moment is not.
+            if param is None or not numbers.isdisjoint(self.updates[pair.result].arguments):
+                continue
+            keys = keys_of(leaf.path)
+            if roles.names_group(keys[len(keys) - common_keys(keys, keys_of(param.path)) :]):
+                repeats.add(place)
+        return frozenset(repeats)
 
     def _path_by_value(self, arguments: Mapping[int, Argument], gradients: Mapping[int, str]) -> dict[Value, str]:
         out: dict[Value, str] = {}

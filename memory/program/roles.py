@@ -1,11 +1,12 @@
 """Decides the role of each argument of a step by its use in the step, and by its path if the use is not enough. Pure.
 
 State is an argument whose update is among the results. Parameters are state that the model reads and whose update
-depends on gradients. Optimizer moments mirror parameters, and only the update reads them. State that does not depend
-on gradients is carried state. Parameters that a training step reads but never updates are frozen, such as the weights
-under LoRA adapters. Names are whole keys of a path, so `kv_proj.kernel` is not a KV cache and `positional_embedding`
-is not a position; the outermost key comes first. If neither use nor path decides, a caller can pass
-`memory.analyze(..., roles=...)`, which takes precedence.
+depends on gradients. Optimizer moments mirror parameters, and only the update reads them. The path of a moment often
+repeats the path of its parameter, so a `params` inside the optimizer's state does not name parameters. State that does
+not depend on gradients is carried state. Parameters that a training step reads but never updates are frozen, such as
+the weights under LoRA adapters. Names are whole keys of a path, so `kv_proj.kernel` is not a KV cache and
+`positional_embedding` is not a position; the outermost key comes first. If neither use nor path decides, a caller can
+pass `memory.analyze(..., roles=...)`, which takes precedence.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ class Evidence:
         products: whether a matrix product, a convolution or a lookup reads the array.
         random: whether the array is a random key from which random bits are generated.
         mirrors: whether the array has the shape and the last keys of a parameter, as optimizer moments have.
+        repeats: whether the array is state that only the optimizer update reads, and its path ends like the path of a
+            parameter that the model reads, from a group key such as `params` on. An example is `m['params']['w']` with
+            the parameter `variables['params']['w']`. False for copies of parameters, such as moving averages.
         batch_dim: whether the array's first dimension has the size of a batch: the first dimension of integer data, or
             of a result that is not state.
         weights: whether most elements of the function argument that contains the array belong to weights.
@@ -64,6 +68,7 @@ class Evidence:
     products: bool = False
     random: bool = False
     mirrors: bool = False
+    repeats: bool = False
     batch_dim: bool = False
     weights: bool = False
     shaped: bool = False
@@ -104,7 +109,7 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("params", lambda e: e.container == "optimizer" and e.state and e.floats and e.learns and e.forward),
     # A container gives its role to everything in it.
     ("accumulator", lambda e: e.container == "accumulator"),
-    ("optimizer", lambda e: e.container == "optimizer"),
+    ("optimizer", lambda e: e.container == "optimizer" or e.repeats),
     ("params", lambda e: e.container == "params" or (e.container == "frozen" and (e.state or not e.trained))),
     ("frozen", lambda e: e.container == "frozen"),
     ("gradients", lambda e: e.container == "gradients"),
@@ -144,8 +149,12 @@ RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
     ("params", lambda e: not e.trained and (e.weight or (e.weights and e.floats and not (e.batch_dim and e.products)))),
 )
 
-# (pattern of a whole key, role). The first matching key of a path decides, except that gradient sums inside the
-# optimizer state are accumulators.
+# Names of moments in optimizer states, such as the fields of optax.ScaleByAdamState.
+_MOMENTS = r"mu|nu|trace|momentum|velocity|moments?|second_moment|[vs]_(row|col)"
+_MOMENT_FIELD = re.compile(rf"\.({_MOMENTS})(?=[.\[])")
+
+# (pattern of a whole key, role). The first matching key of a path decides, with two exceptions: gradient sums inside
+# the optimizer state are accumulators, and groups of variables inside a field of moments are optimizer state.
 _CONTAINERS = (
     (
         r"(acc|accumulated|accumulator|sum|summed)_?(grads?|gradients?)|grads?_?acc\w*|gradients?_accumulator",
@@ -167,8 +176,8 @@ _CONTAINERS = (
 _WORDS = (
     (r"(\w+_)?(rngs?|prng|prng_key|keys?|seeds?|rng_state|rng_key)", "rng"),
     (
-        r"mu|nu|trace|momentum|velocity|moments?|second_moment|[vs]_(row|col)|master\w*|ema\w*|opt|optim|counts?|steps?"
-        r"|mini_step|gradient_step|loss_scale|learning_rate|lr|optimizer",
+        rf"{_MOMENTS}|master\w*|ema\w*|opt|optim|counts?|steps?|mini_step|gradient_step|loss_scale|learning_rate|lr"
+        r"|optimizer",
         "optimizer",
     ),
     (
@@ -263,12 +272,23 @@ def by_container(path: str) -> str:
     """Returns the role named by the outermost key of a pytree path that is a known name of a group of arrays:
     "optimizer" for `state.opt_state[0].mu`, because of `opt_state`. Returns "" if no key is known.
 
-    If a key names accumulated gradients, the role is "accumulator" instead of "optimizer": `opt_state.acc_grads`."""
+    Optimizer moments repeat the keys of the parameters, so the role is also "optimizer" if `params` or another group of
+    variables is inside a field of moments: `state[1][0].mu['params']['w']`. If a key names accumulated gradients, the
+    role is "accumulator" instead of "optimizer": `opt_state.acc_grads`."""
     keys = _words_of(path)
     role = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
+    if role in ("params", "frozen", "cache"):
+        field = _MOMENT_FIELD.search(path)
+        if field is not None and not names_group(_words_of(path[: field.start()])):
+            role = "optimizer"
     if role == "optimizer" and any(_match(key, _CONTAINERS[:1]) for key in keys):
         return "accumulator"
     return role
+
+
+def names_group(keys: Iterable[str]) -> bool:
+    """Returns whether one of the keys of a pytree path is a known name of a group of arrays, such as `params`."""
+    return any(_match(key.lower(), _CONTAINERS) for key in keys)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import linen
 
 from bytescope import memory
 from bytescope.memory.devices.compiler import compile_lowered
@@ -142,6 +144,27 @@ def test_donated_memory_tells_where_nothing_else_does():
             "params",
         ),
         ({"path": "a['s']", "weights": True}, "params"),
+        # the variables of a model inside the optimizer's state
+        ({"path": "s[1][0].mu['params']['w']", "trained": True, "state": True, "learns": True}, "optimizer"),
+        ({"path": "s[1].trace['params']['w']", "trained": True, "state": True, "learns": True}, "optimizer"),
+        ({"path": "s[1][0].nu['batch_stats']['mean']", "trained": True, "state": True}, "optimizer"),
+        ({"path": "s[1].acc_grads['params']['w']", "trained": True, "state": True, "learns": True}, "accumulator"),
+        ({"path": "m['params']['w']", "trained": True, "state": True, "learns": True, "repeats": True}, "optimizer"),
+        ({"path": "m['params']['w']", "trained": True, "state": True, "learns": True}, "params"),
+        ({"path": "s['mu']['params']['w']", "trained": True, "state": True, "read": True}, "params"),
+        ({"path": "s.params['mu']['w']", "trained": True, "state": True, "read": True}, "params"),
+        ({"path": "s.params['head'].mu['kernel']", "trained": True, "state": True, "read": True}, "params"),
+        (
+            {
+                "path": "s.mu['params']['w']",
+                "trained": True,
+                "state": True,
+                "learns": True,
+                "read": True,
+                "forward": True,
+            },
+            "params",
+        ),
         ({"path": "a['s']", "dtype": "int32", "products": True}, "batch"),
         # names, where structure leaves a choice
         ({"path": "state['kv_proj']['kernel']"}, "params"),
@@ -280,3 +303,79 @@ def test_paths_that_the_program_lost_come_from_its_signature(devices):
     step = jax.pmap(lambda state, x: {"p": state["p"] - x @ state["p"]}, devices=devices[:1])
     report = memory.analyze(step.lower({"p": spec((1, D, D), f32)}, spec((1, D, D), f32)))
     assert {b.name for b in report.buffers if b.phase == "argument"} == {"args[0]['p']", "args[1]"}
+
+
+# ---- variables of Flax Linen, whose key `params` is inside the optimizer's state too -------------------------------
+
+
+class Mlp(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(D)(jnp.tanh(linen.Dense(F)(x)))
+
+
+def linen_update(tx, variables, opt_state, x):
+    grads = jax.grad(lambda variables: (Mlp().apply(variables, x) ** 2).mean())(variables)
+    updates, opt_state = tx.update(grads, opt_state, variables)
+    return optax.apply_updates(variables, updates), opt_state
+
+
+VARIABLES = jax.eval_shape(Mlp().init, jax.random.key(0), X)
+PARAMS = 4 * (2 * D * F + D + F)
+# name -> (optimizer, number of its moments per parameter, bytes of its counters)
+OPTIMIZERS = {
+    "adamw": (optax.adamw(1e-3), 2, 4),
+    "sgd with momentum": (optax.sgd(1e-2, momentum=0.9), 1, 0),
+    "decay before momentum": (optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(1e-2, momentum=0.9)), 1, 0),
+}
+# name -> (order of variables and optimizer state in the state, their keys in the state)
+STATES = {
+    "variables first": ("variables", "opt"),
+    "optimizer first": ("opt", "variables"),
+    "dict": {"params": "variables", "opt_state": "opt"},
+    "dict with other keys": {"weights": "variables", "opt": "opt"},
+}
+
+
+@pytest.mark.parametrize("tx, moments, counters", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("layout", STATES.values(), ids=STATES)
+def test_moments_of_linen_variables_are_optimizer_state(layout, tx, moments, counters):
+    def pack(variables, opt):
+        return jax.tree.map({"variables": variables, "opt": opt}.get, layout)
+
+    def unpack(state):
+        flat = (
+            dict(zip(layout.values(), map(state.get, layout))) if isinstance(layout, dict) else dict(zip(layout, state))
+        )
+        return flat["variables"], flat["opt"]
+
+    def step(state, x):
+        return pack(*linen_update(tx, *unpack(state), x))
+
+    state = pack(VARIABLES, jax.eval_shape(tx.init, VARIABLES))
+    found, report = roles_of(step, state, X, donate_argnums=0)
+    assert report.breakdown["params"] == PARAMS
+    assert report.breakdown["optimizer"] == moments * PARAMS + counters
+    owners = {b.name: b.parameter for b in report.buffers if b.category == "optimizer" and b.shape}
+    assert len(owners) == 4 * moments
+    assert all(found[owner] == "params" and name.endswith(owner[-25:]) for name, owner in owners.items()), owners
+
+
+def test_moments_without_names_repeat_the_variables_and_averages_of_variables_do_not():
+    def step(state, x):
+        variables, m, v, average = state
+        grads = jax.grad(lambda variables: (Mlp().apply(variables, x) ** 2).mean())(variables)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
+        v = jax.tree.map(lambda v, g: 0.9 * v + 0.1 * g * g, v, grads)
+        variables = jax.tree.map(lambda p, m, v: p - m / jnp.sqrt(v + 1e-8), variables, m, v)
+        average = jax.tree.map(lambda a, p: 0.99 * a + 0.01 * p, average, variables)
+        return variables, m, v, average
+
+    found, report = roles_of(step, (VARIABLES,) * 4, X, donate_argnums=0)
+    assert {name[:8]: category for name, category in found.items() if name != "x"} == {
+        "state[0]": "params",
+        "state[1]": "optimizer",
+        "state[2]": "optimizer",
+        "state[3]": "params",
+    }
+    assert report.breakdown["params"] == report.breakdown["optimizer"] == 2 * PARAMS
