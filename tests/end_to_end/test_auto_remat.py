@@ -391,3 +391,6 @@ def test_the_command_writes_a_table_json_and_a_page(tmp_path):
     assert all(one["peak_bytes"] <= budget for one, budget in zip(best, found["budgets"]))
     page = (tmp_path / "out.html").read_text()
     assert "charts.xy(" in page and '"name":"gpt"' in page and "http-equiv" in page
+    assert "at most 1.15 times the largest budget" in page and "gpt: tests/bench/auto_remat/models.py" in page
+    settings = [json.loads(text) for text in re.findall(r'"setting":("[^"]*")', page)]
+    assert max(map(len, settings)) == 80 and any(setting.endswith("\u2026") for setting in settings)

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 # Answers with a peak above this multiple of the largest budget are not drawn, because they would compress the others.
 FURTHEST = 1.15
-# Of a solver with more answers than this, only those that no other one of its answers beats are drawn.
+# Of a solver with more answers than this, only the Pareto front of peak and recomputed FLOPs is drawn.
 MOST_POINTS = 100
+# Maximum length of a setting in a tooltip, in characters.
+MAX_SETTING_LENGTH = 80
 
 
 def render(results: Sequence[tuple[Graph, Sequence[Row]]]) -> str:
@@ -40,6 +42,8 @@ def render(results: Sequence[tuple[Graph, Sequence[Row]]]) -> str:
         facts=[f"{len(results)} graphs, ten budgets each"],
         versions=f"jax {metadata.version('jax')}",
         figures=[],
+        max_multiple=FURTHEST,
+        max_points=MOST_POINTS,
         sources=[f"{graph.name}: {graph.source}" for graph, _ in results],
     )
 
@@ -47,6 +51,10 @@ def render(results: Sequence[tuple[Graph, Sequence[Row]]]) -> str:
 def _static(name: str) -> Markup:
     own = HERE / name
     return Markup(own.read_text(encoding="utf-8")) if own.exists() else frame.static(name)
+
+
+def _cut(setting: str) -> str:
+    return setting if len(setting) <= MAX_SETTING_LENGTH else setting[: MAX_SETTING_LENGTH - 1] + "…"
 
 
 def _undominated(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -81,7 +89,7 @@ def _data(graph: Graph, rows: Sequence[Row]) -> dict[str, Any]:
                     {
                         "x": one.score.peak_bytes,
                         "y": one.score.recomputed_flops / graph.forward_flops,
-                        "setting": one.setting[:80],
+                        "setting": _cut(one.setting),
                     }
                     for one in drawn
                 ],
