@@ -341,15 +341,19 @@ _KINDS = (
     *(("all-gather", "gather"), ("reduce-scatter", "scatter"), ("all-reduce", "reduce")),
     *(("all-to-all", "to all"), ("ragged-all-to-all", "ragged to all"), ("collective-permute", "permute")),
 )
+# The Markdown table has bytes in GiB, without a unit in the cells. On the page each value has its own unit.
 COLUMNS = (
     ColumnView("row", "row"),
     ColumnView("setting", "step"),
-    ColumnView("allocated_bytes", "allocated GiB", "bytes", skip_zero=True),
-    ColumnView("temp_bytes", "temp GiB", "bytes", skip_zero=True),
+    ColumnView("allocated_bytes", "allocated", "bytes", short="allocated GiB", skip_zero=True),
+    ColumnView("temp_bytes", "temp", "bytes", short="temp GiB", skip_zero=True),
     ColumnView("flops", "TFLOP", "ratio", digits=1, read=lambda cell: cell.flops / 1e12 or None),
     ColumnView("recomputed", "recomputed", "share", read=lambda cell: None if cell.error else cell.recomputed),
-    ColumnView("all", "sent GiB", "bytes", read=lambda cell: sum(cell.sent.values()) or None),
-    *(ColumnView(kind, f"{title} GiB", "bytes", path=f"sent.{kind}", skip_zero=True) for kind, title in _KINDS),
+    ColumnView("all", "sent", "bytes", short="sent GiB", read=lambda cell: sum(cell.sent.values()) or None),
+    *(
+        ColumnView(kind, title, "bytes", short=f"{title} GiB", path=f"sent.{kind}", skip_zero=True)
+        for kind, title in _KINDS
+    ),
     ColumnView("seconds", "predicted s", "ratio", skip_zero=True),
     ColumnView("compile_seconds", "compile s", "ratio", digits=0, skip_zero=True),
     ColumnView("error", "error"),
@@ -370,10 +374,10 @@ TEMPLATE = """{% extends "frame.html" %}
 {% block body %}
 {% call ui.card("Summary") %}<ul>{% for line in summary %}<li>{{ line }}</li>{% endfor %}</ul>{% endcall %}
 {% call ui.card("Ours divided by MaxText", "The better of MaxText's settings is chosen for each figure of each row.") %}
-{{ ui.table(ratios, "ratios") }}
+{{ ui.table(ratios, "ratios", "sortable") }}
 {% endcall %}
 {% call ui.card("Cells", "Figures of one device and one step. Bytes sent are by kind of collective.") %}
-{{ ui.table(cells, "cells") }}
+{{ ui.table(cells, "cells", "sortable") }}
 {% endcall %}
 {% endblock %}
 """
@@ -423,8 +427,11 @@ def ratios_of(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) ->
 
 
 def summary_of(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -> list[str]:
-    """Returns sentences about all rows: medians and ranges of the ratios, missed aims, and cells without figures."""
-    ratios, lines = ratios_of(rows, cells), []
+    """Returns sentences about all rows: numbers of cells, medians and ranges of the ratios, and missed aims."""
+    ratios = ratios_of(rows, cells)
+    missing = sum(1 for _ in missing_cells(rows, cells))
+    failed = sum(bool(cell.error) for cell in cells.values())
+    lines = [f"{len(cells) - failed} cells are compiled, {failed} failed, {missing} are missing"]
     for setting in (MATCHED, CONFIG_LOSS):
         own = [each for each in ratios if each.setting == setting]
         for figure, title in FIGURES.items():
@@ -443,9 +450,6 @@ def summary_of(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -
             figures = " and ".join(each.missed)
             values = f"bytes {each.better['allocated_bytes']:.3f}, seconds {each.better['seconds']:.3f}"
             lines.append(f"misses the aim in {figures}: {each.row}, {each.setting} ({values})")
-    missing = sum(1 for _ in missing_cells(rows, cells))
-    failed = sum(bool(cell.error) for cell in cells.values())
-    lines.append(f"{len(cells) - failed} cells are compiled, {failed} failed, {missing} are missing")
     return lines
 
 
@@ -470,9 +474,9 @@ def markdown(columns: Sequence[ColumnView], rows: Sequence[Any]) -> str:
 
 
 def versions_of(cells: Mapping[tuple[str, str], Cell]) -> str:
-    """Returns the versions of the packages of all cells, such as "jax 0.12.0.1, jaxlib 0.12.0.1"."""
+    """Returns the versions that the cells were compiled with, such as "compiled with: python 3.12.3, jax 0.12.0.1"."""
     found = {f"{name} {number}": None for cell in cells.values() for name, number in cell.versions.items()}
-    return ", ".join(found)
+    return f"compiled with: {', '.join(found)}" if found else ""
 
 
 def render_page(rows: Sequence[PeerRow], cells: Mapping[tuple[str, str], Cell]) -> str:

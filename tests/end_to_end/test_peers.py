@@ -121,7 +121,7 @@ def test_summary_lists_medians_and_missed_aims(peers, rows):
     assert any(line.startswith("ours, aim") and line.endswith("met (1 of 2 rows)") for line in lines)
     (missed,) = [line for line in lines if "misses the aim" in line and "unrolled" in line]
     assert missed.endswith("(bytes 1.100, seconds 1.050)")
-    assert lines[-1] == "6 cells are compiled, 1 failed, 0 are missing"
+    assert lines[0] == "6 cells are compiled, 1 failed, 0 are missing"
 
 
 def test_show_prints_the_table_and_writes_a_page(peers, rows, tmp_path, monkeypatch, capsys):
@@ -131,10 +131,19 @@ def test_show_prints_the_table_and_writes_a_page(peers, rows, tmp_path, monkeypa
     monkeypatch.setattr("sys.argv", ["peers.py", "--show", f"--cells={path}", f"--html={page}"])
     assert peers.main() == 0
     shown = capsys.readouterr().out
-    assert "| llama2-7b full | MaxText by layer | 16.00 |" in shown
+    assert "| row | step | allocated GiB |" in shown and "| llama2-7b full | MaxText by layer | 16.00 |" in shown
     assert "not compiled after 25 minutes" in shown and "not compiled yet" in shown
     text = page.read_text()
     assert "Ours divided by MaxText" in text and "not compiled after 25 minutes" in text
+    assert text.count('<table class="ledger sortable"') == 2
+    assert ">allocated</th>" in text and ">16.00 GiB</td>" in text and ">allocated GiB<" not in text
+
+
+def test_versions_are_of_the_compile(peers, rows):
+    key = (peers.name_of(rows[0]), peers.MATCHED)
+    cells = {key: peers.Cell(*key, versions={"python": "3.12.3", "jax": "0.10.2"})}
+    assert peers.versions_of(cells) == "compiled with: python 3.12.3, jax 0.10.2"
+    assert peers.versions_of({}) == ""
 
 
 def test_child_imports_the_package_maxtext_not_the_script(peers, rows, monkeypatch):
