@@ -205,7 +205,8 @@ const pointing = (() => {
       from = sheet = null;
       if (event.pointerType !== "touch") leave(state);
     });
-    state.svg.addEventListener("blur", () => leave(state));
+    // The tip is shared: a chart that points at nothing must not hide the tip of another one.
+    state.svg.addEventListener("blur", () => { if (state.at !== null) leave(state); });
     state.svg.addEventListener("keydown", keys(state, redraw));
   };
 
