@@ -40,8 +40,8 @@ def ids(path):
 
 
 @pytest.mark.quick
-def test_there_are_three_reports():
-    assert len(REPORTS) == 3 and all(path.with_suffix(".py").is_file() for path in REPORTS)
+def test_there_are_four_reports():
+    assert len(REPORTS) == 4 and all(path.with_suffix(".py").is_file() for path in REPORTS)
 
 
 @pytest.mark.quick

@@ -47,6 +47,7 @@ class Figures:
             counts once.
         recomputed: the FLOPs of recomputation divided by all FLOPs.
         seconds: predicted seconds of a step.
+        flops: FLOPs of a device in a step. The body of a loop with an unknown number of turns counts once.
     """
 
     allocated_bytes: int
@@ -54,6 +55,7 @@ class Figures:
     forward_calls: int
     recomputed: float
     seconds: float
+    flops: float
 
 
 class CompiledStep(NamedTuple):
@@ -103,11 +105,11 @@ def copy_patched(patch: str, folder: Path) -> None:
         sys.exit(f"the patch does not apply to {source}: {done.stderr.strip()}")
 
 
-def measure(args: argparse.Namespace, variants: Sequence[str], patch: str = "") -> list[Figures]:
+def measure(args: argparse.Namespace, variants: Sequence[str], patch: str = "", model: str = MODEL) -> list[Figures]:
     """Compiles one step for each variant in a new process and returns their figures.
 
     args: the arguments of `parser_of`. variants: MaxText's keys, such as "remat_policy=none". patch: the patch of a
-    temporary copy of MaxText; "" for the installed one.
+    temporary copy of MaxText; "" for the installed one. model: a model of MaxText.
     """
     lists = [[*keys_of(args.layers), *variant.split()] for variant in variants]
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +117,7 @@ def measure(args: argparse.Namespace, variants: Sequence[str], patch: str = "") 
         if patch:
             copy_patched(patch, Path(folder))
             environment["PYTHONPATH"] = folder
-        command = [sys.executable, __file__, MODEL, args.target, json.dumps(lists)]
+        command = [sys.executable, __file__, model, args.target, json.dumps(lists)]
         done = subprocess.run(command, env=environment, text=True, stdout=subprocess.PIPE)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or not lines:
@@ -177,6 +179,7 @@ def compile_step(model: str, target_name: str, words: Sequence[str]) -> Figures:
         forward_calls=step.compilation.executable.as_text().count(FORWARD_CALL),
         recomputed=recomputed_share(step.report),
         seconds=step.report.prediction["seconds"],
+        flops=sum(sum(work.get("flops", {}).values()) for work in step.report.work.values()),
     )
 
 
