@@ -5,6 +5,8 @@ It speaks the DevTools protocol over a pipe (https://chromedevtools.github.io/de
 
 import base64
 import json
+import os
+import select
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +16,9 @@ from support.oracles import CHROMIUM, require
 HEIGHT = 900
 # Seconds in which the scripts of a page must have drawn it.
 TIMEOUT_S = 60
+# Seconds in which the browser must answer. One that draws no frame, or whose page never returns, would be waited for
+# without end.
+ANSWER_S = 120
 KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
 # Puts what a page's policy refuses on the console.
 WATCH = """addEventListener("securitypolicyviolation", (e) =>
@@ -23,12 +28,21 @@ READY = """location.protocol === "file:" && (document.getElementById("data")
   ? document.documentElement.dataset.ready === "yes" : document.readyState === "complete")"""
 
 
+class NoAnswer(RuntimeError):
+    """The browser did not answer a command within ANSWER_S seconds."""
+
+
 class Browser:
     """Chromium without a window, driven over a pipe; one process shows any number of pages. A context manager."""
 
     def __init__(self, folder: Path):
         require("chromium")
-        self.folder, self.number, self.events = folder, 0, []
+        self.folder, self.started = folder, 0
+        self._start()
+
+    def _start(self):
+        self.number, self.events, self.hangs = 0, [], False
+        self.started += 1
         # The shell gives the browser both ends of the pipe as the file descriptors 3 and 4.
         self.process = subprocess.Popen(
             [
@@ -41,10 +55,14 @@ class Browser:
                 "--no-sandbox",
                 "--disable-gpu",
                 "--disable-background-networking",
+                # No window is ever in front, and Chromium draws less, or nothing, of a page that nobody sees.
+                "--disable-background-timer-throttling",
+                "--disable-backgrounding-occluded-windows",
+                "--disable-renderer-backgrounding",
                 "--no-first-run",
                 "--hide-scrollbars",
                 "--remote-debugging-pipe",
-                f"--user-data-dir={folder / 'profile'}",
+                f"--user-data-dir={self.folder / f'profile-{self.started}'}",
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -72,15 +90,17 @@ class Browser:
         self.process.stdout.close()
 
     def send(self, method: str, **params) -> dict:
-        """The result of a command; events that come before it are kept. Raises RuntimeError if it fails."""
+        """The result of a command; events that come before it are kept. Raises RuntimeError if it fails, and NoAnswer
+        after ANSWER_S seconds without an answer."""
         self.number += 1
         message = {"id": self.number, "method": method, "params": params}
         if self.session:
             message["sessionId"] = self.session
         self.process.stdin.write(json.dumps(message).encode() + b"\0")
         self.process.stdin.flush()
+        ends = time.monotonic() + ANSWER_S
         while True:
-            answer = self._read()
+            answer = self._read(method, ends)
             if answer.get("id") != self.number:
                 self.events.append(answer)
             elif "error" in answer:
@@ -88,9 +108,13 @@ class Browser:
             else:
                 return answer["result"]
 
-    def _read(self) -> dict:
+    def _read(self, method: str, ends: float) -> dict:
+        pipe = self.process.stdout.fileno()
         while b"\0" not in self.rest:
-            more = self.process.stdout.read1(1 << 20)
+            if not select.select([pipe], [], [], max(0, ends - time.monotonic()))[0]:
+                self.hangs = True
+                raise NoAnswer(f"{method}: no answer within {ANSWER_S} s")
+            more = os.read(pipe, 1 << 20)
             if not more:
                 raise RuntimeError("the browser has ended")
             self.rest += more
@@ -105,7 +129,12 @@ class Browser:
         return answer["result"].get("value")
 
     def open(self, text: str, width: int, height: int = HEIGHT) -> None:
-        """Shows a page in a window of `width` x `height` pixels, once its scripts have drawn it."""
+        """Shows a page in a window of `width` x `height` pixels, once its scripts have drawn it. A browser that did not
+        answer an earlier command is replaced."""
+        if self.hangs:
+            self.process.kill()
+            self.__exit__()
+            self._start()
         path = self.folder / "page.html"
         path.write_text(text, encoding="utf-8")
         self.events.clear()
