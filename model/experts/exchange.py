@@ -27,8 +27,9 @@ class Exchange:
 
     Fields:
       summary: a one-line description.
-      shape: (tokens, K, experts, factor, peers) -> the `Shape` of a device's rows (numbers of rows and tiles).
-        `factor`: maximum number of rows relative to the mean, 0 for no limit.
+      shape: (tokens, K, experts, factor, tile, peers) -> the `Shape` of a device's rows (numbers of rows and tiles).
+        `factor`: maximum number of rows relative to the mean, 0 for no limit. `tile`: rows of a tile, 0 to choose them
+        by the number of rows.
       plan: (expert_TK, shape, peers) -> the plan, which says in which row each choice is stored. The four functions
         below take it as an argument.
       to_rows: (tokens [T, D], plan, peers) -> rows [X, D].
@@ -55,10 +56,10 @@ def _max_rows_per_device(tokens: int, k: int, experts: int, factor: float, peers
 # ---- on one device, and by gathering the tokens of all peers ---------------------------------------------------------
 
 
-def _shape_here(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
-    choices = tokens * k * peers.size
+def _shape_here(tokens: int, k: int, experts: int, factor: float, tile: int, peers: Peers) -> Shape:
+    tile = tile or rows.choose_tile(tokens * k * peers.size, experts)
     rows_here = _max_rows_per_device(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
-    shape = rows.tiled_shape(rows_here, experts // peers.size, rows.choose_tile(choices, experts))
+    shape = rows.tiled_shape(rows_here, experts // peers.size, tile)
     return dataclasses.replace(shape, filled=min(tokens * k, rows_here))
 
 
@@ -84,7 +85,7 @@ GATHERED: Mapping[str, Callable[..., Any]] = {
 # ---- slots of fixed size, exchanged by an all-to-all -----------------------------------------------------------------
 
 
-def _shape_slots(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> Shape:
+def _shape_slots(tokens: int, k: int, experts: int, factor: float, tile: int, peers: Peers) -> Shape:
     sent = rows.slotted_shape(tokens * k, experts, factor)
     slots = sent.slots * peers.size
     return Shape(experts // peers.size, sent.rows, slots, slots)

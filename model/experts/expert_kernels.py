@@ -31,12 +31,14 @@ class Products:
       forward: (x_XC, w_ECN, tiles) -> [X, N], each row times the weight of its expert.
       to_rows: (y_XN, w_ECN, tiles) -> [X, C], the gradient of the rows.
       to_weights: (x_XC, y_XN, tiles) -> [E, C, N], the gradient of the weights.
+      tile: rows of a tile; 0 for a number that is chosen by the number of rows. With 1, no row is padding.
     """
 
     summary: str
     forward: Callable[..., jax.Array]
     to_rows: Callable[..., jax.Array]
     to_weights: Callable[..., jax.Array]
+    tile: int = 0
 
 
 def _multiply_by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:
@@ -219,6 +221,7 @@ KERNELS = {
         _ragged,
         lambda y_XN, w_ECN, tiles: _ragged(y_XN, w_ECN.swapaxes(1, 2), tiles),
         _ragged_weights,
+        tile=1,
     ),
     "scan": Products(
         "a loop over tiles of rows, on any backend",

@@ -54,7 +54,7 @@ def make_plan(how: DispatchSettings, place: Placement, expert_BLK: jax.Array) ->
 
     def plan(expert_BLK: jax.Array) -> Any:
         expert_TK = expert_BLK.reshape(-1, expert_BLK.shape[-1])
-        shape = exchange.shape(*expert_TK.shape, how.experts, how.factor, place.peers)
+        shape = exchange.shape(*expert_TK.shape, how.experts, how.factor, KERNELS[how.kernel].tile, place.peers)
         return exchange.plan(expert_TK, shape, place.peers)
 
     return place.own(plan, (CHOICES,), ("rows",))(expert_BLK)

@@ -56,8 +56,9 @@ def choose_tile(choices: int, experts: int) -> int:
 
 def tiled_shape(rows: int, experts: int, tile: int) -> Shape:
     """Returns the sizes of the layout in which each expert's rows fill whole tiles of `tile` rows. There are `rows`
-    rows that hold tokens, plus padding for the last tile of each expert."""
-    return Shape(experts, (-(-rows // tile) + experts) * tile, tile)
+    rows that hold tokens, plus padding for the last tile of each expert. A tile of 1 row needs no padding."""
+    padding = experts if tile > 1 else 0
+    return Shape(experts, (-(-rows // tile) + padding) * tile, tile)
 
 
 def slotted_shape(choices: int, experts: int, factor: float) -> Shape:

@@ -8,6 +8,8 @@ from flax import nnx
 
 from bytescope.configs import base
 from bytescope.model import ModelConfig, Precision
+from bytescope.model.experts.exchange import EXCHANGES
+from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.experts.expert_layer import Experts
 from bytescope.model.placement import ONE_DEVICE
 from bytescope.train.parallel.axes import AXES, STRATEGIES, make_mesh
@@ -89,6 +91,13 @@ def test_every_kernel_equals_the_reference(kernel, dense):
     assert found[2].dropped == 0 and found[2].counts.sum() == B * L * 2
 
 
+@pytest.mark.parametrize("kernel", ["ragged", "scan"])
+def test_only_kernels_of_tiles_pad_the_rows_of_experts(kernel):
+    """`lax.ragged_dot` takes the rows as they are; a tile belongs to one expert."""
+    shape = EXCHANGES["allgather"].shape(64, 2, 8, 0.0, KERNELS[kernel].tile, ONE_DEVICE.peers)
+    assert shape.rows == 64 * 2 + (0 if kernel == "ragged" else 8 * 16)
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -144,6 +153,7 @@ def without_padding():
         ("capacity", "auto", {}),
         *exhaustive(
             ("scan", "ragged_all_to_all", {"expert": 4}),
+            ("ragged", "ragged_all_to_all", {"expert": 4}),
             ("capacity", "all_to_all", {"expert": 2}),
         ),
     ],
