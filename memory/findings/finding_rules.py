@@ -169,7 +169,7 @@ RULES: Mapping[Rule, str] = {
     "because only the allocator's limit is binding",
     xla_remat_off: "save fewer residuals with jax.checkpoint, or set jax_compiler_enable_remat_pass to True",
     arguments_above_limit: "shard the state over more devices, donate it (donate_argnums), or give jax a larger part "
-    "of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION)",
+    "of the GPU's memory (XLA_CLIENT_MEM_FRACTION)",
     scheduler_peak: "loop over the layers with jax.lax.scan",
     fused_copies: "switch XLA's copy fusion off",
     unrolled_layers: "loop over the layers with jax.lax.scan (nn.scan in Flax): it holds the temporaries of one layer",

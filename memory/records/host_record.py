@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from bytescope.memory.errors import type_phrase
@@ -118,10 +118,6 @@ class HostMemory:
             return "unknown"
         share = self.predicted_node_bytes / self.node_bytes
         return "exceeds" if share > 1 else "tight" if share > TIGHT else "fits"
-
-    def with_terms(self, terms: Iterable[HostTerm]) -> HostMemory:
-        """Returns a copy of this record with `terms` added to its own terms."""
-        return dataclasses.replace(self, terms=(*self.terms, *terms))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, and the four properties `peak_phase`, `process_bytes`,

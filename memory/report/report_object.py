@@ -229,7 +229,7 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
     error = GuardError(
         f"{report.program or 'the program'} takes {human(report.predicted_bytes)}"
         f"{f', {human(excess)} more than' if excess > 0 else ' of'} {human(limit)}"
-        f"{f' ({words})' if words else ''}: {_largest_parts(report)}"
+        f"{f', {words}' if words else ''}: {_largest_parts(report)}"
     )
     error.report = Report.of(judge(report, limit))
     raise error

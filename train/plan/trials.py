@@ -23,6 +23,7 @@ from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, PlanFi
 from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
+from bytescope.memory.view.console import shorten
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import plan_keys, remat_keys
 
@@ -122,7 +123,7 @@ class Trials:
         return self._jobs.job(
             self._overrides(keys),
             target or self.target.name,
-            label[:60],
+            shorten(label, 60),
             method="describe" if describe else "",
             measure=measure,
         )
