@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -177,10 +178,12 @@ def settle_settings(args: argparse.Namespace) -> None:
             raise ReportError(f"unrecognized argument {word}: after the target, only words KEY=VALUE are allowed")
         if flags or not is_adapted(subject):
             what = f"--{flags[0]}" if flags else f"the config {subject}" if subject else "no program"
-            key = "--config.KEY=VALUE sets a key of a config" if not flags else "leave it out"
+            compares = "," in word and "grid" in vars(args)
+            flag = f"--grid={shlex.quote(word)}" if compares else f"--config.{shlex.quote(word)}"
+            remedy = f"write {flag} for a key of a config" if not flags else "leave it out"
             raise ReportError(
                 f"{word} is a key of another trainer's program, such as maxtext:llama2-7b, but the command has {what}: "
-                f"{key}"
+                f"{remedy}"
             )
 
 

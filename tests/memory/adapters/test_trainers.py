@@ -38,7 +38,9 @@ def test_without_a_target_the_words_follow_the_program():
     ("command", "said"),
     [
         ("report tiny h100:8 a=b", "a=b is a key of another trainer's program"),
-        ("compare tiny a=b", "--config.KEY=VALUE sets a key of a config"),
+        ("compare tiny a=b", "write --config.a=b for a key of a config"),
+        ("compare tiny h100:8 a=b,c", "write --grid=a=b,c for a key of a config"),
+        ("report tiny h100:8 a=b,c", "write --config.a=b,c for a key of a config"),
         ("report --program=f.py:p h100:8 a=b", "the command has --program: leave it out"),
         ("report --hlo=f.pb h100:8 a=b", "the command has --hlo: leave it out"),
         ("report maxtext:llama2-7b h100:8 word", "only words KEY=VALUE are allowed"),
