@@ -38,7 +38,7 @@ class Products:
     forward: Callable[..., jax.Array]
     to_rows: Callable[..., jax.Array]
     to_weights: Callable[..., jax.Array]
-    tile: int = 0
+    tile: int = dataclasses.field(default=0, kw_only=True)
 
 
 def _multiply_by_tile(spec: str, x_XC: jax.Array, w: jax.Array, tiles: Tiles) -> jax.Array:

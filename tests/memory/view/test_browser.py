@@ -1,6 +1,7 @@
 """Chromium, as the tests of pages drive it: one that stops answering is replaced and never waited for without end."""
 
 import pytest
+
 from support.pages import chromium, sweep
 
 PAGE = """<!doctype html><meta charset="utf-8"><link rel="icon" href="data:,"><title>p</title><p>one</p>
