@@ -80,9 +80,10 @@ def slots(experts: ExpertShape, tokens: float) -> int:
 def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
     """Returns the number of rows in the buffers of the experts on a device. A row holds one token for one expert.
 
-    If `experts.slots` is set, every expert has the same number of rows. Otherwise each expert's rows are padded to
-    whole tiles, the blocks of rows that a kernel multiplies (Gale et al. 2022, arXiv 2211.15841). If `experts.capacity`
-    is 0, there are then enough rows for the worst case, in which all tokens of all ranks choose experts of this device.
+    If `experts.slots` is set, every expert has the same number of rows. Otherwise, if `experts.padded` is set, each
+    expert's rows are padded to whole tiles, the blocks of rows that a kernel multiplies (Gale et al. 2022, arXiv
+    2211.15841). If `experts.capacity` is 0, there are then enough rows for the worst case, in which all tokens of all
+    ranks choose experts of this device.
 
     tokens: number of tokens on a device. ranks: number of devices that share the experts.
     """
@@ -92,6 +93,8 @@ def rows(experts: ExpertShape, tokens: float, ranks: int = 1) -> int:
     room = tokens * ranks * min(experts.per_token, own)
     if experts.capacity and ranks > 1:
         room = min(int(experts.capacity * chosen), room)
+    if not experts.padded:
+        return math.ceil(room)
     mean = max(int(chosen * ranks) // experts.count, 1)
     tile = min(max(1 << (mean.bit_length() - 1), SMALLEST_TILE), LARGEST_TILE)
     return (math.ceil(room / tile) + own) * tile

@@ -35,8 +35,8 @@ class ExpertShape:
         dense_layers: number of layers at the beginning that have a dense MLP instead.
         every: N: of the other layers, every N-th has experts.
         capacity: maximum number of rows of an expert, as a multiple of the mean number. 0 means room for all rows.
-        slots: whether each expert has room for the same number of rows, and rows beyond them are dropped. If False, the
-            rows of an expert are padded to whole tiles.
+        slots: whether each expert has room for the same number of rows, and rows beyond them are dropped.
+        padded: whether the rows of an expert are padded to whole tiles. Has no effect with `slots`.
     """
 
     count: int
@@ -47,6 +47,7 @@ class ExpertShape:
     every: int = 1
     capacity: float = 0.0
     slots: bool = False
+    padded: bool = True
 
     def has(self, layer: int) -> bool:
         """Returns whether a layer (numbered from 0) has experts. The first `dense_layers` layers have none. Of the

@@ -259,6 +259,7 @@ def experts_of(config: Mapping[str, Any]) -> ExpertShape | None:
         m["moe_every"],
         m["capacity_factor"] or CAPACITY * slots,
         slots,
+        m["moe_kernel"] != "ragged",
     )
 
 

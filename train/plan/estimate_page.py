@@ -147,6 +147,7 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "flags": REST,
         "within": WITHIN,
         "cards": cards(),
+        "padded": question.model.experts is None or question.model.experts.padded,
         "models": {name: inputs(preset.question, preset.recompute) for name, preset in presets.items()},
         "defaults": inputs(Question(1e9, shape_for(1e9))),
     }

@@ -53,6 +53,7 @@ charts.formulas = (data) => {
     if (q.slots) return q.experts * Math.max(8 * Math.ceil(Math.floor(chosen * (q.capacity || 1) / q.experts) / 8), 8);
     let room = tokens * q.expert_parallel * Math.min(q.experts_per_token, own);
     if (q.capacity && q.expert_parallel > 1) room = Math.min(Math.floor(q.capacity * chosen), room);
+    if (!data.padded) return Math.ceil(room);
     const mean = Math.max(Math.floor(chosen * q.expert_parallel / q.experts), 1), [least, most] = data.tiles;
     const tile = Math.min(Math.max(2 ** Math.floor(Math.log2(mean)), least), most);
     return (Math.ceil(room / tile) + own) * tile;

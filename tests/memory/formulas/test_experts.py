@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bytescope.configs import base
 from bytescope.memory.__main__ import main
 from bytescope.memory.cost.flops import count
 from bytescope.memory.formulas import (
@@ -25,7 +26,7 @@ from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.experts.expert_kernels import KERNELS
 from bytescope.model.placement import Peers
 from bytescope.model.remat.policies import POLICIES
-from bytescope.train.plan.config_facts import PRECISIONS, model_facts, question_of
+from bytescope.train.plan.config_facts import PRECISIONS, experts_of, model_facts, question_of
 from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
 from support.json_results import read_result
@@ -115,15 +116,20 @@ def test_activations_of_a_layer_by_hand():
     assert sharded == kept / 2 + 2 * rows * 64 / 2  # rows are as wide as before
 
 
-@pytest.mark.parametrize("kernel, factor", [("scan", 0.0), ("scan", 1.25), ("capacity", 1.25), ("capacity", 2.0)])
+@pytest.mark.parametrize(
+    "kernel, factor",
+    [("scan", 0.0), ("scan", 1.25), ("ragged", 0.0), ("ragged", 1.25), ("capacity", 1.25), ("capacity", 2.0)],
+)
 @pytest.mark.parametrize("tokens, k, count, ranks", [(96, 2, 8, 1), (96, 2, 8, 4), (4096, 8, 128, 8), (8192, 2, 8, 8)])
 def test_rows_are_those_of_the_model(kernel, factor, tokens, k, count, ranks):
     """The static shapes of the trainer's exchanges, for each way to share the experts."""
     slotted = kernel == "capacity"
-    asked = ExpertShape(count, k, 64, capacity=factor, slots=slotted)
+    model = base.get_config().model
+    model.update(experts=count, experts_per_token=k, d_expert=64, capacity_factor=factor, moe_kernel=kernel)
+    asked = experts_of({f"model.{key}": value for key, value in model.items()})
     dispatches = ("slots", "all_to_all") if slotted else ("local", "allgather", "ragged_all_to_all")
     for name in dispatches[:1] if ranks == 1 else dispatches[1:]:
-        shape = EXCHANGES[name].shape(tokens, k, count, factor, Peers(size=ranks))
+        shape = EXCHANGES[name].shape(tokens, k, count, factor, KERNELS[kernel].tile, Peers(size=ranks))
         assert expert_formulas.rows(asked, tokens, ranks) == shape.rows
 
 

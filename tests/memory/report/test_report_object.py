@@ -92,7 +92,7 @@ def test_every_verdict_says_which_share_of_the_gpus_memory_its_limit_is(record):
         assert share in text
     assert report.to_json()["target"]["memory_fraction"] == 0.92
     larger = dataclasses.replace(report, allocated_bytes=2 * record.limit_bytes)
-    with pytest.raises(memory.GuardError, match=rf"more than .* \({share}'s memory\): "):
+    with pytest.raises(memory.GuardError, match=rf"more than .*, {share}'s memory: "):
         memory.assert_fits(larger)
     with pytest.raises(memory.GuardError) as caught:
         memory.assert_fits(larger, "1MiB")
