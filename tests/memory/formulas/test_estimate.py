@@ -48,6 +48,11 @@ MIXTRAL = Question(
     "flash",
     1024,
 )
+# With the kernel `ragged`.
+UNPADDED = dataclasses.replace(
+    MIXTRAL,
+    model=dataclasses.replace(MIXTRAL.model, experts=dataclasses.replace(MIXTRAL.model.experts, padded=False)),
+)
 # Dense layers, shared experts and latent attention, at a tenth of DeepSeek-V3's width.
 DEEPSEEK = Question(
     5e9,
@@ -286,8 +291,8 @@ def test_a_config_says_its_levers(capsys):
 
 @pytest.mark.parametrize(
     "question",
-    [LLAMA_8B, DROPOUT, LEVERS, QLORA, MIXTRAL, DEEPSEEK],
-    ids=["llama", "gpt", "levers", "qlora", "mixtral", "deepseek"],
+    [LLAMA_8B, DROPOUT, LEVERS, QLORA, MIXTRAL, UNPADDED, DEEPSEEK],
+    ids=["llama", "gpt", "levers", "qlora", "mixtral", "unpadded", "deepseek"],
 )
 def test_the_page_computes_what_python_does(tmp_path, question):
     found, document = computed(tmp_path, question)
