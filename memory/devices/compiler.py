@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -558,17 +559,30 @@ def _slop_of_flags() -> int:
     return int(given[-1]) if given else SLOP_PERCENT
 
 
+# All threads share jax's setting. Of the compiles that must not use the cache and run at the same time, the first one
+# switches it off, and the last one restores it.
+_CACHE_LOCK = threading.Lock()
+_CACHE_SETTINGS: list[bool] = []  # the user's setting, once for each of these compiles
+
+
 @contextlib.contextmanager
 def _disabled_compilation_cache() -> Iterator[None]:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # jax sets its options at run time
-    jax.config.update("jax_enable_compilation_cache", False)
-    # jax reads the setting only once, so its cache state is reset.
-    compilation_cache.reset_cache()
+    def switch(on: bool) -> None:
+        jax.config.update("jax_enable_compilation_cache", on)
+        # jax reads the setting only once, so its cache state is reset.
+        compilation_cache.reset_cache()
+
+    with _CACHE_LOCK:
+        enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]  # jax sets its options at run time
+        _CACHE_SETTINGS.append(_CACHE_SETTINGS[0] if _CACHE_SETTINGS else enabled)
+        switch(False)
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+        with _CACHE_LOCK:
+            before = _CACHE_SETTINGS.pop()
+            if not _CACHE_SETTINGS:
+                switch(before)

@@ -1,9 +1,13 @@
 """A program out of jax's persistent compilation cache has the report that it had fresh."""
 
+import contextlib
+
 import jax
 import numpy as np
+import pytest
 
 from bytescope.memory.analysis import report_of
+from bytescope.memory.devices import compiler
 from bytescope.memory.devices.compiler import compile_lowered
 from support import programs
 
@@ -46,3 +50,19 @@ def test_a_program_with_other_names_has_its_own_report(folder):
     assert len(list(folder.glob("*-cache"))) == 1 and len(list(folder.glob("*.buffers.gz"))) == 2
     quick = step("third", exact=False)  # the start of a run compiles nothing again
     assert quick.method == "heap_trace" and "third" not in scopes(quick) and "names and source lines" in quick.notes[0]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_compiles_without_the_cache_that_overlap_leave_it_as_it_was(folder, cached):
+    """As two threads that compile for described devices: the first one ends before the second."""
+    jax.config.update("jax_enable_compilation_cache", cached)
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    try:
+        for compiles in (first, second):
+            compiles.enter_context(compiler._disabled_compilation_cache())
+        first.close()
+        assert not jax.config.jax_enable_compilation_cache, "the second one still compiles"
+        second.close()
+        assert jax.config.jax_enable_compilation_cache == cached
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)

@@ -64,7 +64,7 @@ def row(shape, module="blocks/mlp/experts", size=20 * MIB):
 def test_the_room_is_the_trainers(keys, exchange, factor):
     room = room_of(made(**keys))
     peers = Peers("expert", 1 if exchange == "local" else 8)
-    assert room.rows == EXCHANGES[exchange].shape(8 * 32, 2, 8, factor, peers).rows
+    assert room.rows == EXCHANGES[exchange].shape(8 * 32, 2, 8, factor, 0, peers).rows
     assert room.filled == 8 * 32 * 2
 
 
