@@ -559,7 +559,7 @@ def _slop_of_flags() -> int:
     return int(given[-1]) if given else SLOP_PERCENT
 
 
-# All threads share jax's setting. Of the compiles that must not use the cache and run at the same time, the first one
+# All threads share jax's setting. If several compiles that must not use the cache run at the same time, the first one
 # switches it off, and the last one restores it.
 _CACHE_LOCK = threading.Lock()
 _CACHE_SETTINGS: list[bool] = []  # the user's setting, once for each of these compiles
