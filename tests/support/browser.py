@@ -1,6 +1,5 @@
 """Pages in a headless browser: what they hold as text, and what a browser makes of them."""
 
-import html
 import json
 import re
 import subprocess
@@ -110,40 +109,30 @@ def body(document):
     return re.sub(r"<script.*?</script>", "", document, flags=re.S)
 
 
-# What a frame's document cuts off: cells and words that their own box hides, and a page that scrolls sideways.
-_CUT = """
-const cut = (frame) => {
-  const page = frame.contentDocument, view = frame.contentWindow, found = [];
-  const wide = page.documentElement.scrollWidth;
-  if (wide > view.innerWidth) found.push(`the page is ${wide} wide`);
-  for (const node of page.querySelectorAll("main *")) {
-    const look = view.getComputedStyle(node);
+# What a page cuts off: cells and words that their own box hides, and a page that scrolls sideways.
+_CUT = """(() => {
+  const found = [], wide = document.documentElement.scrollWidth;
+  if (wide > innerWidth) found.push(`the page is ${wide} wide`);
+  for (const node of document.querySelectorAll("main *")) {
+    const look = getComputedStyle(node);
     const hides = look.overflowX === "hidden" || look.overflowX === "clip";
     if (hides && !node.closest("svg") && node.scrollWidth > node.clientWidth + 1 && node.textContent.trim())
       found.push(`${node.tagName}.${node.className} hides part of ${node.textContent.trim().slice(0, 60)}`);
     if (node.tagName === "TD" && !node.closest(".scroll")) found.push(`a table without .scroll: ${node.textContent}`);
   }
   return found;
-};
-"""
+})()"""
 
 
-def at_widths(tmp_path, pages, widths, script="() => null"):
-    """Pages in frames of so many pixels, all in one browser: {(page, width): (what is cut off, what `script` says)}.
+def at_widths(browser, pages, widths, script="null"):
+    """Pages in windows of so many pixels: {(page, width): (what is cut off, the value of `script`)}.
 
-    pages: name -> text. script: a JavaScript function of a frame's window.
+    browser: a `pages.chromium.Browser`. pages: name -> text. script: a JavaScript expression in the page.
     """
-    frames = [(name, width) for name in pages for width in widths]
-    boxes = "".join(
-        f'<iframe width="{width}" height="1200" srcdoc="{html.escape(pages[name])}"></iframe>' for name, width in frames
-    )
-    asked = f"""<script>{_CUT}
-      window.onload = () => setTimeout(() => {{
-        const frames = [...document.querySelectorAll("iframe")], ask = {script};
-        const ready = (frame) => frame.contentDocument.documentElement.dataset.ready;
-        document.title = JSON.stringify(frames.map((frame) => [ready(frame), cut(frame), ask(frame.contentWindow)]));
-      }}, 600);</script>"""
-    document = browse(tmp_path, f"<!doctype html><title></title><body>{boxes}{asked}</body>", options=["--dump-dom"])
-    found = json.loads(html.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
-    assert not [key for key, (ready, *_) in zip(frames, found) if ready != "yes"]
-    return {key: (cut, said) for key, (_, cut, said) in zip(frames, found)}
+    found = {}
+    for name, text in pages.items():
+        for width in widths:
+            browser.open(text, width)
+            found[name, width] = browser.call(_CUT), browser.call(script)
+            assert not browser.errors(), (name, width, browser.errors())
+    return found
