@@ -111,10 +111,11 @@ def make_parser() -> argparse.ArgumentParser:
         "--step", type=int, metavar="N", help="for a run: read the checkpoint of step N (default: the newest)"
     )
     parser.add_argument(
-        "--limit",
+        "--budget",
         metavar="SIZE",
-        help="device memory to use, such as 20GiB (default: all available memory; on a CPU, half of it)",
+        help="memory per device, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
+    keep_old_flag(parser, "--limit", "--budget")
     parser.add_argument(
         "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
     )
@@ -155,7 +156,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, minimum in (("samples", 1), ("length", 2)):
         if (value := getattr(args, name)) < minimum:
             raise UserError(f"--{name}={value} is too small: give {minimum} or more")
-    for flag in ("shard_size", "limit"):
+    for flag in ("shard_size", "budget"):
         if (text := getattr(args, flag)) is not None:
             try:
                 size = parse_bytes(text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from bytescope.memory.commands.arguments import user_path
+from bytescope.memory.commands.arguments import keep_old_flag, user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -124,10 +124,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_devices(parser)
     add_pool(parser)
     parser.add_argument(
-        "--limit",
+        "--budget",
         metavar="SIZE",
-        help="device memory to use, such as 20GiB (default: all available memory; on a CPU, half of it)",
+        help="memory per device, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
+    keep_old_flag(parser, "--limit", "--budget")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -234,13 +235,13 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')}={share} is out of range: give a number from 0 to 1")
     if any(not text for text in getattr(args, "stop", [])):
         raise UserError("--stop= is empty: give a text that ends an answer")
-    if args.limit is not None:
+    if args.budget is not None:
         try:
-            size = parse_bytes(args.limit)
+            size = parse_bytes(args.budget)
         except ReportError as error:
-            raise UserError(f"--limit: {error}") from None
+            raise UserError(f"--budget: {error}") from None
         if not size:
-            raise UserError(f"--limit={args.limit} is too small: give more than 0")
+            raise UserError(f"--budget={args.budget} is too small: give more than 0")
 
 
 def start_devices(args: argparse.Namespace) -> None:

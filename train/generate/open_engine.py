@@ -134,11 +134,12 @@ def _steps(
 
 
 def local_limit(args: argparse.Namespace, device: jax.Device) -> int:
-    """Returns the bytes of the device that may be used: the value of --limit, by default all available bytes, or half
+    """Returns the bytes of the device that may be used: the value of --budget, by default all available bytes, or half
     of them if the device is a CPU.
     """
     available = limit_bytes(device)
-    return budget_of(args.limit or "", int(CPU_SHARE * available) if device.platform == "cpu" else available, "--limit")
+    default = int(CPU_SHARE * available) if device.platform == "cpu" else available
+    return budget_of(args.budget or "", default, "--budget")
 
 
 def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace) -> GenerationPlan:
@@ -212,7 +213,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
             *(cache if devices else []),
         ]
     )
-    warn_if_too_large(host, "give --dtype=bfloat16, a smaller --limit for the KV cache, or another computer")
+    warn_if_too_large(host, "give --dtype=bfloat16, a smaller --budget for the KV cache, or another computer")
     if console.is_terminal:
         console.print(host_line(host), highlight=False)
     with host_phase("load"), progress(None, "reading weights", "bytes", console) as bar:

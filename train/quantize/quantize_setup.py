@@ -177,7 +177,7 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     programs = Programs(model, precision, sizes, device, method.clip, target.pool_bytes)
     peaks = programs.peak_bytes(target, lambda name: tell(0, 0, f"compiling {name}"), method.scales)
     tokens = args.samples // rows * rows * sizes.length, HELD_OUT // rows * rows * sizes.length
-    limit = budget_of(args.limit or "", target.limit_bytes, "--limit")
+    limit = budget_of(args.budget or "", target.limit_bytes, "--budget")
     weights = sum(math.prod(shape) for shape in parameters_of(model).values())
     packed = sum(inputs * outputs for inputs, outputs in packed_paths(model).values())
     bits = 4 + 20 / args.group  # a scale of 16 bits and a zero point of 4 for each group

@@ -116,6 +116,7 @@ def test_a_flag_means_the_same_in_every_command():
         (["front", "tiny"], "--offload", "--auto-offload"),
         (["levers", "tiny"], "--stages=bf16", "--savings=bf16"),
         (["quantize", "wide"], "--plan=cpu:1", "--target=cpu:1"),
+        (["quantize", "wide", "cpu:1"], "--limit=1GiB", "--budget=1GiB"),
         (["estimate", "--params=7b"], "--width=64", "--d-model=64"),
         (["estimate", "--params=7b"], "--head-width=8", "--d-head=8"),
         (["estimate", "--params=7b"], "--mlp-width=96", "--d-ff=96"),

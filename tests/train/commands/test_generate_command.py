@@ -188,7 +188,7 @@ def test_ctrl_c_at_the_prompt_of_a_conversation(folder, capsys, monkeypatch):
         (["--prompt="], 2, "an empty prompt"),
         ([], 2, "give --prompt=TEXT or --prompts=FILE"),
         (["--prompt=x", "--max-tokens=200"], 2, "128 positions"),
-        (["--prompt=x", "--limit=100KiB"], 3, "for a page of keys and values"),
+        (["--prompt=x", "--budget=100KiB"], 3, "for a page of keys and values"),
         (["--prompt=x", "--step=3"], 2, "is a folder of weights"),
         (["--prompt=x", "--length=500"], 2, "--length=500"),
         (["--prompt=x", "--tensor=16"], 2, "--fsdp=1 --tensor=16 need 16 devices"),
@@ -291,7 +291,7 @@ def test_a_text_is_scored_token_by_token(folder, capsys):
         (["--texts=/dev/zero"], "It is a device"),
         (["--text=x y", "--out=no/such/folder"], "there is no folder no/such"),
         (["--text=xy", "--length=999"], "--length=999"),
-        (["--text=x y", "--limit=100KiB"], "a shorter --length"),
+        (["--text=x y", "--budget=100KiB"], "a shorter --length"),
     ):
         assert cli.main(["score", str(folder), *words]) in (2, 3)
         assert message in capsys.readouterr().err

@@ -268,7 +268,7 @@ def test_the_plan_is_what_the_work_says(made, capsys):
     code, out, _ = quantize(capsys, "wide", "cpu:1", "--group=32", "--length=16", "--samples=8")
     told = made["awq"]["memory"]["device"]
     assert code == 0 and "fits" in out and set(told) <= {line.rsplit("  ", 1)[0].strip() for line in out.splitlines()}
-    code, out, _ = quantize(capsys, "llama_8b", "cpu:1", "--limit=1GiB", "--length=16", "--samples=1")
+    code, out, _ = quantize(capsys, "llama_8b", "cpu:1", "--budget=1GiB", "--length=16", "--samples=1")
     assert code == 3 and "does not fit" in out
 
 
@@ -284,7 +284,7 @@ def test_the_plan_is_what_the_work_says(made, capsys):
             "has 1 windows of 64 tokens, and at least",
         ),
         (["gpt2", "out", *SHORT], "but gpt2 stores"),
-        *exhaustive((["wide", "out", *SHORT, "--limit=10KiB"], ": give a shorter --length")),
+        *exhaustive((["wide", "out", *SHORT, "--budget=10KiB"], ": give a shorter --length")),
         (["wide", "h999"], "h999"),
         (["nothing", "cpu:1"], "nothing"),
     ],
