@@ -53,6 +53,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "table_batch": BATCH,
     "table_length": ("context",),
     "table_width": (),
+    # Columns of the looked-up rows after the devices of one sequence have exchanged their columns for its positions.
+    "row_width": (),
 }
 SEQUENCE_PARALLEL = {"stream": ("context", "tensor")}
 # ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) shards the model width, which every matrix, table and norm has, with
@@ -65,7 +67,7 @@ STATE_SHARDED = {
     "latent_state": SHARDS,
     "expert_width": ("fsdp", "context"),
 }
-TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS}
+TABLE_SHARDED = {"table_batch": ("data",), "table_length": (), "table_width": SHARDS, "row_width": ("fsdp", "expert")}
 
 
 @dataclasses.dataclass(frozen=True)

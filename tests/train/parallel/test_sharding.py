@@ -291,6 +291,15 @@ def test_no_device_sees_the_whole_batch_or_all_logits():
     assert not re.search(rf"f32\[\d+,32,{vocabulary}\]", text)
 
 
+def test_embedded_tokens_are_never_whole_with_context_parallelism():
+    """Columns of the token table become sequences and positions, in both passes, without an array of all of them."""
+    program = small_program({"mesh.context": 4, "batch.micro": 2}, 8)
+    rows, length, width = program.batch.rows, 32, program.model.d_model
+    text = program.compile().as_text()
+    assert f"f32[{rows},{length},{width // 8}]" in text, "each device looks up its columns"
+    assert f"[{rows},{length},{width}]" not in text
+
+
 @functools.cache
 def compiled_for_gpus(prefetch):
     """(program, executable) of zero3 on four GPUs."""
