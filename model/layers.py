@@ -198,8 +198,8 @@ def _weight_gradient(spec: str, x: jax.Array, dy: jax.Array) -> jax.Array:
     """Returns the gradient of the weight of the product `spec`, for its input `x` and the gradient `dy` of its result.
 
     The smaller array is the first operand, because XLA's compiler for CPUs transposes the first operand. jax's own rule
-    always takes `dy` first; XLA then computes the wide `dy` of a SwiGLU MLP a second time in transposed order, and the
-    gradient of the MLP takes 1.7x the CPU seconds. The compiled programs for GPUs are the same in both orders.
+    always takes `dy` first; XLA then computes the larger `dy` of a SwiGLU MLP a second time in transposed order, and
+    the gradient of the MLP takes 1.7x the CPU seconds. The compiled programs for GPUs are the same in both orders.
     """
     left, right, out = _letters(spec)
     if x.size <= dy.size:

@@ -127,8 +127,8 @@ class Placement:
         return Peers()
 
     def exchange(self, slots: bool) -> str:
-        """Returns the name of the way tokens are moved to the devices of their experts, a row of EXCHANGES
-        (model/experts/exchange.py). `slots`: True if each expert has a fixed number of rows."""
+        """Returns how tokens are sent to the devices of their experts: a key of EXCHANGES (model/experts/exchange.py).
+        `slots`: True if each expert has room for a fixed maximum number of tokens."""
         return "slots" if slots else "local"
 
     def positions(self, length: int) -> jax.Array:

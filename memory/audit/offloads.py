@@ -300,7 +300,8 @@ def _put(equation: Any, makers: dict[Any, Any], source: Any, target: Any, labels
         if maker is None or maker.primitive.name not in _SAME:
             break
         atom = maker.invars[0]
-    # jax makes the equation of a policy at no line of its own, and with copy semantics that users rarely ask for.
+    # A device_put that an offload policy inserts has no line of its own. It is recognized by its copy semantics, which
+    # users rarely request.
     by_policy = "ALWAYS_COPY" in str(parameters(equation).get("copy_semantics"))
     lines = [line_of(each) for each in (equation, maker) if each is not None]
     line = next(filter(None, reversed(lines) if by_policy else lines), "")

@@ -76,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     axes.add_argument(
         "--git",
         metavar="GOOD..BAD",
-        help="search the commits from GOOD to BAD in the program's repository; each is checked out in a temporary "
-        "folder, and your files are not touched",
+        help="search the commits from GOOD to BAD (first parents only) in the program's repository; a commit that is "
+        "tried is checked out in a temporary folder, and your files are not touched",
     )
     axes.add_argument(
         "--xla-flags",

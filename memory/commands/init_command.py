@@ -85,7 +85,9 @@ def make_parser() -> Parser:
         help="for scripts written before jax 0.9: meshes of jax.make_mesh have axes of the type Auto, not Explicit",
     )
     parser.add_argument(
-        "--function", metavar="NAME", help="the function that is the step (default: the first one that trains)"
+        "--function",
+        metavar="NAME",
+        help="the function that is the step (default: the first jitted one that computes gradients and updates)",
     )
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=600.0, help="stop the script after SECONDS (default 600)"

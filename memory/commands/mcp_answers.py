@@ -131,8 +131,9 @@ def fit_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def explain_answer(envelope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of the tool `explain`: the cause, the figures in the message in bytes, the largest buffers
-    that it lists, and the remedies, the cheapest first.
+    """Returns the answer of the tool `explain`: the cause, the requested, available and total bytes, and at most
+    `MAX_LISTED` each of the largest buffers in the message and of the remedies, cheapest first. Keys in
+    `EXPLAIN_LEFT_OUT` are left out.
 
     envelope: the JSON of `bytescope explain`.
     """

@@ -47,8 +47,8 @@ def processes_per_node() -> int:
 
 def machine_bytes(root: str = "/") -> tuple[int, str]:
     """Returns (host memory of this machine in bytes, source of the number in words). The number is the physical memory,
-    or the memory limit of this process's cgroup if it is smaller. root: the root of the file system to read, for
-    tests."""
+    or the memory limit of this process's cgroup if it is smaller. 0 bytes mean that the size is unknown. root: the root
+    of the file system to read, for tests."""
     physical, limit = physical_bytes(root), cgroup_limit(root)
     if limit is not None and (limit < physical or not physical):
         return limit, "the limit of a cgroup"

@@ -253,7 +253,9 @@ _POOL_CAUSES = _TENSOR_CAUSES | {"weights_and_state", "outputs", "device_full", 
 def remedies_for(
     cause: str, form: str, space: str = "", listed: Container[str] = (), default_pool: bool = False
 ) -> tuple[Remedy, ...]:
-    """Returns the remedies for a cause, the cheapest first.
+    """Returns the remedies for a cause, cheapest first. Up to three come before all others: a larger pool, if
+    `default_pool` is true and the pool can be the cause, and the remedies for attention scores and for logits, if they
+    are in `listed` and are not remedies of the cause anyway.
 
     cause: a key of `BY_CAUSE`. form: the form of the explained message, such as "gpu_request" (`message_forms.FORMS`).
     space: the memory space of a TPU, such as "vmem"; "" if unknown. listed: keys of `Explanation.savings`, such as

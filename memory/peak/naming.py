@@ -83,8 +83,8 @@ class Naming:
         - loop bookkeeping that passed on the value
         - the instructions that the value was computed from or that read it
 
-        If the value is a copy that a loop or the compiler made, its scopes and source line are those of the copied
-        value.
+        If only a loop names the value, and the value is a slice of an array or was gathered from shards, its scopes and
+        source line are taken from the instruction that computed the array.
         """
         key = instruction.id, index
         if key not in self._best:

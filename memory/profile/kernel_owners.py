@@ -4,8 +4,8 @@ XLA runs most of a GPU step as CUDA graphs. The event of a kernel inside a graph
 `command_buffer_1`, as its `hlo_op`. Its instruction is found in three steps:
 
 - A kernel that XLA compiled has the name of its instruction, with underscores for dots and dashes. Instructions with
-  equal code share one kernel, which has the name of one of them. An instruction without a kernel of its own name
-  therefore ran the kernel of another one, with the same shapes and the same name up to its number.
+  equal code share one kernel, which has the name of one of them. So if no kernel has the name of an instruction, it
+  ran the kernel of another instruction with the same shapes and the same name except for the number.
 - The kernels of a call are aligned with the instructions in the order of the compiled schedule, the body of a loop as
   often as the loop runs. Thus each run of a shared kernel is attributed to one of its instructions.
 - Kernels of libraries and copies have names of their own. They belong to the custom calls and copies between the two
@@ -127,7 +127,8 @@ class _Schedule:
             label = _plain(instruction.name)
             if label in self.counts and instruction.opcode not in _NOTHING:
                 self._shared[self._code(instruction)].add(label)
-        # Calls are counted by kernels that run once per call: those of the entry that no other instruction may launch.
+        # Calls are counted by kernels that run once per call: only one instruction, in the entry computation, can have
+        # launched them.
         entry = list(self._instructions(module.entry))
         launching: Counter[str] = Counter()
         for computation in module.computations:

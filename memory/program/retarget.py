@@ -89,8 +89,8 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     leaves, host_shardings = [], []
     for own, sharding in zip(program._meta_tys_flat, moved):
         aval = own.aval
-        # The type of an argument says that it is in host memory only if the argument's own sharding says so, not if
-        # only `in_shardings` does.
+        # If host memory is given only in `in_shardings`, not in the argument's own sharding, the type of the argument
+        # still says device memory.
         by_jit = _is_abstract(_mesh_of(sharding)) and aval.memory_space == jax.memory.Space.Device
         host_shardings.append(sharding if by_jit else None)
         own_sharding = None if by_jit else sharding

@@ -76,9 +76,10 @@ class UserFunction:
     module: ModuleType
 
     def make(self, overrides: Mapping[str, Any] = {}, target: Any = None) -> UserProgram:
-        """Calls the function and returns its program. `overrides`: parameter of the function -> value. `target`: the
-        devices to compile for, passed to the function if it has a parameter `target`. Raises ReportError, a one-line
-        message, if the function fails or does not return a program.
+        """Calls the function and returns its program. `overrides`: parameter of the function -> value; a function with
+        a parameter `overrides` gets all of them in it. `target`: the devices to compile for, passed to the function if
+        it has a parameter `target`. Raises ReportError, a one-line message, if the function fails or does not return a
+        program.
         """
         with _hidden_argv(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
             return _read_result(

@@ -206,7 +206,7 @@ def grown_buffers(changes: Iterable[Change]) -> list[Change]:
 
 def largest_buffers(before: ReportRecord | None, after: ReportRecord, count: int) -> list[Change]:
     """Returns the `count` largest buffers at the peak of the second report with their bytes in the first report,
-    largest first. Without a first report, the bytes of both reports are those of the second."""
+    largest first. If `before` is None, the second report is used as the first one too."""
     old, new = _matched_buffers(before or after, after)
     changes = [Change("buffer", name, old.get(name, 0), size) for name, size in new.items()]
     return sorted(changes, key=lambda change: (-change.after, change.name))[:count]

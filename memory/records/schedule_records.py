@@ -144,7 +144,7 @@ def _row(step: Step) -> list[Any]:
 
 def from_json(rows: Any, depth: int = 0) -> Steps:
     """Returns the schedule steps from the JSON lists of `to_json`. `depth`: number of loops around these steps. Raises
-    ValueError for any other value.
+    ValueError if `rows` is anything else, or if loops are nested more than `_MAX_DEPTH` deep.
     """
     if not isinstance(rows, (list, tuple)) or depth > _MAX_DEPTH:
         raise ValueError(

@@ -213,7 +213,7 @@ def worth_deciding(graph: LayerGraph) -> set[str]:
         replaced = False
         if value not in graph.read and len(readers) == 1:
             result = readers[0]
-            # Of two equally large values that are free from each other, only one may be left out: the second.
+            # If two values of equal size can be recomputed from each other, only the second may be left out.
             same = size[result] == size[value] and value in free_from.get(result, ())
             replaced = members[label[result]] == 1 and size[result] <= size[value] and not same
         if not (smaller or replaced or before & together[value]):

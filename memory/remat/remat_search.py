@@ -1,9 +1,9 @@
-"""Searches for the least recomputation within a budget, by formula and by the compiler (`remat.policy=auto`).
+"""Searches for the remat plan with the least cost that fits a memory budget (`remat.policy=auto`).
 
-The bytes that layers keep follow from their graph (`layer_graph`). The bytes of the rest of the step are known only to
-the compiler. So the solver (`remat_solver`) proposes a plan, the plan is compiled, and its allocated bytes correct the
-allocation model. The search ends when the plan that the model proposes has been compiled and fits: the next better
-plan is then predicted to exceed the budget.
+The bytes that a layer keeps are computed from the layer's graph (`layer_graph`). The bytes of the rest of the step are
+known only after a compile. So the solver (`remat_solver`) proposes a plan, the plan is compiled, and its allocated
+bytes correct the allocation model. This is repeated until every cheaper plan is predicted to exceed the budget. If
+some of the budget is left, a few plans that are predicted to exceed it slightly are compiled too (`MAX_CHECKS`).
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ TABLE_COLUMNS = (
 
 
 def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
-    """Returns a table of the `n` largest buffers at the peak, as a rich renderable. Equal buffers are one line.
-    Returns None if there are no buffers.
+    """Returns a table of the largest buffers at the peak, as a rich renderable with at most `n` lines. Buffers that
+    differ only in the number of their layer share a line. Returns None if there are no buffers.
     """
     groups = largest(report, n)
     if not groups:

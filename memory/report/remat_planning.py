@@ -184,8 +184,8 @@ class PolicyCompiler:
         self.layers = find_layers(loss.jaxpr, loss.active, blocks)
         self.values: LayerValues = find_values(self.layers, loss.shards)
         self.built: dict[str, Built] = {}
-        # The program that recomputes everything gives the target, and shows whether the layers are traced in the same
-        # order inside the program as alone.
+        # The program that recomputes everything gives the target, and shows whether a layer's operations are traced in
+        # the same order in the program as alone.
         probe = RematPolicy(self.values.wanted(()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -55,8 +55,8 @@ def with_network(rates: DeviceRates, network: str) -> DeviceRates:
 def with_attention(rates: DeviceRates, kernel: str, kind: str) -> DeviceRates:
     """Returns a copy of a device's rates in which the attention rates are replaced by measurements of another kernel.
 
-    The published seconds are used as they are: `constants.ATTENTION` was fitted to cuDNN's kernels on H100, which
-    compute near the power limit.
+    The measurements are used as they are (`attention_slowdown` becomes 1). The factor `constants.ATTENTION`, by which
+    attention is slower inside a training step than alone, was fitted to cuDNN's kernels on H100 only.
 
     Args:
         rates: the rates of the device.

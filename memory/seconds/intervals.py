@@ -7,8 +7,8 @@ its number of programs, as in the fit of the constants (tests/bench/fit_rates.py
 
 The interval is [seconds / h, seconds * h], where |log(predicted/measured)| is at most log(h) for 80 % of this weight.
 This is split conformal prediction with groups, as pooled by Dunn, Wasserman and Ramdas 2018 (arXiv 1809.07441). Kinds
-form a tree: all runs, then the runs of compiled or of eager frameworks, then those of the predicted program or of
-another one, then those with or without sends between devices, then those with the same limit. A kind with fewer than
+form a tree with all runs as its root. Each level divides the runs by one property: compiled or eager framework; the
+predicted program or another one; with or without sends between devices; what limits the seconds. A kind with fewer than
 four families takes log(h) of the nearest kind above that has four, and doubles it. It is also doubled for a chip whose
 generation fewer than two families measured. These numbers and the factor two are assumptions.
 

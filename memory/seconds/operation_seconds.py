@@ -3,11 +3,11 @@
 A kernel takes a fixed time (launch, first loads, last stores) plus the time for its FLOPs or its bytes, whichever is
 longer. A matrix product is cut into tiles, which the cores process in waves. A last wave that is not full takes as long
 as a full one. If there are fewer tiles than cores, the reduction is cut too (split-K). The utilization (0 to 1) is the
-fraction of the peak rate that these losses leave. The rate curve was measured on square products (m = n = k). It is
-divided by their utilization, interpolated over the size, and multiplied by the utilization of the product at hand. So
-the measured square products are reproduced exactly, and thin products are slower than a square product of as many
-FLOPs. Tiles and waves: NVIDIA, "Matrix Multiplication Background User's Guide"
-(docs.nvidia.com/deeplearning/performance), sections on tile and wave quantization.
+fraction of the peak rate that these losses leave. The rate curve was measured on square products (m = n = k). The
+rate of a product is this curve, divided by the utilization of the square products, interpolated over the size, and
+multiplied by the utilization of this product. So the measured square products are reproduced exactly, and thin products
+are slower than a square product of as many FLOPs. Tiles and waves: NVIDIA, "Matrix Multiplication Background User's
+Guide" (docs.nvidia.com/deeplearning/performance), sections on tile and wave quantization.
 
 A measured row of a collective has the bus bandwidth over the payload bytes for one group over a number of hosts,
 including the latency (NCCL's definition: bytes on the wire of one device over seconds; github.com/NVIDIA/nccl-tests,

@@ -292,7 +292,7 @@ def _text(value: Any) -> str:
 
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...]:
     if len(rows) > _MAX_ROWS:
-        raise ValueError(f"{len(rows)} collectives")
+        raise ValueError(f"{len(rows):,} collectives, more than {_MAX_ROWS:,}")
     return tuple(
         CollectiveRate(
             _text(row["kind"]), _whole("group", row["group"]), _whole("hosts", row["hosts"]), _curve(row["bus"])

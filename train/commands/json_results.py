@@ -380,7 +380,8 @@ class LayerKeys(TypedDict):
 
 
 class FitProgramResult(TypedDict):
-    """The result of `bytescope fit --program`, and of `bytescope fit` for the program of an adapter."""
+    """The result of `bytescope fit --program`, and of `bytescope fit` for a program of another trainer, such as
+    `maxtext:llama2-7b`."""
 
     program: str
     best: FitProgramBest | None

@@ -136,8 +136,10 @@ class TextDocuments:
         return texts(self.documents)
 
     def split(self) -> tuple["TextDocuments", "TextDocuments"]:
-        """Returns (training part, held-out part). If there are several files, some whole files are held out. If there
-        is only one file, its end is held out.
+        """Returns (training part, held-out part). Of several files, whole files are held out, chosen by a hash of their
+        names, and copies of held-out documents are removed from the training part. Of one file, the end is held out.
+
+        Raises UserError if a file cannot be read.
         """
         if len(self.documents) == 1:
             document = self.documents[0]

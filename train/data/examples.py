@@ -373,7 +373,7 @@ def _find_answers(
                 "the chat template changes the text before an answer if messages follow the answer" + REMEDY
             )
         if not np.array_equal(ids[: len(prefix)], prefix):
-            raise Malformed("the beginning of an answer and the text before it become one token" + REMEDY)
+            raise Malformed("the tokenizer splits the text before an answer differently if the answer follows" + REMEDY)
         if turn_end:
             stop = text.text.find(turn_end, len(prompt)) + len(turn_end)
             known = stop >= len(turn_end)

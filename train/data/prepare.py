@@ -26,8 +26,8 @@ from bytescope.train.data.shards import DTYPES, READERS, SPLITS
 from bytescope.train.data.tokenizer import GROUP_CHARS, JsonTokenizer, Tokenizer, load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
 
-# Of the tokenizers library, for each byte of text that is encoded: the text, its normalized copy, and the alignment of
-# its bytes, a pair of 8-byte numbers, once for the text and once for its words (NormalizedString, PreTokenizedString).
+# Bytes that the tokenizers library takes for each byte of text: the text, its normalized copy, and the alignment of its
+# bytes, a pair of 8-byte numbers, once for the text and once for its words (NormalizedString, PreTokenizedString).
 TEXT_BYTES = 2 + 2 * 16
 # For each token: id, type, word, offsets and masks take 40 bytes, its text a header of 24 and an allocation of 32.
 ENCODING_BYTES = 40 + 24 + 32
@@ -37,9 +37,9 @@ PARTIAL = ".prepare"  # subfolder of the output folder, for files that are not c
 
 def host_terms(tokenizer: Tokenizer) -> list[HostTerm]:
     """Returns the host memory of tokenizing text into shards. It does not depend on the size of the text."""
-    # Of one piece, the bytes read, the decoded text, and the text joined with the rest of the piece before it; of the
-    # piece before it, the text. A piece has 4 bytes per character if one character, such as an emoji, needs them. Few
-    # pieces have one, so the piece before is counted with 2.
+    # At the same time in memory: the bytes of a piece, its decoded text, the text joined with the rest of the previous
+    # piece, and the text of the previous piece. A text has 4 bytes per character if one character, such as an emoji,
+    # needs them. Few pieces have one, so the previous piece is counted with 2.
     terms = [
         resident_term("prepare"),
         HostTerm(

@@ -73,7 +73,8 @@ def describe_block(program: Program) -> LayerGraph:
         micro_batches = Fraction(max(program.schedule.stash_slots) * rows.rows, len(rows.places))
 
     def shards(name: str) -> Fraction:
-        # By how much the bytes of a tensor on one device are smaller than the bytes of one whole micro-batch.
+        # A tensor's bytes in one whole micro-batch, divided by its bytes on one device. With stages, a device stores
+        # several micro-batches.
         count = 1
         for axes in program.layout.split(activation_axes(NAMES[name][0])):
             count *= math.prod(program.mesh.shape[axis] for axis in axes)

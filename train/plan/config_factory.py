@@ -257,8 +257,8 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
     """Checks the values of a config as far as this is possible without knowing the devices. `overrides`: pairs (dotted
     key, text).
 
-    That a config has passed is kept in the cache, because checking imports jax and the model, which a command does not
-    need if all its answers are in the cache.
+    The cache records which configs have passed. A check imports jax and the model, which a command does not need if all
+    its results are in the cache.
 
     Raises:
         ValueError: a value of the config is invalid on every target. The error has an `exit_code`.
@@ -280,7 +280,7 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
 
 
 def names_files(flat: Mapping[str, Any]) -> bool:
-    """Returns whether a value of a config is the path of a file or folder. What a program computes may then depend on
+    """Returns whether a value of a config is the path of a file or folder. If so, the compiled program may depend on
     its content. `flat`: the whole config, dotted key -> value."""
     return any(isinstance(value, str) and value and Path(value).exists() for value in flat.values())
 

@@ -156,7 +156,7 @@ class FusedBackward:
           rounding: the key for stochastic rounding.
         """
         # XLA's GPU compiler transposes arrays that are gathered or scattered over their last dimension. Without
-        # `row_major` it transposes the stacks, also those of the optimizer, and allocates copies of all layers.
+        # `row_major` it transposes the stacks, including the optimizer's, and allocates copies of all layers.
         part = self._stack()
         p, s = jax.tree.leaves(params), jax.tree.leaves(opt_state[1])
         shared, inverse = self.update.shared(s), self._inverse(tokens)

@@ -18,9 +18,8 @@ class Pullback:
 
     Fields:
       tree: tree structure of the pullback.
-      sources: for each leaf of the pullback a pair: ("kept", "own" or "shared", index in the list of this name), or
-        ("constant", value). The lists are the saved residuals, the layer's parameters, and the arrays that all layers
-        share.
+      sources: for each leaf of the pullback a pair (list, index), or ("constant", value). The lists are "kept" (the
+        saved residuals), "own" (the layer's parameters) and "shared" (arrays that all layers share).
     """
 
     tree: Any = None

@@ -26,8 +26,9 @@ def no_load(layers: int, experts: int) -> Load:
 
 
 def weighted_load(load: Load | None, tokens: jax.Array) -> Load | None:
-    """Multiplies the mean values in a micro-batch's router statistics (entropy, balance loss and z-loss) by `tokens`,
-    the number of unmasked targets. Then the statistics of micro-batches can be added."""
+    """Returns a micro-batch's router statistics in a form that can be added over micro-batches: entropy, balance loss
+    and z-loss are multiplied by `tokens`, the number of unmasked targets. Counts stay as they are, and `shares` becomes
+    None. Returns None if `load` is None."""
     if load is None:
         return None
     means = {name: getattr(load, name) * tokens for name in ("entropy", "balance", "router_z")}

@@ -41,7 +41,7 @@ def run_case(name: str, *arguments: object) -> dict[str, int]:
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired as error:
-        raise CaseError(f"the measurement took more than {_TIMEOUT_S} s") from error
+        raise CaseError(f"took more than {_TIMEOUT_S} s: end other programs and calibrate again") from error
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         raise CaseError(in_one_line((done.stderr.strip().splitlines() or ["no output"])[-1])[:120])

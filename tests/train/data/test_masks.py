@@ -168,7 +168,7 @@ def test_what_a_template_forgets_is_not_learned(tmp_path):
         (CHATML.replace("{% for", "{{ messages|length }}{% for"), "changes the text before an answer"),
         (
             PLAIN.replace("'assistant:'", "'assistant: '"),
-            "the beginning of an answer and the text before it become one",
+            "the tokenizer splits the text before an answer differently if the answer follows",
         ),
         (
             PLAIN.replace("+ '\n'", "+ ('\n' if loop.last else '\n\n')"),

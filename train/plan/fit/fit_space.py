@@ -249,11 +249,11 @@ class Space:
         """Returns the config keys that select a micro-batch size on a mesh, with the number of accumulated
         micro-batches that gives the same sequences per update.
 
-        Micro-batches are accumulated within one call of the step.
+        Micro-batches are accumulated within one call of the step, unless the command line sets `batch.mode`.
 
         Args:
             mesh: the config keys that select the mesh.
-            micro: sequences per data-parallel rank.
+            micro: sequences per data-parallel rank, a value of `micros(mesh)`.
         """
         steps = self.sequences // (self.ranks(mesh) * micro)
         keys = {"batch.micro": str(micro), "batch.tokens": "0", "batch.accumulation": str(steps)}

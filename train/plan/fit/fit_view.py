@@ -339,11 +339,13 @@ def _batch_and_policy(out: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the data of the page's chart as JSON values: one point for each variant that could be compiled, with its
-    bytes and predicted seconds.
+    """Returns the data of the page's chart as JSON values: one point for each compiled variant that has predicted
+    seconds, with its allocated bytes on one device.
 
-    `number` is the row of the variant in the table, from 1. `chosen` says whether the variant is the chosen one or, if
-    nothing fits, the one that is closest to fitting. `unit` is the unit of the axis as (name, number of bytes).
+    In a point, `number` is the row of the variant in the table, from 1, and `chosen` says whether the variant is the
+    chosen one or, if nothing fits, the one that is closest to fitting. `budget` is in bytes, `unit` is the unit of the
+    bytes axis as (name, number of bytes), `cost` describes the axis of seconds, and `stages` lists the stages of the
+    search that have a point.
     """
     points = [
         {

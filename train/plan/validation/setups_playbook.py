@@ -1,8 +1,8 @@
 """The published runs of nanotron for the Ultra-Scale Playbook on 8, 32 and 64 H100, as configs.
 
 The rows are those of the playbook's benchmark chart (huggingface.co/spaces/nanotron/ultrascale-playbook,
-assets/data/benchmarks/banner.html, February 2025). Each row is one iteration of nanotron with 8 H100 per host, 256
-sequences of 4096 tokens per batch.
+assets/data/benchmarks/banner.html, February 2025). Each row is one iteration of nanotron with 8 H100 per host and 256
+sequences of 4096 tokens per batch (four rows have 128 or 16).
 
 Shapes, precision and the rest of the setup are from nanotron's benchmark script (branch nouamane/bench2:
 scaling_benchmarks.py, examples/config_tiny_llama_bench.yaml): no grouped-query attention, a vocabulary of 131,072,
@@ -20,7 +20,8 @@ of every operation, 36h + 12f, including six float32 tensors of the norms and th
 Pipeline stages run nanotron's 1F1B schedule, with one program per stage: only the last stage has the head, whose
 vocabulary costs as much as many layers of a small model, and the first stage stores most activations. Our stages run
 one program, in which all stages share embedding and head. Where the difference matters by nanotron's source code
-(`_other_program`), we do not claim the row. Rows with unreliable seconds (`_unreliable`) are predicted, not claimed.
+(`_other_program`), or where the measured seconds are unreliable (`MeasuredRow.unreliable`), the row has a prediction
+that does not count in the scores (`MeasuredRow.claims_seconds`).
 
 The rows of data/old_bench.csv are earlier runs of nanotron by the same people (July 2024, huggingface.co/nanotron
 old_bench and bench_cluster), with 1,024 sequences of 4096 tokens per batch. They state the allocated and the reserved
