@@ -86,7 +86,8 @@ def render(
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     common = limits.pop() if len(limits) == 1 else None
     counted = Text.assemble(
-        (f"{len(rows)} combinations", "bold"), (f" ({cached} from the cache)" if cached else "", "dim")
+        (f"{len(rows)} combination{'s' * (len(rows) > 1)}", "bold"),
+        (f" ({cached} from the cache)" if cached else "", "dim"),
     )
     table = TableView(
         (*key_columns(keys), MARKED_VERDICT, *COLUMNS),

@@ -48,8 +48,8 @@ FORMS: Mapping[str, Form] = {
         "list of buffers",
         "gpu_buffers",
         True,
-        "XLA could not allocate {requested} on the GPU for a compiled program, and listed the program's buffers.",
-        "XLA ran out of GPU memory for a compiled program, and listed the program's buffers.",
+        "XLA could not allocate {requested} on the GPU for a compiled program, and printed the program's memory.",
+        "XLA ran out of GPU memory for a compiled program, and printed the program's memory.",
     ),
     "gpu_request": Form(
         "failed request",

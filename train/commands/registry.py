@@ -362,4 +362,4 @@ def _unknown_command_message(name: str) -> str:
     listed = ", ".join(itertools.chain.from_iterable(GROUPS.values()))
     if not name or name.startswith("-"):
         return f"no command is given: give one of {listed}"
-    return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'of ' + listed}"
+    return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'choose one of ' + listed}"

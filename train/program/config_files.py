@@ -149,8 +149,9 @@ def _call_get_config(path: Path) -> ConfigDict:
         spec.loader.exec_module(module)
         if not callable(getattr(module, "get_config", None)):
             raise UserError(
-                f"{path} has no get_config(): define one, which returns bytescope.configs.base.get_config()"
-                " with changes"
+                f"{path} has no get_config(), so it is not a config: define get_config(), which returns "
+                "bytescope.configs.base.get_config() with changes; for a training script of your own, run "
+                f"bytescope init-program {path}"
             )
         config = module.get_config()
     except UserError:
