@@ -229,7 +229,7 @@ class Transformer(nnx.Module):
         x_BLD = look_up(to_device(self.w_token[...]), tokens_BL, self.place)
         x_BLD = self.place(x_BLD, ("table_batch", "table_length", "table_width")).astype(self.precision.compute)
         # In two steps: XLA replicates an array whose columns move to two dimensions at once.
-        x_BLD = self.place(x_BLD, ("table_batch", "length", "row_width"))
+        x_BLD = self.place(x_BLD, ("table_batch", "stream", "row_width"))
         if self.config.embed_scale != 1.0:
             x_BLD = x_BLD * jnp.asarray(self.config.embed_scale, x_BLD.dtype)
         if self.config.position == "learned":

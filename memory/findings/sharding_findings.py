@@ -139,12 +139,20 @@ def data_axes(report: JudgedProgram, program: PlacedProgram) -> frozenset[str]:
     tensor parallelism, where every device needs all activations.
 
     An axis counts as tensor parallel if it shards parameters or key/value caches that are not gathered. They count as
-    not gathered if the all-gathers along the axis produce less than one byte per element.
+    not gathered if the all-gathers along the axis produce less than one byte per element. All-gathers of sequence
+    parallelism (Korthikanti et al. 2022, arXiv 2205.05198) are left out: the forward pass gathers activations before a
+    block, and reduce-scatters as many bytes after it.
     """
+    forward: dict[str, set[tuple[tuple[str, ...], int]]] = {"all-gather": set(), "reduce-scatter": set()}
+    for item in report.collectives:
+        for kind, moved in forward.items():
+            if item.phase == "forward" and item.kind.startswith(kind):
+                moved.add((tuple(item.axes), item.bytes))
+    activations = set.intersection(*forward.values())
     gathered: dict[str, int] = {}
     held: dict[str, int] = {}
     for item in report.collectives:
-        if item.kind.startswith("all-gather"):
+        if item.kind.startswith("all-gather") and (tuple(item.axes), item.bytes) not in activations:
             for axis in item.axes:
                 gathered[axis] = gathered.get(axis, 0) + item.bytes * item.times
     for number, argument in program.arguments.by_number.items():

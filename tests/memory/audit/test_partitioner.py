@@ -307,3 +307,21 @@ def test_no_row_for_the_layouts_of_our_trainer(overrides):
     large = {"model.n_layers": 2, "model.d_model": D, "model.n_heads": 8, "model.n_kv_heads": 8}
     compilation = compile_described(TARGET, {**SMALL_GPU, **large, **overrides})
     assert not resharded_rows(compilation, memory.target(TARGET))
+
+
+def test_gathers_of_sequence_parallelism_are_as_asked(xy):
+    """Activations are gathered along the tensor axis into each block and scattered out of it, which moves more bytes
+    than the weights have. The axis is still no data axis, even where a gathered array has the size of a weight."""
+
+    def place(x, *spec):
+        return with_sharding_constraint(x, NamedSharding(xy, P(*spec)))
+
+    def loss(params, x):
+        for up, down in params:
+            hidden = place(place(x, "x", None, None) @ place(up, None, "y"), "x", None, "y")
+            x = x + place(jnp.tanh(hidden) @ place(down, "y", None), "x", "y", None)
+        return jnp.mean(x * x)
+
+    weights = [(array(xy, (D, 4 * D), None, "y"), array(xy, (4 * D, D), "y", None)) for _ in range(LAYERS)]
+    batch = array(xy, (16, T, D), "x", "y", None)  # 4 x T x D on a device, as many elements as a weight
+    assert rows_of(gradient_step(loss), weights, batch) == []
