@@ -296,7 +296,8 @@ def test_embedded_tokens_are_never_whole_with_context_parallelism():
     program = small_program({"mesh.context": 4, "batch.micro": 2}, 8)
     rows, length, width = program.batch.rows, 32, program.model.d_model
     text = program.compile().as_text()
-    assert f"f32[{rows},{length},{width // 8}]" in text, "each device looks up its columns"
+    columns = rf"f32\[({rows},{length}|{rows * length},1),{width // 8}\]"  # the shape depends on the version of XLA
+    assert re.search(columns, text), "each device looks up its columns"
     assert f"[{rows},{length},{width}]" not in text
 
 
