@@ -86,7 +86,7 @@ def render(
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     common = limits.pop() if len(limits) == 1 else None
     counted = Text.assemble(
-        (f"{len(rows)} combination{'s' * (len(rows) > 1)}", "bold"),
+        (f"{len(rows)} combination{'s' * (len(rows) != 1)}", "bold"),
         (f" ({cached} from the cache)" if cached else "", "dim"),
     )
     table = TableView(
