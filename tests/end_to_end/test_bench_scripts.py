@@ -1,6 +1,7 @@
 """What the benchmarks assert, on hand-made figures; they themselves are run by name."""
 
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -304,6 +305,51 @@ def test_expected_differences_and_missing_cases_of_saved_outputs(outputs, tmp_pa
     shown = capsys.readouterr().out
     assert "cpu/tiny exit.txt" in shown and "cpu/tiny files/tiny.json\n  file: only before" in shown
     assert outputs.main(["compare", str(before), str(tmp_path / "absent")]) == 2
+
+
+RECORD = {"exit": 0, "figures": {"peak": 8, "seconds": 0.5, "tokens": [1, 2], "verdict": "fits"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, None),
+        ({"peak": 9}, "peak: 8 -> 9"),
+        ({"seconds": 0.5 * (1 + 1e-12)}, None),
+        ({"seconds": 0.5001}, "seconds: 0.5 -> 0.5001"),
+        ({"tokens": [1, 3]}, "tokens: [1, 2] -> [1, 3]"),
+        ({"peak": None, "peak_bytes": 8}, None),  # under a new key
+        ({"peak": None, "peak_bytes": 7}, "peak: 8 is gone"),
+    ],
+)
+def test_figures_are_compared(outputs, changes, line):
+    import figures
+
+    after = {key: figure for key, figure in (RECORD["figures"] | changes).items() if figure is not None}
+    assert list(figures.differences(RECORD, {"exit": 0, "figures": after}, 1e-9)) == [line] * (line is not None)
+    assert list(figures.differences(RECORD, RECORD | {"exit": 3}, 1e-9)) == ["exit code: 0 -> 3"]
+
+
+def test_figures_of_json(outputs):
+    import figures
+
+    rows = [{"bytes": i, "shape": [8], "name": f"b{i}"} for i in range(9)]
+    value = {
+        "verdict": "fits",
+        "note": "two words",
+        "versions": {"jax": 1},
+        "rows": rows,
+        "few": rows[:2],
+        "numbers": [1, 2],
+    }
+    assert dict(figures.figures_of(value, re.compile("name"))) == {
+        "verdict": "fits",
+        "rows.count": 9,
+        "rows.sum.bytes": 36,
+        "few.0.bytes": 0,
+        "few.1.bytes": 1,
+        "numbers": [1, 2],
+    }
 
 
 def test_outputs_are_saved_through_the_executable(outputs, tmp_path):
