@@ -17,13 +17,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from ml_collections import ConfigDict
 
-from bytescope.configs import base
 from bytescope.memory.errors import one_line
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray, whole
-from bytescope.train.checkpoints.workdir import Identity, recorded, require_utf8
+from bytescope.train.checkpoints.workdir import Identity, recorded, require_utf8, saved_config
 from bytescope.train.launch.failures import store_library_log
 from bytescope.train.launch.runtime import captured_stderr
-from bytescope.train.program.config_files import flatten
 from bytescope.train.source import CHECKPOINTS, CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.folder import Folder
@@ -85,7 +83,7 @@ class SavedRun:
         require_utf8(workdir)
         store_library_log()
         identity = recorded(workdir / CONFIG)
-        config = _read_config(identity, workdir)
+        config = saved_config(identity, workdir / CONFIG)
         steps = _checkpoint_steps(workdir)
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
@@ -151,27 +149,6 @@ def began_from(run: SavedRun) -> Folder | None:
     folder does not exist on this machine."""
     path = os.path.expanduser(run.config.init.folder)
     return Folder.open(path) if path and os.path.isdir(path) else None
-
-
-def _read_config(identity: Identity, workdir: Path) -> ConfigDict:
-    # Keys that the version of bytescope of the run did not have keep their default.
-    config = base.get_config()
-    known = flatten(config)
-    for key, value in identity.config.items():
-        if key not in known:
-            raise UserError(
-                f"{workdir / CONFIG} has the unknown key {one_line(key)[:80]}: export with the version of bytescope "
-                "that trained the run"
-            )
-        *groups, name = key.split(".")
-        node = config
-        for group in groups:
-            node = node[group]
-        try:
-            node[name] = tuple(value) if isinstance(known[key], tuple) else value
-        except TypeError as error:
-            raise UserError(f"{workdir / CONFIG} is damaged ({one_line(error)}): restore the file") from error
-    return config
 
 
 def _checkpoint_steps(workdir: Path) -> list[int]:

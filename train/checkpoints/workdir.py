@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -20,8 +20,10 @@ from ml_collections import ConfigDict
 
 from bytescope.configs import base
 from bytescope.memory.errors import one_line
+from bytescope.train.data.file_digests import file_digests
 from bytescope.train.launch.processes import ALONE, Processes
-from bytescope.train.program.config_files import flatten
+from bytescope.train.program.config_files import flatten, override
+from bytescope.train.program.run_command import Command
 from bytescope.train.source import CHECKPOINTS, CONFIG, METRICS
 from bytescope.train.user_errors import UserError
 
@@ -60,11 +62,9 @@ FREE = (
     "model.unroll",
     "xla.",
 )
-# Keys that may differ between processes: paths on their own machines, and settings of reading.
-LOCAL = (
+# Keys whose value is a path or one of NAMES.
+PATHS = (
     "train.cache_dir",
-    "data.prefetch",
-    "data.workers",
     "data.source",
     "data.eval_source",
     "data.tokenizer",
@@ -73,6 +73,24 @@ LOCAL = (
     "init.adapter",
     "train.eval_prompts",
 )
+NAMES = ("", "stdlib", "bytes", "none")
+# Keys that may differ between processes: paths on their own machines, and settings of reading.
+LOCAL = (*PATHS, "data.prefetch", "data.workers")
+# Field of Identity with a fingerprint of contents -> the keys that choose the contents.
+CONTENTS = {
+    "data": (
+        "data.source",
+        "data.eval_source",
+        "data.tokenizer",
+        "data.chat_template",
+        "data.field",
+        "data.dtype",
+        "data.skip_bad",
+    ),
+    "weights": ("init.folder",),
+    "adapter": ("init.adapter",),
+}
+MAX_DIFFERENCES = 8  # maximum number of differences in a message
 SHARED_S = 15.0  # maximum seconds until a network file system shows a file that another machine wrote
 LOCK = "run.lock"
 # Errors of flock on a file system without locks.
@@ -120,7 +138,7 @@ def interrupted_note(workdir: Path) -> str:
     steps = [int(path.name) for path in (workdir / CHECKPOINTS).glob("*") if path.name.isdecimal()]
     if not steps:
         return "interrupted before the first checkpoint: nothing is saved"
-    return f"interrupted: bytescope train with --workdir={workdir} resumes from step {max(steps)}"
+    return f"interrupted: bytescope train --workdir={workdir} resumes from step {max(steps)}"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -154,6 +172,10 @@ class Identity:
       global_rows: number of sequences in a global batch.
       data: fingerprint of the data.
       weights, adapter: fingerprints of the initial weights and adapters, "" for random initial values.
+      name: the config as the command line names it.
+      given: the config keys that command lines have set; None for a run of a version that did not record them.
+      folder: the folder that relative paths in the config start from.
+      files: digests of the files that the run reads, as `file_digests` returns them.
     """
 
     config: dict[str, Any]
@@ -161,6 +183,10 @@ class Identity:
     data: str
     weights: str = ""
     adapter: str = ""
+    name: str = ""
+    given: list[str] | None = None
+    folder: str = ""
+    files: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def from_config(
@@ -172,19 +198,25 @@ class Identity:
         # Converted through JSON, so that tuples compare equal to the lists that a file returns.
         return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
 
-    def everything(self) -> dict[str, Any]:
-        """Returns all fields of the identity in one dict. Config keys are dotted."""
-        return {
-            **self.config,
-            "global batch (sequences)": self.global_rows,
-            "data": self.data,
-            "weights of init.folder": self.weights,
-            "adapters of init.adapter": self.adapter,
-        }
 
-    def curve(self) -> dict[str, Any]:
-        """Returns the values that determine the loss curve, which may not change when a run is resumed."""
-        return {key: value for key, value in self.everything().items() if not _matches(key, FREE)}
+def recordable(config: ConfigDict, command: Command, global_rows: int, *fingerprints: str) -> Identity:
+    """Returns the identity of a start of a run, with the digests of its files.
+
+    Args:
+      config: the config of the run.
+      command: the command of this start.
+      global_rows: number of sequences in a global batch.
+      fingerprints: the fingerprints of the data, the initial weights and the adapters.
+
+    Raises UserError if a file cannot be read.
+    """
+    return dataclasses.replace(
+        Identity.from_config(config, global_rows, *fingerprints),
+        name=command.config,
+        given=list(command.given),
+        folder=os.getcwd(),
+        files=file_digests(flatten(config)),
+    )
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
@@ -194,6 +226,41 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     keys = sorted(set(old) | set(new))
     return [f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
+
+
+def _run_differences(old: Identity, new: Identity, ignored: tuple[str, ...]) -> str:
+    """Returns a text with the differences between two runs, except in the `ignored` keys. Returns "" if there are
+    none."""
+    before, now = (
+        {key: value for key, value in run.config.items() if not _matches(key, ignored)}
+        | {"global batch (sequences)": run.global_rows}
+        for run in (old, new)
+    )
+    lines = _differences(before, now)
+    for field, keys in CONTENTS.items():
+        if getattr(old, field) != getattr(new, field):
+            lines += _content_differences(old, new, keys)
+    more = [f"and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
+    return "; ".join([*lines[:MAX_DIFFERENCES], *more])
+
+
+def _content_differences(old: Identity, new: Identity, keys: tuple[str, ...]) -> list[str]:
+    before, now = ({key: run.config.get(key) for key in keys} for run in (old, new))
+    lines = _differences(before, now)
+    names = {digest: name for name, digest in new.files.items() if name not in old.files}
+    for name in sorted(old.files.keys() | new.files.keys()):
+        expected, found = old.files.get(name), new.files.get(name)
+        if expected == found or not name.startswith(tuple(f"{key} " for key in keys)):
+            continue
+        if found is None and expected in names:
+            lines.append(f"{name} has become {names[expected]}, with the same digest {expected}: give it its old name")
+        elif found is None:
+            lines.append(f"{name} is missing (its digest was {expected})")
+        elif expected is None:
+            lines.append(f"{name} is new (digest {found})")
+        else:
+            lines.append(f"{name} has changed (its digest was {expected} and is now {found})")
+    return lines or [f"{keys[0]}={now[keys[0]]!r} has other content than before, or is read in another way"]
 
 
 @contextlib.contextmanager
@@ -242,10 +309,8 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
         visible to it.
     """
     first = Identity(**processes.from_first(dataclasses.asdict(identity)))
-    if differences := _differences(_shared_values(first), _shared_values(identity)):
-        raise UserError(
-            f"this process differs from process 0: {'; '.join(differences)}. Give all processes the same values"
-        )
+    if differences := _run_differences(first, identity, LOCAL):
+        raise UserError(f"this process differs from process 0: {differences}. Give all processes the same values")
     notes = processes.from_first(claim(workdir, identity, extend=extend) if processes.first else None)
     deadline = time.monotonic() + SHARED_S
     while not (workdir / CONFIG).exists():  # a network file system may show the file late
@@ -256,11 +321,6 @@ def claim_together(workdir: Path, identity: Identity, *, extend: bool, processes
             )
         time.sleep(0.1)
     return notes
-
-
-def _shared_values(identity: Identity) -> dict[str, Any]:
-    # These are equal in all processes of a run.
-    return {key: value for key, value in identity.everything().items() if not _matches(key, LOCAL)}
 
 
 def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
@@ -276,7 +336,10 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
     """
     path = workdir / CONFIG
     _refuse_foreign_folder(workdir)
-    notes = _check(path, identity, extend) if path.exists() else []
+    notes = []
+    if path.exists():
+        notes = _check(path, identity, extend)
+        identity = dataclasses.replace(identity, given=sorted({*(recorded(path).given or ()), *(identity.given or ())}))
     workdir.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(dataclasses.asdict(identity), indent=1) + "\n")
     return notes
@@ -303,16 +366,98 @@ def recorded(path: Path) -> Identity:
     try:
         old = Identity(**json.loads(path.read_text()))
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
-        if not all(type(number) is int and number > 0 for number in numbers) or not isinstance(old.data, str):
-            raise ValueError(
-                "global_rows, train.steps and batch.accumulation must be positive integers, and data must be text"
-            )
+        texts = [old.data, old.weights, old.adapter, old.name, old.folder, *(old.given or ())]
+        texts += [text for item in old.files.items() for text in item]
+        if not all(type(number) is int and number > 0 for number in numbers):
+            raise ValueError("global_rows, train.steps and batch.accumulation must be positive integers")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("all other values but those of the config must be text")
     except KeyError as error:
         raise _damaged(path, f"the required key {error} is missing") from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default.
     return dataclasses.replace(old, config={**Identity.from_config(base.get_config(), 0, "").config, **old.config})
+
+
+def saved_config(identity: Identity, path: Path) -> ConfigDict:
+    """Returns the config of a run. A key that the run's version did not have yet has today's default.
+
+    Raises UserError if the file that the identity was read from, `path`, has an unknown key or a value of a wrong type.
+    """
+    config = base.get_config()
+    known = flatten(config)
+    for key, value in identity.config.items():
+        if key not in known:
+            raise UserError(
+                f"{path} has the unknown key {one_line(key)[:80]}: use the version of bytescope that trained the run"
+            )
+        try:
+            _set_key(config, key, tuple(value) if isinstance(known[key], tuple) else value)
+        except TypeError as error:
+            raise UserError(f"{path} is damaged ({one_line(error)}): restore the file") from error
+    return config
+
+
+def _set_key(config: ConfigDict, key: str, value: Any) -> None:
+    *groups, name = key.split(".")
+    for group in groups:
+        config = config[group]
+    config[name] = value
+
+
+def continued_config(workdir: Path, named: ConfigDict | None, overrides: Sequence[tuple[str, str]]) -> ConfigDict:
+    """Returns the config of a start that continues the run in `workdir`: the config of the run with the keys of this
+    command line.
+
+    Args:
+      workdir: the run directory. It has a config.json.
+      named: the config that the command line names, with `overrides`, or None. A named config may have been edited
+        since the last start, so its values are used for all keys that no earlier command line has set.
+      overrides: pairs (dotted key, value as text) of the command line.
+
+    Raises:
+      UserError: config.json is damaged, or an override is wrong.
+    """
+    path = workdir / CONFIG
+    old = recorded(path)
+    saved = saved_config(old, path)
+    if old.folder and old.folder != os.getcwd():
+        for key, value in flatten(saved).items():
+            if key in PATHS and value not in NAMES:
+                _set_key(saved, key, os.path.join(old.folder, os.path.expanduser(value)))
+    if named is None:
+        for key, text in overrides:
+            override(saved, key, text)
+        return saved
+    if _has_begun(workdir):
+        values = flatten(saved)
+        for key in old.given or ():
+            if key in values and key not in dict(overrides):
+                _set_key(named, key, values[key])
+    return named
+
+
+@contextlib.contextmanager
+def naming_files(workdir: Path, config: ConfigDict) -> Iterator[None]:
+    """A context manager that adds the recorded files of the run in `workdir`, with their digests, to a UserError about
+    a path of `config` that cannot be read."""
+    try:
+        yield
+    except UserError as error:
+        path, values = workdir / CONFIG, flatten(config)
+        keys = [key for key in PATHS if values[key] not in NAMES and values[key] in str(error)]
+        if not keys or not path.exists():
+            raise
+        files = recorded(path).files
+        run = [f"{name} ({digest})" for name, digest in files.items() if name.startswith(f"{keys[0]} ")]
+        if not run:
+            raise
+        more = f" and {len(run) - MAX_DIFFERENCES} more" if len(run) > MAX_DIFFERENCES else ""
+        raise UserError(
+            f"{error}. The run in {workdir} reads {', '.join(run[:MAX_DIFFERENCES])}{more}: if it was moved, give its "
+            f"place with --config.{keys[0]}=PATH"
+        ) from error
 
 
 def _damaged(path: Path, why: str) -> UserError:
@@ -328,10 +473,10 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
     old = recorded(path)
     if not _has_begun(path.parent):  # for example a run that did not fit its device: no work would be lost
         return []
-    if differences := _differences(old.curve(), identity.curve()):
+    if differences := _run_differences(old, identity, FREE):
         raise UserError(
-            f"{path.parent} contains another run: {'; '.join(differences)}. "
-            f"{_same_batch_remedy(old, identity)}Use the old values or another --workdir"
+            f"{path.parent} contains another run: {differences}. {_same_batch_remedy(old, identity)}"
+            "Leave out these keys and the config, restore changed files, or choose another --workdir"
         )
     before, now = old.config["train.steps"], identity.config["train.steps"]
     if now > before and not extend:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.train.launch.runtime import TRAIN_FRACTION
+from bytescope.train.program.run_command import DEFAULT
+from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import DoesNotFit, UserError
 
 if TYPE_CHECKING:
@@ -86,7 +89,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     from bytescope.train.commands.config_arguments import settle_subject, split_overrides, suggest_keys
-    from bytescope.train.program.run_command import DEFAULT
 
     rest, overrides = split_overrides(argv)
     parser = make_parser()
@@ -100,7 +102,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--budget={args.budget} is only valid with --fit: give both, or --config.remat.policy=auto "
             f"--config.remat.budget={args.budget}"
         )
-    args.config, args.overrides = DEFAULT if args.config is None else args.config, overrides
+    args.named = args.config is not None
+    args.config, args.overrides = args.config if args.named else DEFAULT, overrides
     return args
 
 
@@ -119,6 +122,8 @@ def _train(args: argparse.Namespace) -> int:
     from bytescope.train.program.config_files import load
 
     check_limits()
+    settle_config(args)
+    before = len(args.overrides)
     if args.lora:
         from bytescope.train.commands.config_arguments import with_lora
 
@@ -133,6 +138,7 @@ def _train(args: argparse.Namespace) -> int:
             )
         load(args.config, args.overrides)  # reports mistakes in the config before anything is compiled
         args.overrides = _search_overrides(args)
+    args.given += [key for key, _ in args.overrides[before:]]
     config = load(args.config, args.overrides)
     if args.show_data:
         return _show_data(config)
@@ -186,6 +192,30 @@ def _train(args: argparse.Namespace) -> int:
                 raise KeyboardInterrupt(interrupted_note(workdir)) from None
             processes.close()
     return 0
+
+
+def settle_config(args: argparse.Namespace) -> None:
+    """Sets `args.given` to the keys of the command line. If `args.workdir` is the directory of a run, sets
+    `args.config` and `args.overrides` so that they give the config of the run with these keys.
+
+    Raises:
+      UserError: the config of the run or of the command line is wrong.
+    """
+    args.given = [key for key, _ in args.overrides]
+    if args.workdir is None or not os.path.isfile(args.workdir / CONFIG):
+        return
+    from bytescope.train.checkpoints.workdir import continued_config, recorded
+    from bytescope.train.program.config_files import as_text, flatten, load, load_flat
+
+    named = load(args.config, args.overrides) if args.named else None
+    config = continued_config(args.workdir, named, args.overrides)
+    try:
+        args.config = args.config if args.named else recorded(args.workdir / CONFIG).name or args.config
+        plain = load_flat(args.config)
+    except UserError:  # the config of the run is not on this machine any more
+        args.config = DEFAULT
+        plain = load_flat(args.config)
+    args.overrides = [(key, as_text(value)) for key, value in flatten(config).items() if value != plain[key]]
 
 
 def _search_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:

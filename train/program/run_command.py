@@ -13,7 +13,8 @@ class Command:
 
     Fields:
       config: the name or path of the config, "" for the default.
-      overrides: pairs (dotted key, value as text), in order.
+      overrides: pairs (dotted key, value as text), in order, which give the config of the run.
+      given: the dotted keys that the command line sets.
       flags: the other flags that must be repeated, such as --rates and the flags of multi-process runs.
       verbose: True if --verbose was given.
     """
@@ -21,6 +22,7 @@ class Command:
     config: str = ""
     overrides: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
     verbose: bool = False
 
     @classmethod
@@ -32,29 +34,18 @@ class Command:
             value = getattr(args, name)
             if value is not None:
                 flags.append(f"--{name.replace('_', '-')}={value}")
-        return cls(args.config, tuple(args.overrides), tuple(flags), args.verbose)
+        return cls(args.config, tuple(args.overrides), tuple(flags), tuple(args.given), args.verbose)
 
     def resume(self, workdir: Path, changes: Mapping[str, str] | None = None, *more: str) -> str:
-        """Returns the command that resumes a run, quoted for a shell.
+        """Returns the command that resumes a run, quoted for a shell. The config of the run is in its directory.
 
         Args:
           workdir: the run directory.
-          changes: dotted config key -> value as text. They replace overrides of the same keys.
+          changes: dotted config key -> new value as text.
           more: flags to add.
         """
-        changes = changes or {}
-        kept = [(key, text) for key, text in self.overrides if key not in changes]
-        keys = [f"--config.{key}={text}" for key, text in (*kept, *changes.items())]
-        words = [
-            "bytescope",
-            "train",
-            *([self.config] if self.config else []),
-            f"--workdir={workdir}",
-            *self.flags,
-            *keys,
-            *more,
-        ]
-        return shlex.join(words)
+        keys = [f"--config.{key}={text}" for key, text in (changes or {}).items()]
+        return shlex.join(["bytescope", "train", f"--workdir={workdir}", *self.flags, *keys, *more])
 
     def extend(self, workdir: Path, steps: int) -> str:
         """Returns the command that continues a finished run until `steps` updates."""

@@ -23,7 +23,7 @@ from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
-from bytescope.train.checkpoints.workdir import Identity, claimed
+from bytescope.train.checkpoints.workdir import claimed, naming_files, recordable
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.generate.training_sample import over_pages, sample_text
 from bytescope.train.launch.failures import explained
@@ -386,16 +386,12 @@ def run(
         raise
     except ValueError as error:  # a config that cannot run on these devices; the message has the remedy
         raise UserError(str(error)) from error
-    data = open_data(DataConfig(**config.data))
+    with naming_files(workdir, config):
+        data = open_data(DataConfig(**config.data))
+        fingerprints = fingerprint_of_weights(program), fingerprint_of_adapter(program)
+        identity = recordable(config, command, program.batch.global_rows, data.fingerprint, *fingerprints)
     check_vocab(data, config.model.vocab_size)
     prompts = EvalPrompts(program, data)
-    identity = Identity.from_config(
-        config,
-        program.batch.global_rows,
-        data.fingerprint,
-        fingerprint_of_weights(program),
-        fingerprint_of_adapter(program),
-    )
     with (
         contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
         claimed(workdir, identity, extend=extend, processes=processes) as notes,

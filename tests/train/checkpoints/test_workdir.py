@@ -2,8 +2,10 @@
 
 import dataclasses
 import errno
+import hashlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -20,11 +22,17 @@ from bytescope.train.checkpoints.workdir import (
     claim,
     claimed,
     interrupted_note,
+    naming_files,
     new_workdir,
+    recordable,
+    recorded,
 )
+from bytescope.train.commands import train_command
+from bytescope.train.data.file_digests import file_digests
 from bytescope.train.export.model_folder import refuse_used
 from bytescope.train.plan.config_facts import question_of
-from bytescope.train.program.config_files import flatten, override
+from bytescope.train.program.config_files import flatten, load, override
+from bytescope.train.program.run_command import Command
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, matmul_parameters, model_flops_per_token
 from bytescope.train.source import METRICS
 from bytescope.train.user_errors import UserError
@@ -80,7 +88,8 @@ def test_cadence_may_change_silently(tmp_path, change):
         ({"precision__preset": "bf16"}, "precision.preset 'fp32' -> 'bf16'"),
         ({"data__seq_len": 16}, "data.seq_len 32 -> 16"),
         ({"rows": 8}, "global batch (sequences) 16 -> 8"),
-        ({"data": "xyz"}, "data 'abc' -> 'xyz'"),
+        ({"data": "xyz"}, "data.source='stdlib' has other content than before, or is read in another way"),
+        ({"data": "xyz", "data__source": "b.txt"}, "another run: data.source 'stdlib' -> 'b.txt'. Leave out"),
     ],
 )
 def test_another_run_is_refused_with_the_difference(tmp_path, change, shown):
@@ -90,6 +99,80 @@ def test_another_run_is_refused_with_the_difference(tmp_path, change, shown):
         claim(tmp_path / "run", identity(**change), extend=False)
     assert shown in str(caught.value) and "another --workdir" in str(caught.value)
     assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+def test_a_run_directory_is_enough_to_continue(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("from bytescope.configs.tiny import get_config\n")
+    (tmp_path / "poem.txt").write_text("the moon over the sea\n" * 90)
+    first = ["mine.py", "--workdir=run", "--config.data.source=poem.txt", "--config.remat.layers=0-2:none,2-4:full"]
+
+    def begin(*words):
+        """The config of a start, which is recorded as a run records it."""
+        args = train_command.parse(words)
+        train_command.settle_config(args)
+        config, command = load(args.config, args.overrides), Command.from_args(args)
+        claim(tmp_path / "run", recordable(config, command, 16, "abc"), extend=True)
+        (tmp_path / "run" / METRICS).write_text('{"step": 1}\n')
+        return config
+
+    started = begin(*first)
+    assert begin("--workdir=run", "--config.train.steps=70", "--extend").train.steps == 70
+    continued = begin("--workdir=run")
+    assert continued.train.steps == 70 and continued.data.source == "poem.txt"
+    assert continued.remat.layers == started.remat.layers
+    assert begin("mine.py", "--workdir=run").to_dict() == continued.to_dict()  # keys of earlier command lines stay
+    saved = recorded(tmp_path / "run" / "config.json")
+    assert saved.name == "mine.py" and saved.given == ["data.source", "remat.layers", "train.steps"]
+    assert list(saved.files) == ["data.source poem.txt"]
+
+    with pytest.raises(UserError, match="contains another run: model.d_model 128 -> 64. Leave out these keys"):
+        begin("--workdir=run", "--config.model.d_model=64")
+    with pytest.raises(UserError, match="contains another run: .*model.bias False -> True.* and 7 more. Leave out"):
+        begin("char", "--workdir=run")
+    (tmp_path / "mine.py").write_text(
+        "from bytescope.configs import tiny\ndef get_config():\n    config = tiny.get_config()\n"
+        "    config.seed = 3\n    config.train.steps = 9\n    return config\n"
+    )
+    assert begin("--workdir=run").seed == 0  # an edited config counts where it is named
+    with pytest.raises(UserError, match="contains another run: seed 0 -> 3. "):
+        begin("mine.py", "--workdir=run")
+
+    (tmp_path / "mine.py").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert begin("--workdir=../run").data.source == str(tmp_path / "poem.txt")
+
+
+def test_data_that_moved_or_changed_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+
+    def recorded_with(source, data):
+        one = identity(data=data, data__source=source)
+        return dataclasses.replace(one, files=file_digests(one.config))
+
+    begun(tmp_path / "run")
+    claim(tmp_path / "run", recorded_with("*.txt", "abc"), extend=False)
+    expected = hashlib.sha256(b"b.txt").hexdigest()[:16]
+    (tmp_path / "b.txt").write_text("changed")
+    now = hashlib.sha256(b"changed").hexdigest()[:16]
+    changed = f"data.source b.txt has changed (its digest was sha256:{expected} and is now sha256:{now})"
+    with pytest.raises(UserError, match=re.escape(changed)):
+        claim(tmp_path / "run", recorded_with("*.txt", "xyz"), extend=False)
+    (tmp_path / "b.txt").write_text("b.txt")
+    (tmp_path / "b.txt").rename(tmp_path / "c.txt")
+    with pytest.raises(UserError, match=f"b.txt has become data.source c.txt, with the same digest sha256:{expected}"):
+        claim(tmp_path / "run", recorded_with("*.txt", "xyz"), extend=False)
+    with pytest.raises(UserError, match="'a.txt'; data.source b.txt is missing .its digest was sha256"):
+        claim(tmp_path / "run", recorded_with("a.txt", "xyz"), extend=False)
+    gone = small_config({"data.source": "*.txt", "data.tokenizer": "t.json"})
+    with (
+        pytest.raises(UserError, match=rf"cannot be read. The run in .* reads data.source a.txt .sha256:.*{expected}"),
+        naming_files(tmp_path / "run", gone),
+    ):
+        raise UserError("*.txt cannot be read")
 
 
 def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path):
@@ -120,7 +203,7 @@ def test_an_interrupted_run_promises_no_checkpoint_that_is_not_there(tmp_path):
     assert interrupted_note(tmp_path) == nothing
     for step in (20, 100):
         (tmp_path / "checkpoints" / str(step)).mkdir()
-    assert interrupted_note(tmp_path) == f"interrupted: bytescope train with --workdir={tmp_path} resumes from step 100"
+    assert interrupted_note(tmp_path) == f"interrupted: bytescope train --workdir={tmp_path} resumes from step 100"
 
 
 def test_more_steps_need_extend(tmp_path):
@@ -156,6 +239,10 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
         lambda whole: json.dumps({**json.loads(whole), "global_rows": 0}),
         lambda whole: json.dumps({**json.loads(whole), "data": None}),
         lambda whole: json.dumps({**json.loads(whole), "more": 1}),
+        lambda whole: json.dumps({**json.loads(whole), "given": 3}),
+        lambda whole: json.dumps({**json.loads(whole), "given": [["seed"]]}),
+        lambda whole: json.dumps({**json.loads(whole), "files": ["a.txt"]}),
+        lambda whole: json.dumps({**json.loads(whole), "folder": None}),
         lambda whole: whole.replace('"train.steps": 20', '"train.steps": null'),
         lambda whole: whole.replace('"train.steps": 20', '"train.steps": "20"'),
     ],

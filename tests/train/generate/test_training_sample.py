@@ -146,7 +146,8 @@ def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys
     }
     command = ["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]
     assert cli.main([*command, "--config.train.steps=2"]) == 0
-    assert cli.main([*command, "--config.train.steps=4", "--extend"]) == 0, capsys.readouterr().err
+    more = ["train", "--workdir=run", "--config.train.steps=4", "--extend"]  # the directory has all other keys
+    assert cli.main(more) == 0, capsys.readouterr().err
     rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
     assert [(row["step"], row["row"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
     assert [row["prompt"] for row in rows[:2]] == ["def ", "import"] and all(row["text"] for row in rows)

@@ -11,7 +11,7 @@ from bytescope.memory.devices.live import LiveMemory
 from bytescope.memory.records.report_record import ReportRecord, Subject, load
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import make_console
-from bytescope.train.commands.train_command import parse
+from bytescope.train.commands.train_command import parse, settle_config
 from bytescope.train.launch.failures import too_big
 from bytescope.train.program.run_command import Command
 from bytescope.train.run import startup, summary
@@ -257,7 +257,7 @@ def test_memory_on_an_accelerator_is_compared_with_the_allocators():
     assert "including Python and its libraries" in end(before=None)["memory"]
 
 
-def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
+def test_the_command_that_goes_on_names_the_directory_and_flags_but_no_key(tmp_path):
     words = [
         "my config.py",
         "--workdir",
@@ -273,19 +273,22 @@ def test_the_command_that_goes_on_is_the_command_that_was_given(tmp_path):
         "--process=0",
         "--coordinator=a:1",
     ]
-    command = Command.from_args(parse(words))
+    before = parse(words)
+    settle_config(before)
+    command = Command.from_args(before)
     resumed = shlex.split(command.resume(tmp_path / "my run"))
     assert resumed[:2] == ["bytescope", "train"] and command.verbose
-    again, before = parse(resumed[2:]), parse(words)
-    for name in ("config", "overrides", "rates", "host_memory", "process", "processes", "coordinator"):
+    again = parse(resumed[2:])
+    assert not again.named and not again.overrides and command.given == ("train.steps", "data.source")
+    for name in ("rates", "host_memory", "process", "processes", "coordinator"):
         assert getattr(again, name) == getattr(before, name)
     assert again.workdir == tmp_path / "my run" and not again.extend
     longer = parse(shlex.split(command.extend(tmp_path, 40))[2:])
-    assert longer.extend and [text for key, text in longer.overrides if key == "train.steps"] == ["40"]
+    assert longer.extend and longer.overrides == [("train.steps", "40")]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_shell_reads_the_printed_command(width, tmp_path):
-    text = Command("tiny", (("train.sample_prompt", "[/b] it's"), ("data.source", "x" * 70))).resume(tmp_path)
+    text = Command().resume(tmp_path, {"train.sample_prompt": "[/b] it's", "data.source": "x" * 70})
     lines = said(lambda console: summary.show_commands(console, {"to resume": text}), width)
     assert lines[0] == "to resume" and shlex.split("\n".join(lines[1:]).replace("\\\n", "")) == shlex.split(text)
