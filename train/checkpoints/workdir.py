@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -93,8 +93,8 @@ CONTENTS = {
 MAX_DIFFERENCES = 8  # maximum number of differences in a message
 SHARED_S = 15.0  # maximum seconds until a network file system shows a file that another machine wrote
 LOCK = "run.lock"
-# Errors of flock on a file system without locks.
-_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# Errors of flock on a file system without locks. EBADF: NFS locks only files that are open for writing.
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 # Files that an interrupted start may leave before it has claimed its directory.
 BEFORE_CLAIM = (LOCK, f"{CONFIG}.tmp")
 # Keys whose changes are not reported.
@@ -281,8 +281,15 @@ def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Proce
         yield claim_together(workdir, identity, extend=extend, processes=processes)
         return
     _refuse_foreign_folder(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(take_lock(workdir)) as lock:
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        taken = take_lock(workdir)
+    except PermissionError as error:
+        raise UserError(
+            f"{error.filename or workdir} cannot be written ({error.strerror}): choose another --workdir, or change "
+            "the permissions of the folder"
+        ) from error
+    with contextlib.closing(taken) as lock:
         notes = claim_together(workdir, identity, extend=extend, processes=processes)
         yield [*(f"warning: {note}" for note in [lock.note] if note), *notes]
 
@@ -498,55 +505,74 @@ class Lock:
     """The lock that this process has on a run directory. `close` releases the lock. `note`: a warning if the lock is
     unreliable, else ""."""
 
-    def __init__(self, file: IO[str], note: str = ""):
-        self._file, self.note = file, note
+    def __init__(self, held: contextlib.ExitStack, note: str = ""):
+        self._held, self.note = held, note
 
     def close(self) -> None:
         """Releases the run directory.
 
         The lock file is not removed, because another process may already have opened it to lock it.
         """
-        self._file.close()
+        self._held.close()
 
 
 def take_lock(workdir: Path) -> Lock:
     """Locks an existing run directory for this process.
 
+    The folder itself is locked, so that the lock does not end if the lock file is removed. The lock file is locked too,
+    because NFS locks no folders; it also names the process.
+
     Raises:
       UserError: another process trains in it. The message has its process id and machine.
+      OSError: the directory cannot be written.
     """
-    file = open(workdir / LOCK, "a+")  # noqa: SIM115  (closed by Lock.close)
+    path = workdir / LOCK
+    with contextlib.ExitStack() as opened:
+        if fcntl is not None:
+            folder = os.open(workdir, os.O_RDONLY)
+            opened.callback(os.close, folder)
+            _flock(folder, path)
+        while True:
+            file = opened.enter_context(open(path, "a+"))
+            if why := _flock(file.fileno(), path):
+                note = f"{workdir} cannot be locked ({why}): make sure that no second training starts in it"
+                return Lock(opened.pop_all(), note)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # not removed before it was locked
+                    break
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with contextlib.suppress(OSError):  # on a full disk the lock works too, without the name of its holder
+            file.seek(0)
+            file.truncate()
+            file.write(json.dumps(who) + "\n")
+            file.flush()
+        return Lock(opened.pop_all())
+
+
+def _flock(descriptor: int, path: Path) -> str:
+    """Locks an open file or folder. Returns "", or the reason why the file system cannot lock it. Raises UserError if
+    another process has locked it; the lock file at `path` names the process."""
+    if fcntl is None:
+        return "this system does not support file locks (flock)"
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "this system does not support file locks (flock)")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = _describe_holder(file)
-        file.close()
         raise UserError(
-            f"{workdir} is in use by {holder}: wait for that run or stop it, or choose another --workdir"
+            f"{path.parent} is in use by {_describe_holder(path)}: wait for that run or stop it, or choose another "
+            "--workdir"
         ) from error
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
-            file.close()
             raise
-        return Lock(
-            file,
-            f"{workdir} cannot be locked ({error.strerror}): make sure that no second training starts in it",
-        )
-    who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # on a full disk the lock works too, without the name of its holder
-        file.seek(0)
-        file.truncate()
-        file.write(json.dumps(who) + "\n")
-        file.flush()
-    return Lock(file)
+        return error.strerror or os.strerror(error.errno)
+    return ""
 
 
-def _describe_holder(file: IO[str]) -> str:
+def _describe_holder(path: Path) -> str:
     try:
-        file.seek(0)
-        who: Any = json.loads(file.read())
+        who: Any = json.loads(path.read_text())
         return f"process {who['pid']} on {who['host']} since {who['since']}"
+    except FileNotFoundError:
+        return f"another process, although {path.name} was removed"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

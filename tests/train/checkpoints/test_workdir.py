@@ -2,11 +2,13 @@
 
 import dataclasses
 import errno
+import fcntl
 import hashlib
 import json
 import os
 import re
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -272,6 +274,12 @@ def test_one_training_at_a_time_and_the_lock_dies_with_its_process(tmp_path):
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError) as caught, claimed(tmp_path, identity(), extend=False):
             pass
+        (tmp_path / "run.lock").unlink()  # the folder stays locked
+        with (
+            pytest.raises(UserError, match="in use by another process, although run.lock was removed: wait for"),
+            claimed(tmp_path, identity(), extend=False),
+        ):
+            pass
         holder.kill()
     assert f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since " in str(caught.value)
     assert caught.value.exit_code == 2 and not (tmp_path / "config.json").exists()
@@ -310,6 +318,34 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, number)
     monkeypatch.setattr("fcntl.flock", flock)
     with claimed(tmp_path, identity(), extend=False) as notes:
         assert len(notes) == 1 and "cannot be locked (No locks available)" in notes[0]
+
+
+def test_nfs_locks_no_folder_but_the_lock_file(tmp_path, monkeypatch):
+    def flock(descriptor, _, real=fcntl.flock):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        if removed:
+            removed.pop().unlink()  # between opening and locking, by someone else
+        return real(descriptor, _)
+
+    removed = [tmp_path / "run.lock"]
+    monkeypatch.setattr("fcntl.flock", flock)
+    with claimed(tmp_path, identity(), extend=False) as notes:
+        assert notes == [] and json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(UserError, match="in use by process"), claimed(tmp_path, identity(), extend=False):
+            pass
+
+
+def test_a_directory_of_another_user_is_one_line(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("os.open", refuse)
+    with (
+        pytest.raises(UserError, match="cannot be written .Permission denied.: choose another --workdir"),
+        claimed(tmp_path, identity(), extend=False),
+    ):
+        pass
 
 
 def test_a_start_killed_before_its_first_file_is_whole_leaves_a_directory_for_the_next(tmp_path):
