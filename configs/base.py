@@ -265,8 +265,8 @@ def _train_group() -> ConfigDict:
     train.stall_timeout = 120.0  # seconds without a step until the log names a straggler; 0: never
     train.deterministic = False  # bit-identical reruns on GPUs, at a cost in speed
     train.sample_tokens = 200  # tokens generated at the end of the run; 0: none
-    # prompt of the sample, for chats a user message; only its last data.seq_len tokens are used; empty: "def ", or a
-    # held-out prompt for chats and pairs
+    # prompt of the sample, for chats a user message; only its last data.seq_len tokens are used; empty: the beginning
+    # of a held-out document, or a held-out prompt for chats and pairs
     train.sample_prompt = ""
     train.sample_temperature = 0.8  # sampling temperature; 0: always the most likely token
     train.eval_prompts = ""  # JSON lines of prompts that each evaluation answers into answers.jsonl; empty: none

@@ -131,6 +131,9 @@ def test_the_user_sees_everything_in_order(uninterrupted):
         "for more steps",
         "--config.train.steps=60",
         "--extend",
+        "bytescope generate ",
+        "bytescope export ",
+        "bytescope page ",
     ]
     place = 0
     for landmark in landmarks:

@@ -7,6 +7,7 @@ train/step/train_step.py.
 import contextlib
 import dataclasses
 import math
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
 from bytescope.train.checkpoints.workdir import claimed, naming_files, recordable
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
+from bytescope.train.data.tokenizer import IdTokenizer
+from bytescope.train.export.config_json import config_json
 from bytescope.train.generate.training_sample import over_pages, sample_text
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import ALONE, Processes
@@ -49,6 +52,7 @@ from bytescope.train.step.optimizer.loss_scale import MIN_SCALE, SCALED_REMEDY, 
 from bytescope.train.step.routing import loads_by_layer, routing_row
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import NonFinite, UserError
+from bytescope.train.weights.folder import read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -406,7 +410,7 @@ def run(
             _expect_restore(program, checkpoints, console)
             _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
-            summary.show_commands(console, {"for more steps": command.extend(workdir, 2 * config.train.steps)})
+            summary.show_commands(console, next_commands(program.config, data, workdir, command))
             return
         asked.updates(processes.from_first(done[-1] if done else 0), config.train.steps)
         startup.show_program(console, program, data.description, verbose=command.verbose)
@@ -497,6 +501,24 @@ def _train_and_sample(
         _show_end(start, run, position.step + 1, before, state, clock)
 
 
+def next_commands(config: ConfigDict, data: Data, workdir: Path, command: Command) -> dict[str, str]:
+    """Returns the commands that a user may run after a finished run: what for -> command, quoted for a shell.
+
+    Models that no family of transformers can express are not exported.
+    """
+    commands = {"for more steps": command.extend(workdir, 2 * config.train.steps)}
+    if not isinstance(data.tokenizer, IdTokenizer):
+        chat = ["--chat"] if config.data.format == "chat" else []
+        commands["to generate text"] = shlex.join(["bytescope", "generate", str(workdir), *chat])
+    with contextlib.suppress(UserError):
+        config_json(config.model.to_dict(), read_config(config.init.folder) if config.init.folder else None)
+        commands["for transformers and vLLM"] = shlex.join(
+            ["bytescope", "export", str(workdir), str(workdir / "model")]
+        )
+    commands["for the page of the run"] = shlex.join(["bytescope", "page", str(workdir)])
+    return commands
+
+
 def _expect_saves(program: Program, checkpoints: Checkpoints) -> None:
     """Tells the ledger of host memory what saving will hold."""
     config, done = program.config.train, checkpoints.steps()
@@ -575,4 +597,4 @@ def _show_end(
     if text:
         run.display.note(f"sample:\n{text}")
     summary.show(console, end.rows())
-    summary.show_commands(console, {"for more steps": start.command.extend(start.workdir, 2 * end.steps)})
+    summary.show_commands(console, next_commands(run.config, run.data, start.workdir, start.command))

@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from bytescope.train import cli
 from bytescope.train.data.batches import open_data
 from bytescope.train.data.settings import DataConfig
-from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.steps import own_bytes
 from bytescope.train.generate.training_sample import (
@@ -116,15 +114,33 @@ def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
             for n in range(40)
         )
     )
-    for keys, prompt in (({}, r"what is \d+"), ({"train.sample_prompt": "and you"}, "and you")):
+    for keys, prompt in (
+        ({}, r"what is \d+"),
+        ({"data.loss_on": "all"}, r"what is \d+"),
+        ({"train.sample_prompt": "and you"}, "and you"),
+    ):
         config = small_config(
             {"data.source": str(path), "data.format": "chat", "data.seq_len": 128, "data.tokenizer": "bytes", **keys}
         )
         data = open_data(DataConfig(**config.data))
         text = data.decode(sample_prompt(config, data))
         assert re.fullmatch(rf"<\|im_start\|>user\n{prompt}<\|im_end\|>\n<\|im_start\|>assistant\n", text), text
-    text = SimpleNamespace(encode=lambda text: ByteTokenizer().encode(text).tolist())
-    assert sample_prompt(small_config(), text) == list(b"def ")
+    pairs = small_config({"data.source": str(tmp_path / "pairs.jsonl"), "data.format": "pairs", "data.loss_on": "all"})
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(f'{{"prompt": "what is {n}?", "completion": " it is {n}"}}\n' for n in range(9))
+    )
+    assert re.fullmatch(r"what is \d\?", bytes(sample_prompt(pairs, open_data(DataConfig(**pairs.data)))).decode())
+
+
+@pytest.mark.quick
+def test_the_sample_of_texts_begins_like_a_held_out_document(tmp_path):
+    for n in range(4):
+        (tmp_path / f"{n}.txt").write_text(f"poem {n} of the moon over the sea\n" * 9)
+    config = small_config({"data.source": str(tmp_path), "data.seq_len": 24})
+    data = open_data(DataConfig(**config.data))
+    assert re.fullmatch(r"poem \d of th", data.decode(sample_prompt(config, data)))
+    config.train.sample_prompt = "def "
+    assert sample_prompt(config, data) == list(b"def ")
 
 
 def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys):
@@ -152,6 +168,12 @@ def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys
     assert [(row["step"], row["row"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
     assert [row["prompt"] for row in rows[:2]] == ["def ", "import"] and all(row["text"] for row in rows)
     out = capsys.readouterr().out
+    assert [line.split()[:3] for line in out.splitlines() if line.startswith("  bytescope ")][-4:] == [
+        ["bytescope", "train", "--workdir=run"],
+        ["bytescope", "generate", "run"],
+        ["bytescope", "export", "run"],
+        ["bytescope", "page", "run"],
+    ]
     assert "sample:" in out and re.search(r"passes +[\d,]+ sequences to train on, 4 updates read ", out)
 
     # Ctrl-C between the compile and the first update: nothing is saved, and nothing says so.

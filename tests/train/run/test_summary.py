@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import shlex
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
@@ -12,12 +13,14 @@ from bytescope.memory.records.report_record import ReportRecord, Subject, load
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import make_console
 from bytescope.train.commands.train_command import parse, settle_config
+from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer
 from bytescope.train.launch.failures import too_big
 from bytescope.train.program.run_command import Command
 from bytescope.train.run import startup, summary
 from bytescope.train.run.display import Display, describe
+from bytescope.train.run.loop import next_commands
 from bytescope.train.run.summary import End
-from support.toy import small_program
+from support.toy import small_config, small_program
 
 pytestmark = pytest.mark.quick
 
@@ -285,6 +288,21 @@ def test_the_command_that_goes_on_names_the_directory_and_flags_but_no_key(tmp_p
     assert again.workdir == tmp_path / "my run" and not again.extend
     longer = parse(shlex.split(command.extend(tmp_path, 40))[2:])
     assert longer.extend and longer.overrides == [("train.steps", "40")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "tokenizer", "commands"),
+    [
+        ({}, ByteTokenizer(), ["generate {run}", "export {run} {run}/model", "page {run}"]),
+        ({"data.format": "chat"}, ByteTokenizer(), ["generate {run} --chat", "export {run} {run}/model", "page {run}"]),
+        ({"model.position": "none"}, IdTokenizer(9), ["page {run}"]),  # neither text nor a model of transformers
+    ],
+)
+def test_a_finished_run_names_the_commands_that_its_model_allows(tmp_path, keys, tokenizer, commands):
+    config, run = small_config(keys), tmp_path / "my run"
+    first, *others = next_commands(config, SimpleNamespace(tokenizer=tokenizer), run, Command()).values()
+    assert first == f"bytescope train '--workdir={run}' --config.train.steps=40 --extend"
+    assert others == [f"bytescope {text}".format(run=f"'{run}'").replace("'/model", "/model'") for text in commands]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
