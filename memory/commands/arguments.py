@@ -21,6 +21,9 @@ DOES_NOT_FIT, INTERRUPTED = 3, 130
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 
 
+_UNRECOGNIZED = "unrecognized arguments: "
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that raises ReportError, a one-line message with exit code 2, if the arguments are wrong.
 
@@ -34,12 +37,27 @@ class Parser(argparse.ArgumentParser):
         """Raises ReportError with argparse's message, the most similar known flags or config keys, and the help
         command."""
         near: Sequence[str] = ()
+        if target := self._unused_target(message):
+            raise ReportError(
+                f"{target} is a target, which {self.prog} does not take: leave it out; to see the memory there, run "
+                f"bytescope report CONFIG {target}"
+            )
         if flag := _UNKNOWN_FLAG.match(message):
             if self.keys_named and "--config.KEY" in self._option_string_actions:
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
             known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
             near = near or nearest(flag[1], known)
         raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
+
+    def _unused_target(self, message: str) -> str:
+        """Returns the first unrecognized argument that is a target, if this command takes no target, else ""."""
+        from bytescope.memory.devices.chips import base_name
+        from bytescope.memory.devices.targets import names
+
+        if not message.startswith(_UNRECOGNIZED) or any(action.dest.startswith("target") for action in self._actions):
+            return ""
+        words = [word.removeprefix("--target=") for word in message.removeprefix(_UNRECOGNIZED).split()]
+        return next((word for word in words if base_name(word) in names()), "")
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:

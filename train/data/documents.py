@@ -24,6 +24,7 @@ from bytescope.train.data.records import (
     choose_held_out,
     mark,
     read,
+    refuse_other_format,
     text_of,
 )
 from bytescope.train.data.tokenizer import Tokenizer, tokenize
@@ -298,8 +299,10 @@ class RecordTexts:
         )
 
     def _documents(self, skipped: Skipped) -> Iterator[tuple[str, bool]]:
-        for record in read(self.files, (self.field,), skipped):
+        for number, record in enumerate(read(self.files, (self.field,), skipped)):
             try:
+                if not number:
+                    refuse_other_format(record.values, (self.field,))
                 yield text_of(record.values.get(self.field), f"the field {self.field!r} (data.field)"), record.held_out
             except Malformed as error:
                 skipped.add(record.place, error)

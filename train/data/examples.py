@@ -29,6 +29,7 @@ from bytescope.train.data.records import (
     left_out,
     mark,
     read,
+    refuse_other_format,
 )
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
@@ -242,8 +243,10 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
 
 def _read_contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
     fields, content_of = CONTENTS[name]
-    for record in read(files, fields, skipped):
+    for number, record in enumerate(read(files, fields, skipped)):
         try:
+            if not number:
+                refuse_other_format(record.values, fields)
             yield record.place, record.held_out, content_of(record.values)
         except Malformed as error:
             skipped.add(record.place, error)

@@ -26,6 +26,18 @@ from bytescope.memory.errors import one_line
 from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, MAX_JSON_BYTES, SINGLE
 from bytescope.train.user_errors import UserError
 
+# Beginning of a model's name -> its owner on the Hugging Face Hub.
+OWNERS = {
+    "smollm": "HuggingFaceTB",
+    "llama-": "meta-llama",
+    "meta-llama-": "meta-llama",
+    "qwen": "Qwen",
+    "gemma-": "google",
+    "mistral-": "mistralai",
+    "mixtral-": "mistralai",
+    "deepseek-": "deepseek-ai",
+    "gpt2": "openai-community",
+}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # a repository's OWNER/NAME
 # Safetensors name of an 8-bit float dtype -> NumPy dtype.
 FP8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -257,7 +269,11 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
                 f"there is no folder {root}, and {keys} must name a local folder: download it from the Hugging Face "
                 f"Hub with hf download {path} --local-dir={root.name}"
             )
-        raise UserError(f"there is no folder {root}: give a folder with {config} and {weights}")
+        remedy = f"give a folder with {config} and {weights}"
+        if HUB_NAME.fullmatch(f"OWNER/{path}"):
+            owner = next((owner for name, owner in OWNERS.items() if root.name.lower().startswith(name)), "OWNER")
+            remedy += f", as hf download {owner}/{path} --local-dir={root.name} writes it"
+        raise UserError(f"there is no folder {root}: {remedy}")
     return root
 
 

@@ -33,7 +33,8 @@ OF_RATES = [
 # Mistakes with a folder of weights, of every command that takes a config.
 OF_WEIGHTS = [
     ("hf:", "is empty"),
-    ("hf:missing", "no folder missing"),
+    ("hf:missing", "no folder missing: give a folder with config.json and model.safetensors, as hf download OWNER/mis"),
+    ("hf:SmolLM2-135M", "as hf download HuggingFaceTB/SmolLM2-135M --local-dir=SmolLM2-135M writes it"),
     ("hf:notes.md", "notes.md is a file"),
     ("hf:.", "no 'config.json'"),
     ("hf:~nobody-here/x", "no folder ~nobody-here/x"),
@@ -491,7 +492,9 @@ MISTAKES = {
         ("notes.md", "not a config"),
         ("exits.py", "SystemExit: 7"),
         ("--config=", "is empty"),
-        ("tiny h100", "unrecognized"),
+        ("tiny h100:8", "h100:8 is a target, which bytescope train does not take: leave it out"),
+        ("tiny --target=h100", "h100 is a target, which bytescope train does not take: leave it out"),
+        ("tiny char", "unrecognized"),
         ("tiny --workdir=", "--workdir"),
         ("tiny --workdir=~nobody-here/x", "names a user that does not exist"),
         ("tiny --profile=x", "--profile=x"),
