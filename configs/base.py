@@ -101,11 +101,11 @@ def _lora_group() -> ConfigDict:
 def _loss_group() -> ConfigDict:
     loss = ConfigDict()
     loss.kind = "chunked"  # chunked: never holds the whole logits array | full
-    loss.balance = 0.01  # coefficient of the experts' load-balance loss (Switch, arXiv 2101.03961)
+    loss.balance = 0.01  # coefficient of the experts' load-balance loss of a micro-batch (Switch, arXiv 2101.03961)
     # separate: one balance loss per layer, then the mean | pooled: one loss from loads and scores averaged over the
     # layers of a micro-batch, as in transformers; hf:FOLDER sets it
     loss.balance_layers = "separate"
-    loss.router_z = 0.0  # coefficient of the router z-loss (ST-MoE, arXiv 2202.08906)
+    loss.router_z = 0.0  # coefficient of the router z-loss, a mean over unmasked targets (ST-MoE, arXiv 2202.08906)
     loss.chunk = 2048  # chunked: tokens per chunk, on each data-parallel rank
     return loss
 

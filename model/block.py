@@ -22,6 +22,7 @@ from bytescope.model.segments import Packed
 
 # model.attention_kind -> the module that computes queries, keys and values.
 KINDS = {"gqa": Attention, "mla": LatentAttention}
+Masks = tuple[jax.Array | None, jax.Array | None]  # `Packed.real_BL` and `Packed.learned_BL`, which only experts read
 
 
 class Block(nnx.Module):
@@ -90,23 +91,19 @@ class Block(nnx.Module):
     def _attend(self, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         return self._join(x_BLD, self._core(*self._inputs(x_BLD, packed, key_B), key_B, packed), key_B)
 
-    def _feed(
-        self, x_BLD: jax.Array, key_B: jax.Array | None, real_BL: jax.Array | None
-    ) -> tuple[jax.Array, Load | None]:
+    def _feed(self, x_BLD: jax.Array, key_B: jax.Array | None, masks: Masks) -> tuple[jax.Array, Load | None]:
         x_BLD, load = tag(x_BLD, "mid"), None
         with jax.named_scope("mlp"):
             if self.routed:
-                x_BLD, load = self._add_experts(x_BLD, fold(key_B, 1), real_BL)
+                x_BLD, load = self._add_experts(x_BLD, fold(key_B, 1), masks)
             else:
                 x_BLD = self._add_mlp(x_BLD, fold(key_B, 1))
         return self.place(x_BLD, ("batch", "stream", None)), load
 
-    def _add_experts(
-        self, x_BLD: jax.Array, key_B: jax.Array | None, real_BL: jax.Array | None
-    ) -> tuple[jax.Array, Load]:
+    def _add_experts(self, x_BLD: jax.Array, key_B: jax.Array | None, masks: Masks) -> tuple[jax.Array, Load]:
         config = self.config
         normed_BLD = tag(self.norm_mlp(x_BLD), "mlp_norm")
-        y_BLD, load = self.experts(normed_BLD, real_BL)
+        y_BLD, load = self.experts(normed_BLD, *masks)
         if config.shared_experts:
             with jax.named_scope("shared"):
                 y_BLD = y_BLD + self.shared(normed_BLD, key_B)
@@ -155,7 +152,7 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             context = core(*self.attention.cached_inputs(self.norm_attention(x_BTD), packed))
             context_BTHK = self.attention.from_cache(context)
-        return self._feed(self._join(x_BTD, context_BTHK, None), None, packed.real_BL)[0]
+        return self._feed(self._join(x_BTD, context_BTHK, None), None, _masks(packed))[0]
 
     def set(self, layer: jax.Array | int, regather: bool) -> "Block":
         """Sets this block's layer index (from 0) and `regather`. Returns the block.
@@ -180,11 +177,11 @@ class Block(nnx.Module):
         `key_B`: dropout keys, one per sequence; None for no dropout. `packed`: segment ids, positions and padding of
         packed rows; None if every row is one full text.
         """
-        return self._feed(self._attend(x_BLD, key_B, packed), key_B, _real(packed))
+        return self._feed(self._attend(x_BLD, key_B, packed), key_B, _masks(packed))
 
 
-def _real(packed: Packed | None) -> jax.Array | None:
-    return None if packed is None else packed.real_BL
+def _masks(packed: Packed | None) -> Masks:
+    return (None, None) if packed is None else (packed.real_BL, packed.learned_BL)
 
 
 Read = Callable[[], Block]  # returns the block; its parameters are read at the place of the call
@@ -198,7 +195,7 @@ def _whole(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None
 
 def _parts(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
     x_BLD = wrap(lambda x, key, packed: read()._attend(tag(x, "block_in"), key, packed))(x_BLD, key_B, packed)
-    return wrap(lambda x, key, real: read()._feed(x, key, real))(x_BLD, key_B, _real(packed))
+    return wrap(lambda x, key, masks: read()._feed(x, key, masks))(x_BLD, key_B, _masks(packed))
 
 
 def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array | None, packed: Packed | None) -> Out:
@@ -210,11 +207,11 @@ def _around_core(read: Read, wrap: Callable, x_BLD: jax.Array, key_B: jax.Array 
     )
     context_BLHK = read()._core(*inputs, key_B, packed)
 
-    def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None, real_BL: jax.Array | None) -> Out:
+    def rest(x_BLD: jax.Array, context_BLHK: jax.Array, key_B: jax.Array | None, masks: Masks) -> Out:
         block = read()
-        return block._feed(block._join(x_BLD, context_BLHK, key_B), key_B, real_BL)
+        return block._feed(block._join(x_BLD, context_BLHK, key_B), key_B, masks)
 
-    return wrap(rest)(x_BLD, context_BLHK, key_B, _real(packed))
+    return wrap(rest)(x_BLD, context_BLHK, key_B, _masks(packed))
 
 
 # How a block is cut into pieces; `wrap`, for example a checkpoint, is applied to each piece.

@@ -10,7 +10,11 @@ from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.zigzag import zigzag
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["ids_BL", "positions_BL", "real_BL"], meta_fields=[])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["ids_BL", "positions_BL", "real_BL", "learned_BL"],
+    meta_fields=[],
+)
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """The segment ids, token positions and padding of packed rows. A packed row contains several examples (texts), its
@@ -24,18 +28,25 @@ class Packed:
         (`zigzag` order with ring attention). None if every row is one example.
       real_BL: bool, False for padding, in the order in which devices store tokens. Only expert routers read it. None if
         every position is a token.
+      learned_BL: bool, True for tokens whose target is not masked, in the order in which devices store tokens. Only
+        expert routers read it. None if every token has a target.
     """
 
     ids_BL: jax.Array | None
     positions_BL: jax.Array | None
     real_BL: jax.Array | None = None
+    learned_BL: jax.Array | None = None
 
     @classmethod
     def from_ids(
-        cls, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, place: Placement = ONE_DEVICE
+        cls,
+        segments_BL: jax.Array | None,
+        real_BL: jax.Array | None = None,
+        place: Placement = ONE_DEVICE,
+        learned_BL: jax.Array | None = None,
     ) -> "Packed | None":
-        """Returns the segment ids, token positions and padding of packed rows, sharded over the devices. The positions
-        are computed from the ids. Returns None if both arrays are None.
+        """Returns the segment ids, token positions and masks of packed rows, sharded over the devices. The positions
+        are computed from the ids. Returns None if all arrays are None.
 
         Args:
           segments_BL: int32 number of each position's example (text of the row), in the order of the row; None if every
@@ -43,11 +54,13 @@ class Packed:
           real_BL: bool, False for padding, in the order in which devices store tokens (`zigzag` order with ring
             attention); None if every position is a token.
           place: shards the arrays.
+          learned_BL: bool, True for tokens whose target is not masked, in the order of `real_BL`; None if every token
+            has a target.
         """
-        if real_BL is not None:
-            real_BL = place(real_BL, ("batch", "length"))
+        axes = ("batch", "length")
+        masks = [None if mask_BL is None else place(mask_BL, axes) for mask_BL in (real_BL, learned_BL)]
         if segments_BL is None:
-            return None if real_BL is None else cls(None, None, real_BL)
+            return None if real_BL is None and learned_BL is None else cls(None, None, *masks)
         with jax.named_scope("segments"):
             # Not sharded along the length while positions are counted: a running maximum over shards would need
             # communication.
@@ -55,8 +68,8 @@ class Packed:
             positions_BL = positions_in_segments(ids_BL)
             if place.ring:
                 positions_BL = zigzag(positions_BL, place.ring.size)
-                return cls(ids_BL, place(positions_BL, ("batch", "length")), real_BL)
-            return cls(place(segments_BL, ("batch", "length")), place(positions_BL, ("batch", "length")), real_BL)
+                return cls(ids_BL, place(positions_BL, axes), *masks)
+            return cls(place(segments_BL, axes), place(positions_BL, axes), *masks)
 
 
 def token_positions(packed: Packed | None, length: int, place: Placement) -> jax.Array:

@@ -135,6 +135,7 @@ class Transformer(nnx.Module):
         dropout_key_B: jax.Array | None = None,
         segments_BL: jax.Array | None = None,
         real_BL: jax.Array | None = None,
+        learned_BL: jax.Array | None = None,
     ) -> tuple[jax.Array, Load | None]:
         """Returns the output of the last block after the final norm, [B, L, D] in the compute dtype, and the router
         statistics of all layers.
@@ -149,12 +150,14 @@ class Transformer(nnx.Module):
             ring attention stores the tokens in `zigzag` order.
           real_BL: bool, False for padding, which visits no expert and is not counted in the statistics. It is in the
             order of `tokens_BL`. None if there is no padding.
+          learned_BL: bool, True for tokens whose target is not masked, in the order of `tokens_BL`. The router's
+            entropy and z-loss are averaged over them. None to average over all tokens.
 
         Raises:
           ValueError: the sequences are longer than `max_seq_len`.
         """
         dropout_key_B = dropout_key_B if self.has_dropout else None
-        packed = self.packed(segments_BL, real_BL)
+        packed = self.packed(segments_BL, real_BL, learned_BL)
         x_BLD = self.begin(tokens_BL, dropout_key_B, packed)
         with jax.named_scope("blocks"):
             x_BLD, load = self._run_blocks(x_BLD, dropout_key_B, packed)
@@ -164,15 +167,18 @@ class Transformer(nnx.Module):
     def has_dropout(self) -> bool:
         return self.config.dropout > 0 or (self.lora is not None and self.lora.dropout > 0)
 
-    def packed(self, segments_BL: jax.Array | None, real_BL: jax.Array | None = None) -> Packed | None:
-        """Returns segment ids, positions and padding of the rows, an argument of `begin` and of the blocks. Returns
-        None if every row is one full example.
+    def packed(
+        self, segments_BL: jax.Array | None, real_BL: jax.Array | None = None, learned_BL: jax.Array | None = None
+    ) -> Packed | None:
+        """Returns segment ids, positions and masks of the rows, an argument of `begin` and of the blocks. Returns None
+        if every row is one full example.
 
         Args:
           segments_BL: for packed rows, the number of each position's example, int32: 1, 2, ..., or 0 for padding.
           real_BL: bool, False for padding; None if there is no padding.
+          learned_BL: bool, True for tokens whose target is not masked; None if every token has a target.
         """
-        return Packed.from_ids(segments_BL, real_BL, self.place)
+        return Packed.from_ids(segments_BL, real_BL, self.place, learned_BL)
 
     def begin(self, tokens_BL: jax.Array, dropout_key_B: jax.Array | None, packed: Packed | None) -> jax.Array:
         """Returns the input of the first block, the embedded tokens, [B, L, D] in the compute dtype.

@@ -35,10 +35,11 @@ class Load:
     Fields:
       counts: [E], the number of choices of each of E experts, dropped choices included.
       dropped: the number of choices that were dropped because their expert had no free row.
-      entropy: the entropy of a token's scores over the experts, in nats, mean over tokens.
+      entropy: the entropy of a token's scores over the experts, in nats, mean over tokens with an unmasked target.
       balance: the load-balance loss of Switch (arXiv 2101.03961) with k choices: E times the sum over experts of
         (fraction of the choices x mean score). It is 1 if balanced, and at most E.
-      router_z: the mean square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906).
+      router_z: the square of the logits' log-sum-exp (ST-MoE, arXiv 2202.08906), mean over tokens with an unmasked
+        target: the tokens of the cross-entropy, so that micro-batches add up to their whole batch.
       shares: [E], each expert's mean score. None unless the balance loss pools all layers (`pool_balance`).
     """
 
@@ -90,11 +91,13 @@ class Experts(nnx.Module):
                 bias_E = jax.lax.stop_gradient(read(self.router_bias, jnp.float32, self.place))
             return logits_BLE, choose(logits_BLE, bias_E, self.config)
 
-    def __call__(self, x_BLD: jax.Array, real_BL: jax.Array | None = None) -> tuple[jax.Array, Load]:
+    def __call__(
+        self, x_BLD: jax.Array, real_BL: jax.Array | None = None, learned_BL: jax.Array | None = None
+    ) -> tuple[jax.Array, Load]:
         """Returns the weighted sum of each token's experts, [B, L, D] in the compute dtype, and the router statistics.
 
         `real_BL`: bool, False for padding tokens, which visit no expert and get the sum 0; None if there is no
-        padding.
+        padding. `learned_BL`: bool, True for tokens with an unmasked target; None for all tokens without padding.
         """
         x_BLD = move(self.place(x_BLD, STREAM), self.place, WITHIN, STREAM)
         logits_BLE, choice = self.route(x_BLD)
@@ -106,7 +109,7 @@ class Experts(nnx.Module):
         else:
             y_BLD, dropped = self._routed(x_BLD, choice)
         y_BLD = tag(move(self.place(y_BLD, WITHIN), self.place, STREAM, WITHIN), "combined")
-        return y_BLD, _load(logits_BLE, choice, dropped, real_BL, self.pooled)
+        return y_BLD, _load(logits_BLE, choice, dropped, real_BL, learned_BL, self.pooled)
 
     def _routed(self, x_BLD: jax.Array, choice: Choice) -> tuple[jax.Array, jax.Array]:
         config, place, act = self.config, self.place, ACTIVATIONS[self.activation]
@@ -162,25 +165,39 @@ _logits_regathered.defvjp(
 )
 
 
-def _load(logits_BLE: jax.Array, choice: Choice, dropped: jax.Array, real_BL: jax.Array | None, pooled: bool) -> Load:
+def _load(
+    logits_BLE: jax.Array,
+    choice: Choice,
+    dropped: jax.Array,
+    real_BL: jax.Array | None,
+    learned_BL: jax.Array | None,
+    pooled: bool,
+) -> Load:
     with jax.named_scope("load"):
-        E, (B, L, K) = logits_BLE.shape[-1], choice.expert_BLK.shape
-        tokens = B * L if real_BL is None else jnp.maximum(real_BL.sum(dtype=jnp.float32), 1.0)
-
-        def mean_over_tokens(x: jax.Array) -> jax.Array:
-            # Padding tokens are not counted.
-            if real_BL is None:
-                return x.mean((0, 1))
-            mask = real_BL.reshape(B, L, *[1] * (x.ndim - 2))
-            return jnp.where(mask, x, 0.0).sum((0, 1)) / tokens
-
+        E, K = logits_BLE.shape[-1], choice.expert_BLK.shape[-1]
+        learned_BL = real_BL if learned_BL is None else learned_BL
         counts_E = jax.nn.one_hot(choice.expert_BLK, E, dtype=jnp.float32).sum((0, 1, 2))
         share_BLE = choice.share_BLE
-        entropy = -mean_over_tokens((share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1))
-        share_E = mean_over_tokens(share_BLE)
-        balance = E * (counts_E / (tokens * K) * share_E).sum()
-        router_z = mean_over_tokens(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)))
-        return Load(counts_E, dropped, jax.lax.stop_gradient(entropy), balance, router_z, share_E if pooled else None)
+        entropy_BL = -(share_BLE * jnp.log(jnp.maximum(share_BLE, jnp.finfo(jnp.float32).tiny))).sum(-1)
+        share_E = _mean_over_tokens(share_BLE, real_BL)
+        balance = E * (counts_E / (_count(share_BLE, real_BL) * K) * share_E).sum()
+        router_z = _mean_over_tokens(jnp.square(jax.nn.logsumexp(logits_BLE, axis=-1)), learned_BL)
+        entropy = jax.lax.stop_gradient(_mean_over_tokens(entropy_BL, learned_BL))
+        return Load(counts_E, dropped, entropy, balance, router_z, share_E if pooled else None)
+
+
+def _count(x_BL: jax.Array, mask_BL: jax.Array | None) -> jax.Array | float:
+    if mask_BL is None:
+        return float(x_BL.shape[0] * x_BL.shape[1])
+    return jnp.maximum(mask_BL.sum(dtype=jnp.float32), 1.0)
+
+
+def _mean_over_tokens(x_BL: jax.Array, mask_BL: jax.Array | None) -> jax.Array:
+    """Returns the mean of an array [B, L, ...] over the tokens in the mask, all tokens if it is None."""
+    if mask_BL is None:
+        return x_BL.mean((0, 1))
+    mask = mask_BL.reshape(*mask_BL.shape, *[1] * (x_BL.ndim - 2))
+    return jnp.where(mask, x_BL, 0.0).sum((0, 1)) / _count(x_BL, mask_BL)
 
 
 def choice_shares(counts_NE: jax.Array) -> jax.Array:

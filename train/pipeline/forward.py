@@ -37,7 +37,7 @@ class PipelineForward:
         tokens_BL: jax.Array,
         frozen: Any = None,
         segments_BL: jax.Array | None = None,
-        real_BL: jax.Array | None = None,
+        masks: tuple[jax.Array | None, ...] = (),
     ) -> jax.Array:
         """Returns the output of the last block after the final norm, [B, L, D] (sequences, tokens, model width) in the
         compute dtype.
@@ -47,10 +47,10 @@ class PipelineForward:
           tokens_BL: int32 token ids.
           segments_BL: int32, the number (from 1) of the example that each token belongs to, 0 for padding; None if a
             row is one example.
-          real_BL: bool, False for padding; None if there is no padding.
+          masks: the masks of `train.step.loss_fn.token_masks`.
         """
         model = nnx.merge(self.graph, merge_parameters(params, frozen))
-        packed = model.packed(segments_BL, real_BL)
+        packed = model.packed(segments_BL, *masks)
         x_BLD = model.begin(tokens_BL, None, packed)
         names = [unit.rows.stack for unit in self.units]
         stacks = {name: params.get(name, {}) for name in names}
@@ -80,7 +80,7 @@ class PipelineForward:
         return model.finish(x_BLD)
 
     def loss(
-        self, cross_entropy: Callable[..., jax.Array], mask: Callable[[Batch], jax.Array | None]
+        self, cross_entropy: Callable[..., jax.Array], masks: Callable[[Batch], tuple[jax.Array | None, ...]]
     ) -> Callable[..., Any]:
         """Returns a loss function for evaluation, without auxiliary losses and router statistics.
 
@@ -89,12 +89,12 @@ class PipelineForward:
 
         Args:
           cross_entropy: (x_BLD, head weights, targets_BL) -> float32 sum in nats.
-          mask: batch -> bool mask, False for padding, or None.
+          masks: batch -> two bool masks or None each: False for padding, and False for tokens with a masked target.
         """
 
         def loss(params: Any, batch: Batch, dropout_key_B: None, frozen: Any = None) -> tuple:
             model = nnx.merge(self.graph, merge_parameters(params, frozen))
-            x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"), mask(batch))
+            x_BLD = self.hidden(params, batch["inputs"], frozen, batch.get("segments"), masks(batch))
             with jax.named_scope("loss"):
                 total = cross_entropy(x_BLD, model.head(), batch["targets"])
             return total, (total, None)

@@ -98,7 +98,7 @@ class PipelineGradients:
       coefficients: the weights of a layer's two auxiliary router losses (balance loss, z loss), per unmasked target.
       experts: number of experts in a layer, 0 for none.
       pooled: True if the balance loss is computed from router statistics averaged over all layers, not layer by layer.
-      mask: batch -> bool mask, False for padding, or None.
+      masks: batch -> two bool masks or None each: False for padding, and False for tokens with a masked target.
     """
 
     graph: nnx.GraphDef
@@ -111,7 +111,7 @@ class PipelineGradients:
     coefficients: tuple[float, float]
     experts: int
     pooled: bool
-    mask: Callable[[Batch], jax.Array | None]
+    masks: Callable[[Batch], tuple[jax.Array | None, ...]]
 
     def __call__(
         self, weights: Any, batch: Batch, key_AB: jax.Array, factor: jax.Array | None, frozen: Any
@@ -152,10 +152,9 @@ class PipelineGradients:
           factor: the loss scale; None for no scaling.
         """
         model = self.transformer(rest, stacks, frozen)
-        segments, real = batch.get("segments"), self.mask(batch)
-        packed = None
-        if segments is not None or real is not None:
-            packed = jax.lax.map(lambda both: model.packed(*both), (segments, real))
+        rows, packed = (batch.get("segments"), *self.masks(batch)), None
+        if any(array is not None for array in rows):
+            packed = jax.lax.map(lambda row: model.packed(*row), rows)
         tokens_A = jax.vmap(count_tokens)(batch["targets"])
         scaled_A = tokens_A.astype(jnp.float32) * (1.0 if factor is None else factor)
         coefficients = jnp.outer(scaled_A, jnp.asarray(self.coefficients, jnp.float32))

@@ -36,7 +36,7 @@ from bytescope.train.program.choices import Choices
 from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.step_checks import check_compiled, check_traced
 from bytescope.train.step.fused_backward import FusedBackward
-from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_mask
+from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_masks
 from bytescope.train.step.optimizer.host_offload import compute_in_groups, hosted_state
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
@@ -472,7 +472,7 @@ def _make_pipeline_and_eval_loss(
     coefficients = (0.0, 0.0)
     if routed:
         coefficients = choices.loss.balance / routed[0], choices.loss.router_z / routed[0]
-    mask = partial(token_mask, experts=choices.model.experts > 0, layout=choices.layout)
+    masks = partial(token_masks, experts=choices.model.experts > 0, layout=choices.layout)
     gradients = PipelineGradients(
         graph,
         cross_entropy,
@@ -484,9 +484,9 @@ def _make_pipeline_and_eval_loss(
         coefficients,
         choices.model.experts,
         bool(routed) and choices.loss.balance_layers == "pooled",
-        mask,
+        masks,
     )
-    return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, mask)
+    return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, masks)
 
 
 def _router_bias_rate(choices: Choices, abstract: Transformer) -> float:

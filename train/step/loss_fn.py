@@ -10,6 +10,7 @@ from bytescope.model import ModelConfig, Precision
 from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import merge_parameters
 from bytescope.model.zigzag import zigzag
+from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.step.losses import LOSSES, LossConfig, LossSettings, count_tokens
 from bytescope.train.step.routing import auxiliary_loss
@@ -59,16 +60,21 @@ def in_ring_order(batch: dict[str, jax.Array], layout: Layout) -> tuple[jax.Arra
     return tuple(zigzag(x_BL, layout.ring.size) for x_BL in both) if layout.ring else both
 
 
-def token_mask(batch: dict[str, jax.Array], *, experts: bool, layout: Layout) -> jax.Array | None:
-    """Returns a bool mask [..., B, L] of B sequences with L tokens, False for padding, in the order in which devices
-    store the tokens.
+def token_masks(batch: dict[str, jax.Array], *, experts: bool, layout: Layout) -> tuple[jax.Array | None, ...]:
+    """Returns two bool masks [..., B, L] of B sequences with L tokens, in the order in which devices store the tokens:
+    False for padding, and False for tokens whose target is masked.
 
-    Returns None if rows have no padding, and for models without experts, because only experts need the mask.
+    The first mask is None if rows have no padding. Both are None for models without experts, because only experts need
+    them.
     """
-    marks = batch.get("segments", batch.get("mask"))
-    if not experts or marks is None:
-        return None
-    return zigzag(marks, layout.ring.size) != 0 if layout.ring else marks != 0
+    if not experts:
+        return None, None
+    marks, learned = batch.get("segments", batch.get("mask")), batch["targets"] != IGNORE
+    real = None if marks is None else marks != 0
+    if layout.ring:
+        size = layout.ring.size
+        real, learned = jax.tree.map(lambda mask: zigzag(mask, size), (real, learned))
+    return real, learned
 
 
 def make_loss(
@@ -108,7 +114,10 @@ def make_loss(
         transformer = nnx.merge(graph, merge_parameters(params, frozen))
         inputs_BL, targets_BL = in_ring_order(batch, layout)
         x_BLD, load = transformer.hidden_and_load(
-            inputs_BL, dropout_key_B, batch.get("segments"), token_mask(batch, experts=model.experts > 0, layout=layout)
+            inputs_BL,
+            dropout_key_B,
+            batch.get("segments"),
+            *token_masks(batch, experts=model.experts > 0, layout=layout),
         )
         with jax.named_scope("loss"):
             total = cross_entropy(x_BLD, transformer.head(), targets_BL)

@@ -39,7 +39,9 @@ def auxiliary_loss(load: Load, tokens: jax.Array, balance: float, router_z: floa
     """Returns the sum of the load-balance loss and the router z-loss, float32. Each is its mean over layers times its
     coefficient times the number of unmasked targets.
 
-    The number of targets is a factor because the cross-entropy is a sum over targets.
+    The number of targets is a factor because the cross-entropy is a sum over targets. The z-loss is then a sum over
+    targets too, and the micro-batches of an update add up to one batch. The balance loss is a product of two means over
+    the tokens of a micro-batch, so the size of the micro-batches changes it.
 
     Args:
       load: the router statistics, which have both losses of each layer.
@@ -56,7 +58,8 @@ def routing_metrics(routing: Load | None, tokens: jax.Array) -> dict[str, jax.Ar
       load_mean: number of choices of the busiest expert relative to the mean, averaged over layers.
       idle_experts: number of experts that no token chose, summed over layers.
       dropped_share: fraction (0 to 1) of choices that were dropped because the expert was full.
-      router_entropy: entropy of a token's scores over the experts, in nats, averaged over tokens and layers.
+      router_entropy: entropy of a token's scores over the experts, in nats, averaged over the tokens with an unmasked
+        target and over layers.
       balance, router_z: auxiliary losses without their coefficients, averaged over layers. If the balance loss is
         pooled over layers, it is one value for all layers.
       expert_load: number of choices of each expert relative to the mean of its layer, [layers with experts, experts].

@@ -10,9 +10,10 @@ from rich.console import Console
 
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.packing import ExampleSource
+from bytescope.train.pipeline.layer_order import reorder
 from bytescope.train.run.feed import put
 from bytescope.train.run.initial_state import start_state
-from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, move_router_biases
+from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, move_router_biases, routing_metrics
 from support.exhaustive import exhaustive
 from support.toy import first_state, fixed_batches, made_state, run_losses, small_program
 
@@ -103,6 +104,68 @@ def test_auxiliary_losses_are_means_over_layers_times_the_counted_tokens(layers)
     np.testing.assert_allclose(objective, wanted, rtol=1e-6)
     assert load.counts.shape == (2, 8) and objective > loss
     assert (load.balance[0] == load.balance[1]) == bool(layers)
+
+
+def gradients_of(overrides, devices=1, balance=0.0):
+    """The tally and the gradients of an update on eight rows, of which the last have few unmasked targets."""
+    program = small_program({**MIXTURE, "loss.router_z": 0.1, "loss.balance": balance, **overrides}, devices)
+    batch = {
+        name: jnp.asarray(x).reshape(-1, program.batch.rows, 32)
+        for name, x in next(fixed_batches(8, 32, 64, 1, masked=0.45)).items()
+    }
+    keys = jax.random.split(jax.random.key(0), 8).reshape(-1, program.batch.rows)
+    tally, grads = jax.jit(program.parts.gradients)(first_state(program), batch, keys)
+    return tally, reorder(jax.device_get(grads), program.order, {})
+
+
+def assert_same_gradients(found, wanted):
+    leaves = jax.tree_util.tree_leaves_with_path(wanted)
+    for (path, leaf), other in zip(leaves, jax.tree.leaves(found), strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(other, leaf, atol=1e-6 * np.abs(leaf).max(), err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def one_batch():
+    return gradients_of({})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        ({"batch.micro": 2, "batch.accumulation": 4}, 1),
+        ({"batch.micro": 1, "batch.accumulation": 2, "mesh.fsdp": 4, "mesh.strategy": "zero2"}, 4),
+        ({"batch.micro": 2, "batch.accumulation": 4, "mesh.stage": 2}, 2),
+    ],
+    ids=["one device", "ranks", "stages"],
+)
+def test_the_z_loss_of_micro_batches_with_uneven_masks_is_that_of_one_batch(overrides, devices, one_batch):
+    """Gradients, of the routers too, and the metrics of the routing but the balance loss."""
+    tally, grads = gradients_of({"batch.mode": "scan", **overrides}, devices)
+    assert_same_gradients(grads, one_batch[1])
+    found, wanted = (jax.device_get(routing_metrics(each.routing, each.tokens)) for each in (tally, one_batch[0]))
+    for name in ("router_z", "router_entropy", "load_max", "idle_experts"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "layers"),
+    [
+        ({"batch.micro": 2, "mesh.fsdp": 2}, 2, "separate"),
+        *exhaustive(
+            ({"batch.micro": 4, "mesh.stage": 2}, 2, "separate"),
+            ({"batch.micro": 4, "mesh.stage": 2}, 2, "pooled"),
+        ),
+    ],
+    ids=["ranks", "stages", "stages, pooled"],
+)
+def test_the_balance_loss_of_uneven_masks_is_that_of_one_device(overrides, devices, layers):
+    """Of the same micro-batches: it is computed over the tokens that all ranks have of one."""
+    both = {"batch.mode": "scan", "batch.accumulation": 2, "loss.balance_layers": layers}
+    wanted = gradients_of({**both, "batch.micro": 4}, balance=0.1)
+    found = gradients_of({**both, **overrides}, devices, balance=0.1)
+    assert_same_gradients(found[1], wanted[1])
+    np.testing.assert_allclose(found[0].routing.balance, wanted[0].routing.balance, rtol=1e-6)
 
 
 def step_on_examples(overrides, devices, rows):
