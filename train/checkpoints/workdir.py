@@ -34,12 +34,14 @@ except ImportError:  # not a Unix
     fcntl = None
 
 # Keys that may change when a run is resumed: they change how a step is computed or recorded, not the loss curve. A
-# trailing dot stands for a group. All other keys, and the global batch, are the identity of the run.
+# trailing dot stands for a group. All other keys, and the global batch, are the identity of the run. With experts the
+# sequences of a micro-batch may be a part of it too (`_use_of_micro_batch`).
 FREE = (
     "mesh.",
     "pipeline.",
     "remat.",
-    "loss.",
+    "loss.kind",
+    "loss.chunk",
     "train.",
     "batch.micro",
     "batch.accumulation",
@@ -91,6 +93,8 @@ CONTENTS = {
     "adapter": ("init.adapter",),
 }
 MAX_DIFFERENCES = 8  # maximum number of differences in a message
+# Keys that set the sequences of a micro-batch over all data-parallel ranks.
+MICRO_BATCH = ("batch.micro", "batch.accumulation", "batch.tokens", "mesh.data", "mesh.fsdp", "mesh.expert")
 SHARED_S = 15.0  # maximum seconds until a network file system shows a file that another machine wrote
 LOCK = "run.lock"
 # Errors of flock on a file system without locks. EBADF: NFS locks only files that are open for writing.
@@ -176,6 +180,7 @@ class Identity:
       given: the config keys that command lines have set; None for a run of a version that did not record them.
       folder: the folder that relative paths in the config start from.
       files: digests of the files that the run reads, as `file_digests` returns them.
+      micro_rows: number of sequences in a micro-batch over all data-parallel ranks, 0 if unknown.
     """
 
     config: dict[str, Any]
@@ -187,19 +192,29 @@ class Identity:
     given: list[str] | None = None
     folder: str = ""
     files: dict[str, str] = dataclasses.field(default_factory=dict)
+    micro_rows: int = 0
 
     @classmethod
     def from_config(
-        cls, config: ConfigDict, global_rows: int, data_fingerprint: str, weights: str = "", adapter: str = ""
+        cls,
+        config: ConfigDict,
+        global_rows: int,
+        data_fingerprint: str,
+        weights: str = "",
+        adapter: str = "",
+        micro_rows: int = 0,
     ) -> "Identity":
-        """Returns the identity of a run with this config. The other arguments are the sequences of a global batch and
-        the fingerprints of the data, the initial weights and the adapters.
+        """Returns the identity of a run with this config. The other arguments are the sequences of a global batch, the
+        fingerprints of the data, the initial weights and the adapters, and the sequences of a micro-batch.
         """
         # Converted through JSON, so that tuples compare equal to the lists that a file returns.
-        return cls(json.loads(json.dumps(flatten(config))), global_rows, data_fingerprint, weights, adapter)
+        values = json.loads(json.dumps(flatten(config)))
+        return cls(values, global_rows, data_fingerprint, weights, adapter, micro_rows)
 
 
-def recordable(config: ConfigDict, command: Command, global_rows: int, *fingerprints: str) -> Identity:
+def recordable(
+    config: ConfigDict, command: Command, global_rows: int, *fingerprints: str, micro_rows: int = 0
+) -> Identity:
     """Returns the identity of a start of a run, with the digests of its files.
 
     Args:
@@ -207,6 +222,7 @@ def recordable(config: ConfigDict, command: Command, global_rows: int, *fingerpr
       command: the command of this start.
       global_rows: number of sequences in a global batch.
       fingerprints: the fingerprints of the data, the initial weights and the adapters.
+      micro_rows: number of sequences in a micro-batch over all data-parallel ranks, 0 if unknown.
 
     Raises UserError if a file cannot be read.
     """
@@ -216,6 +232,7 @@ def recordable(config: ConfigDict, command: Command, global_rows: int, *fingerpr
         given=list(command.given),
         folder=os.getcwd(),
         files=file_digests(flatten(config)),
+        micro_rows=micro_rows,
     )
 
 
@@ -352,11 +369,34 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
     return notes
 
 
+def _use_of_micro_batch(config: dict[str, Any]) -> str:
+    """Returns why the results of a mixture of experts depend on the sequences of a micro-batch, "" if they do not."""
+    if not config["model.experts"]:
+        return ""
+    if config["loss.balance"]:
+        return "the load-balance loss (loss.balance) is a product of two means over a micro-batch"
+    limited = config["mesh.expert"] != 1 and config["model.capacity_factor"]
+    if limited or config["model.moe_kernel"] == "capacity":
+        return "experts drop the rows of a micro-batch that exceed their capacity (model.capacity_factor)"
+    return ""
+
+
+def _check_micro_batch(workdir: Path, old: Identity, new: Identity) -> None:
+    why = _use_of_micro_batch(new.config)
+    if not why or not old.micro_rows or old.micro_rows == new.micro_rows:
+        return
+    keys = [{key: each.config[key] for key in MICRO_BATCH} for each in (old, new)]
+    changed = [f"sequences of a micro-batch {old.micro_rows} -> {new.micro_rows}", *_differences(*keys)]
+    raise UserError(
+        f"{workdir} contains another run: {'; '.join(changed)}, but {why}. Use the old values or another --workdir"
+    )
+
+
 def _same_batch_remedy(old: Identity, new: Identity) -> str:
     if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set the accumulation
         return ""
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
-    if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro:
+    if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro or _use_of_micro_batch(new.config):
         return ""
     return (
         f"--config.batch.accumulation={old.global_rows // ranks_and_micro} makes the global batch "
@@ -379,12 +419,18 @@ def recorded(path: Path) -> Identity:
             raise ValueError("global_rows, train.steps and batch.accumulation must be positive integers")
         if not all(isinstance(text, str) for text in texts):
             raise ValueError("all other values but those of the config must be text")
+        if type(old.micro_rows) is not int:
+            raise ValueError("micro_rows must be an integer")
     except KeyError as error:
         raise _damaged(path, f"the required key {error} is missing") from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default.
-    return dataclasses.replace(old, config={**Identity.from_config(base.get_config(), 0, "").config, **old.config})
+    config = {**Identity.from_config(base.get_config(), 0, "").config, **old.config}
+    micro_rows = old.micro_rows
+    if not micro_rows and not config["batch.tokens"] and not config["batch.accumulation_schedule"]:
+        micro_rows = old.global_rows // config["batch.accumulation"]
+    return dataclasses.replace(old, config=config, micro_rows=micro_rows)
 
 
 def saved_config(identity: Identity, path: Path) -> ConfigDict:
@@ -485,6 +531,7 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
             f"{path.parent} contains another run: {differences}. {_same_batch_remedy(old, identity)}"
             "Leave out these keys and the config, restore changed files, or choose another --workdir"
         )
+    _check_micro_batch(path.parent, old, identity)
     before, now = old.config["train.steps"], identity.config["train.steps"]
     if now > before and not extend:
         raise UserError(

@@ -393,7 +393,10 @@ def run(
     with naming_files(workdir, config):
         data = open_data(DataConfig(**config.data))
         fingerprints = fingerprint_of_weights(program), fingerprint_of_adapter(program)
-        identity = recordable(config, command, program.batch.global_rows, data.fingerprint, *fingerprints)
+        batch = program.batch
+        identity = recordable(
+            config, command, batch.global_rows, data.fingerprint, *fingerprints, micro_rows=batch.rows
+        )
     check_vocab(data, config.model.vocab_size)
     prompts = EvalPrompts(program, data)
     with (

@@ -50,9 +50,9 @@ def identity(rows=16, data="abc", **changes):
     return Identity.from_config(config, rows, data)
 
 
-def begun(workdir):
+def begun(workdir, run=None):
     """A run directory of a run that has a row."""
-    claim(workdir, identity(), extend=False)
+    claim(workdir, run or identity(), extend=False)
     (workdir / METRICS).write_text('{"step": 1}\n')
 
 
@@ -89,6 +89,7 @@ def test_cadence_may_change_silently(tmp_path, change):
         ({"optimizer__learning_rate": 0.5}, "optimizer.learning_rate 0.01 -> 0.5"),
         ({"precision__preset": "bf16"}, "precision.preset 'fp32' -> 'bf16'"),
         ({"data__seq_len": 16}, "data.seq_len 32 -> 16"),
+        ({"loss__balance": 0.5}, "loss.balance 0.01 -> 0.5"),
         ({"rows": 8}, "global batch (sequences) 16 -> 8"),
         ({"data": "xyz"}, "data.source='stdlib' has other content than before, or is read in another way"),
         ({"data": "xyz", "data__source": "b.txt"}, "another run: data.source 'stdlib' -> 'b.txt'. Leave out"),
@@ -177,6 +178,39 @@ def test_data_that_moved_or_changed_is_named(tmp_path, monkeypatch):
         raise UserError("*.txt cannot be read")
 
 
+def mixture(micro, accumulation, ranks=1, **changes):
+    """16 sequences of a mixture of experts, in micro-batches of `micro` x `ranks`."""
+    changes = {"model__experts": 4, "batch__micro": micro, "batch__accumulation": accumulation, **changes}
+    return dataclasses.replace(identity(mesh__fsdp=ranks, **changes), micro_rows=micro * ranks)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({}, "but the load-balance loss (loss.balance) is a product of two means over a micro-batch"),
+        ({"loss__balance": 0.0, "model__moe_kernel": "capacity"}, "but experts drop the rows of a micro-batch"),
+        ({"loss__balance": 0.0, "mesh__expert": 2, "model__capacity_factor": 2.0}, "but experts drop the rows"),
+    ],
+)
+def test_a_mixture_whose_results_depend_on_the_micro_batch_keeps_it(tmp_path, keys, why):
+    """Also one whose first version did not record it."""
+    begun(tmp_path, mixture(16, 1, **keys))
+    recorded = json.loads((tmp_path / "config.json").read_text())
+    for known in ({}, {"micro_rows": 0}):
+        (tmp_path / "config.json").write_text(json.dumps(recorded | known))
+        with pytest.raises(UserError) as caught:
+            claim(tmp_path, mixture(4, 4, **keys), extend=False)
+        changed = "sequences of a micro-batch 16 -> 4; batch.accumulation 1 -> 4; batch.micro 16 -> 4"
+        assert f"contains another run: {changed}, {why}" in str(caught.value) and "\n" not in str(caught.value)
+    assert claim(tmp_path, mixture(8, 1, 2, **keys), extend=False)  # the same sequences on two ranks
+
+
+@pytest.mark.parametrize("keys", [{"loss__balance": 0.0}, {"model__experts": 0}])
+def test_micro_batches_of_another_size_may_go_on_where_they_add_up_to_their_batch(tmp_path, keys):
+    begun(tmp_path, mixture(16, 1, **keys))
+    assert len(claim(tmp_path, mixture(4, 4, **keys), extend=False)) == 2
+
+
 def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path):
     begun(tmp_path)
     path = tmp_path / "config.json"
@@ -245,6 +279,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path):
         lambda whole: json.dumps({**json.loads(whole), "given": [["seed"]]}),
         lambda whole: json.dumps({**json.loads(whole), "files": ["a.txt"]}),
         lambda whole: json.dumps({**json.loads(whole), "folder": None}),
+        lambda whole: json.dumps({**json.loads(whole), "micro_rows": "8"}),
         lambda whole: whole.replace('"train.steps": 20', '"train.steps": null'),
         lambda whole: whole.replace('"train.steps": 20', '"train.steps": "20"'),
     ],
