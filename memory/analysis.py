@@ -221,7 +221,7 @@ class StepSeconds:
     """The seconds of an update. Each field is a JSON object, {} if the seconds are unknown.
 
     Fields:
-        roofline: the minimum seconds by the roofline model.
+        roofline: the minimum seconds by the roofline model; {"unknown": reason} if they exceed the prediction.
         prediction: the predicted seconds.
     """
 
@@ -284,12 +284,16 @@ def _roofline_work(read: ReadProgram, transfers: Iterable[Transfer], per_host: i
     # Without a trace the FLOPs of custom kernels are unknown: a compiled module does not contain them.
     if read.counted is None:
         return {}
-    on_device: Mapping[tuple[str, str], float] = step_schedule.flops_by_phase(read.schedule.steps)
-    # If the schedule is unknown, each device is assumed to compute an equal share of the traced FLOPs.
-    if not read.schedule.steps:
-        devices = read.placed.module.devices
-        on_device = {key: count / devices for key, count in read.counted.by.items()}
-    return step_work.by_phase(read.collectives, transfers, read.kernel_bytes, on_device, read.placed.mesh, per_host)
+    mesh, steps = read.placed.mesh, read.schedule.steps
+    if not steps:
+        # The schedule is unknown: each device is assumed to compute an equal share of the traced FLOPs.
+        shares = {key: count / read.placed.module.devices for key, count in read.counted.by.items()}
+        return step_work.by_phase(read.collectives, transfers, read.kernel_bytes, shares, mesh, per_host)
+    # The loops and branches of the predicted seconds, so that these cannot be below the bound.
+    runs = step_schedule.runs_by_name(read.schedule.order)
+    sent = [dataclasses.replace(item, times=runs[item.name]) for item in read.collectives]
+    kernel_bytes, flops = step_schedule.bytes_by_phase(steps), step_schedule.flops_by_phase(steps)
+    return step_work.by_phase(sent, transfers, kernel_bytes, flops, mesh, per_host)
 
 
 def _runtime_overhead_facts(
@@ -414,7 +418,10 @@ def _seconds(
     if target:
         tokens, model_flops = subject.tokens or None, subject.model_flops or None
         prediction = step_prediction.predict(schedule, target, subject.calls, tokens, model_flops)
-    return StepSeconds(bound.to_json() if bound else {}, prediction.to_json() if prediction else {})
+    minimum = bound.to_json() if bound else {}
+    if why := step_prediction.contradiction(bound, prediction, subject.calls):
+        minimum = {"unknown": why}
+    return StepSeconds(minimum, prediction.to_json() if prediction else {})
 
 
 def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:

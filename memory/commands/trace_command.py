@@ -78,10 +78,11 @@ def prediction(report: report_record.ReportRecord) -> dict | None:
     target, the prediction stored in the report is returned.
     """
     predicted = step_prediction.predict_report(report) or step_prediction.StepPrediction.stated(report)
-    bound = step_prediction.bound({"work": report.work, "target": report.target})
+    calls = max(report.subject.calls, 1)
+    answer = {"work": report.work, "target": report.target, "calls_per_update": calls}
+    bound = step_prediction.bound(answer, predicted)
     if predicted is None and bound is None:
         return None
-    calls = max(report.subject.calls, 1)
     seconds = {name: getattr(predicted, name) / calls if predicted else None for name in ("seconds", "low", "high")}
     return {
         **seconds,

@@ -45,7 +45,7 @@ _WINDOWS = (("forward",), ("recompute", "backward"), ("optimizer",))
 UNITS = ("fp8", "bf16", "fp16", "tf32", "fp32")
 # Number of passes by which a chip that has only bfloat16 units computes float32 (jax.lax.Precision.HIGHEST on a TPU,
 # bf16_6x).
-_PASSES = {"fp32": 6}
+PASSES = {"fp32": 6}
 DATA_SHEET, MEASURED = "data-sheet rates", "rates measured here"
 # The rates of a machine are measured by a product of matrices of _SIDE rows and a copy of _COPY bytes, each the best of
 # _TIMES runs.
@@ -96,7 +96,7 @@ class Figures:
             if unit in self.peak_flops:
                 return self.peak_flops[unit]
         narrower = next(unit for unit in reversed(UNITS) if unit in self.peak_flops)
-        return self.peak_flops[narrower] / _PASSES.get(dtype, 1)
+        return self.peak_flops[narrower] / PASSES.get(dtype, 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
   (`Transfer`).
 - `work`: phase -> FLOPs, bytes and messages of one call (`cost.roofline` lists the keys); {} for a program that was
   not traced.
-- `roofline`: the minimum seconds of this work at the rates of the data sheet (`cost.roofline`); {} if unknown.
+- `roofline`: the minimum seconds of this work at the rates of the data sheet (`cost.roofline`); {} if unknown, and only
+  the key `unknown` with the reason if the prediction is less, because its rates exceed the data sheet.
 - `prediction`: predicted seconds of an update with their spread (`seconds.step_prediction`); {} if unknown.
 - `schedule`: the operations that one device runs in a call, in order: kernels with their sizes, collectives and copies
   over the host link from start to wait, and loops. The format is a list of lists (`to_json` in

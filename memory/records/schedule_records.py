@@ -114,11 +114,13 @@ class InstructionSteps:
         name: the name of the instruction.
         steps: the operations that it runs, such as kernels; a loop is one of them.
         inside: the instructions of one run of the computation that it calls, such as the body of a loop.
+        turns: number of runs of that computation.
     """
 
     name: str
     steps: Steps
     inside: tuple[InstructionSteps, ...] = ()
+    turns: int = 1
 
 
 # Letter of a record in JSON -> its class. The fields follow the letter in order, without trailing default values.

@@ -65,7 +65,8 @@ def kernel_seconds(kernel: ScheduledKernel, rates: DeviceRates) -> float:
 
 
 def _memory(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    return constants.MEMORY * kernel.bytes / at(rates.memory, kernel.bytes) if kernel.bytes else 0.0
+    slowdown = constants.MEMORY if rates.memory_slowdown is None else rates.memory_slowdown
+    return slowdown * kernel.bytes / at(rates.memory, kernel.bytes) if kernel.bytes else 0.0
 
 
 def _product(kernel: ScheduledKernel, rates: DeviceRates) -> float:
@@ -98,11 +99,13 @@ def product_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     """Returns the FLOP/s of a matrix product according to its dtype and size, at most the peak rate. If the size is
     unknown, m, n and k are assumed to be equal.
     """
-    unit = rates.unit(unit_of(kernel.dtype))
+    wanted = unit_of(kernel.dtype)
+    unit = rates.unit(wanted)
     shape = kernel.size if len(kernel.size) == 4 and min(kernel.size) > 0 else _cube(_side(kernel.flops / 2))
     side = _side(math.prod(map(float, shape)))
     per_full_wave = at(_divide_by_utilization(tuple(rates.products[unit]), rates.cores), side)
-    return min(per_full_wave * _utilization(shape, rates.cores), rates.peak_flops.get(unit, math.inf))
+    reached = min(per_full_wave * _utilization(shape, rates.cores), rates.peak_flops.get(unit, math.inf))
+    return reached / rates.passes(wanted)
 
 
 def attention_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
@@ -113,8 +116,9 @@ def attention_flops_per_s(kernel: ScheduledKernel, rates: DeviceRates) -> float:
     table = rates.attention[f"{way}_causal" if kernel.causal else way]
     _, _, keys, width = kernel.size if len(kernel.size) == 4 else (1, 4096, 4096, 128)
     nearest = min(table, key=lambda measured: (abs(math.log2(measured / max(width, 1))), measured))
-    peak = rates.peak_flops.get(rates.unit(unit_of(kernel.dtype)), math.inf)
-    return min(at(table[nearest], keys), peak)
+    wanted = unit_of(kernel.dtype)
+    peak = rates.peak_flops.get(rates.unit(wanted), math.inf)
+    return min(at(table[nearest], keys), peak) / rates.passes(wanted)
 
 
 def _side(volume: float) -> float:

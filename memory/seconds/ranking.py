@@ -33,7 +33,8 @@ def fields(answer: Mapping[str, Any]) -> dict[str, Any]:
 
     `answer`: the JSON that the process which compiled the program returned, with its schedule and target.
     """
-    prediction, bound = step_prediction.predict_answer(answer), step_prediction.bound(answer)
+    prediction = step_prediction.predict_answer(answer)
+    bound = step_prediction.bound(answer, prediction)
     out: dict[str, Any] = {}
     if bound is not None:
         out["least_seconds"] = answer.get("calls_per_update", 1) * bound.total

@@ -67,6 +67,7 @@ class DeviceRates:
             `host.host_terms.HostRates` -> value; {} if they were not measured.
         attention_slowdown: seconds of an attention kernel in a training step divided by its seconds alone; None for
             `constants.ATTENTION`.
+        memory_slowdown: the same ratio for a kernel that moves memory; None for `constants.MEMORY`.
         run_factors: part of the rates (`run_fit.PARTS`) -> factor by which `bytescope calibrate --from-runs` multiplied
             its seconds; {} without such runs. The curves above already contain the factors.
         run_ratios: predicted/measured seconds of the programs of these runs, each predicted without its own runs. The
@@ -91,6 +92,7 @@ class DeviceRates:
     measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
     attention_slowdown: float | None = None
+    memory_slowdown: float | None = None
     run_factors: Mapping[str, float] = dataclasses.field(default_factory=dict)
     run_ratios: tuple[float, ...] = ()
 
@@ -104,7 +106,7 @@ class DeviceRates:
                 )
         for name, positive in _NUMBERS.items():
             value = getattr(self, name)
-            if value is None and name == "attention_slowdown":
+            if value is None and name in ("attention_slowdown", "memory_slowdown"):
                 continue
             if not is_number(value) or value < 0 or (positive and not value):
                 raise ReportError(
@@ -156,6 +158,12 @@ class DeviceRates:
         order = roofline.UNITS
         wider = order[order.index(wanted) :]
         return next(unit for unit in (*wider, *reversed(order)) if unit in self.products)
+
+    def passes(self, wanted: str) -> int:
+        """Returns the number of passes by which the device multiplies operands of the unit `wanted`: more than one if
+        it has only units of smaller dtypes (`cost.roofline.PASSES`)."""
+        narrower = roofline.UNITS.index(self.unit(wanted)) < roofline.UNITS.index(wanted)
+        return roofline.PASSES.get(wanted, 1) if narrower else 1
 
     def completed(self, listed: DeviceRates, hosts: int = 1) -> DeviceRates:
         """Fills the gaps of a calibration: returns a copy of these rates in which collectives and hop latencies that
@@ -218,6 +226,7 @@ _NUMBERS = {
     "network_hop_seconds": False,
     "cores": False,
     "attention_slowdown": True,
+    "memory_slowdown": True,
 }
 
 

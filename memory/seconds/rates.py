@@ -150,6 +150,7 @@ def _measure_cpu_rates(known: Mapping[str, Any]) -> DeviceRates:
         memory=moved,
         floor_seconds=_CPU_FLOOR_SECONDS,
         host_link_bytes_per_s=copied,
+        memory_slowdown=1.0,  # constants.MEMORY describes the caches of GPUs; the roofline has these rates too
     )
 
 

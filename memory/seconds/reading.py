@@ -164,7 +164,8 @@ class _ScheduleReader:
             order: list[InstructionSteps] = []
             for instruction in self.scheduled_instructions(id):
                 steps = tuple(self.instruction(instruction, around))
-                order.append(InstructionSteps(instruction.name, steps, self.called_order(instruction, around)))
+                inside, turns = self.called_order(instruction, around), self.turns(instruction)
+                order.append(InstructionSteps(instruction.name, steps, inside, turns))
                 out += steps
                 self.too_long |= len(out) > _MAX_RECORDS
                 if self.too_long:
@@ -207,7 +208,10 @@ class _ScheduleReader:
     def loop(self, one: Instruction, around: str) -> Iterator[Step]:
         steps = self.computation(one.called[0], self.phase(one, around)) if one.called else ()
         if steps:
-            yield Loop(full_turns(self.module, one) or 1, steps)
+            yield Loop(self.turns(one), steps)
+
+    def turns(self, one: Instruction) -> int:
+        return (full_turns(self.module, one) or 1) if one.opcode == "while" else 1
 
     def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
         id = self.dearest_branch(one, around)

@@ -159,17 +159,37 @@ def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flop
     return roofline.mfu(model_flops / max(target.get("n_devices", 1), 1), {"": {"flops": counts}}, peaks, taken)
 
 
-def bound(answer: Mapping[str, Any]) -> roofline.Prediction | None:
+def bound(answer: Mapping[str, Any], predicted: StepPrediction | None = None) -> roofline.Prediction | None:
     """Returns the minimum seconds of one call by the roofline model, in which every device works at its peak rates
     (`roofline.bound_of_answer`).
 
-    `answer`: the JSON of a compiled program, with its target. Returns None for a CPU whose rates come from a file. Its
-    peak rates would have to be measured now, while other programs run, so they would not be a bound.
+    Returns None for a CPU whose rates come from a file. Its peak rates would have to be measured now, while other
+    programs run, so they would not be a bound. Returns None if the predicted seconds are less (`contradiction`).
+
+    Args:
+        answer: the JSON of a compiled program, with its target and the calls per update.
+        predicted: the predicted seconds of an update; None if they are unknown.
 
     Raises ReportError if the answer is damaged.
     """
     on_cpu = (answer.get("target") or {}).get("platform") == "cpu"
-    return None if on_cpu and device_rates.chosen() else roofline.bound_of_answer(answer)
+    found = None if on_cpu and device_rates.chosen() else roofline.bound_of_answer(answer)
+    return None if contradiction(found, predicted, answer.get("calls_per_update") or 1) else found
+
+
+def contradiction(bound: roofline.Prediction | None, predicted: StepPrediction | None, calls: int) -> str:
+    """Returns a sentence that says why the roofline is no lower bound of the predicted seconds: which rates exceed the
+    peak rates. Returns "" if it is at most the predicted seconds. `calls`: number of calls of the step per update."""
+    if bound is None or predicted is None or calls * bound.total <= predicted.seconds * (1 + 1e-6):
+        return ""
+    at_peak = {term: calls * seconds for term, seconds in bound.by_term.items()}
+    reached = {term: predicted.by_term.get(term, 0.0) for term in at_peak}
+    reached["products"] += predicted.by_term.get("attention", 0.0)
+    term = max(at_peak, key=lambda term: at_peak[term] - reached[term])
+    return (
+        f"no lower bound: {term.replace('_', ' ')} would take {at_peak[term]:.3g} s by {bound.source}, but are "
+        f"predicted in {reached[term]:.3g} s: the rates of the prediction ({predicted.rates}) exceed these peaks"
+    )
 
 
 def missing(known_schedule: bool, target: Mapping[str, Any], measured: bool = True) -> str:

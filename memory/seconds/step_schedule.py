@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from bytescope.memory.records.schedule_records import (
     ATTENTION,
@@ -18,6 +18,7 @@ from bytescope.memory.records.schedule_records import (
     TILED,
     TO_DEVICE,
     TO_HOST,
+    InstructionSteps,
     Loop,
     ScheduledKernel,
     Start,
@@ -46,10 +47,12 @@ __all__ = [
     "Step",
     "Steps",
     "Wait",
+    "bytes_by_phase",
     "flops_by_phase",
     "from_json",
     "kernels",
     "merged",
+    "runs_by_name",
     "to_json",
     "unit_of",
 ]
@@ -98,6 +101,29 @@ def flops_by_phase(steps: Steps) -> dict[tuple[str, str], int]:
         if kernel.flops:
             out[kernel.phase, unit_of(kernel.dtype)] += times * kernel.flops
     return dict(out)
+
+
+def bytes_by_phase(steps: Steps) -> dict[str, dict[str, int]]:
+    """Returns the bytes that all kernels read and write in one call on one device, as phase -> {"product_bytes": bytes
+    of kernels with FLOPs, "other_bytes": bytes of the other kernels}."""
+    out: dict[str, dict[str, int]] = {}
+    for kernel, times in kernels(steps):
+        part = out.setdefault(kernel.phase, {"product_bytes": 0, "other_bytes": 0})
+        part["other_bytes" if kernel.kind == MOVING else "product_bytes"] += times * kernel.bytes
+    return out
+
+
+def runs_by_name(order: Sequence[InstructionSteps]) -> Counter[str]:
+    """Returns name of an instruction -> number of runs in one call on one device, with the iterations of loops that
+    the seconds count and only the most expensive branch of a conditional. Instructions that take no time may be
+    missing."""
+    out: Counter[str] = Counter()
+    for one in order:
+        out[one.name] += 1
+        inside = runs_by_name(one.inside) if one.steps else {}
+        for name, times in inside.items():
+            out[name] += one.turns * times
+    return out
 
 
 def unit_of(dtype: str) -> str:

@@ -87,11 +87,11 @@ def call_name(report: ReportRecord) -> str:
 
 
 def at_least(report: ReportRecord) -> str:
-    """Returns a line with the lower bound of an update's time, from the data sheet's rates; "" if unknown. If there is
-    no prediction, the line also has the resulting upper bounds of tokens/s and MFU."""
+    """Returns a line with the lower bound of an update's time, from the data sheet's rates, or why there is none; "" if
+    unknown. If there is no prediction, the line also has the resulting upper bounds of tokens/s and MFU."""
     best = at_best(report)
     if best is None:
-        return ""
+        return one_line(str(report.roofline.get("unknown", "")))
     parts = [f"at least {best.update_seconds:.3g} s per {call_name(report)}"]
     if best.tokens_per_s and not report.prediction:
         parts.append(f"at most {best.tokens_per_s:,.0f} tokens/s")

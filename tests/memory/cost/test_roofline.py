@@ -21,9 +21,10 @@ from bytescope.memory.cost.flops import count
 from bytescope.memory.cost.roofline import Figures, Prediction, seconds
 from bytescope.memory.cost.step_work import by_phase, hosts_of
 from bytescope.memory.devices import targets
+from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import Collective, ReportRecord, Subject, Transfer
 from bytescope.memory.report import report_page, report_text
-from bytescope.memory.seconds import rates, step_schedule
+from bytescope.memory.seconds import ranking, rates, step_schedule
 from bytescope.memory.seconds.step_schedule import ScheduledKernel
 from bytescope.memory.view import prediction_text as times
 from bytescope.train.plan.config_factory import FACTORY
@@ -408,6 +409,47 @@ def test_offload_is_no_gain_and_waits_for_a_slow_link():
     inputs = 2 * 8 * 4 * 1024 * 256  # bf16, one for each of 8 layers
     work, _ = work_of(("remat.policy", "offload"))
     assert work["forward"]["to_host_bytes"] == work["backward"]["to_device_bytes"] == inputs
+
+
+def report_of_kernels(target):
+    """The report of a kernel that reads and writes 64 GiB, and of two products."""
+    schedule = (
+        ScheduledKernel("memory", "optimizer", 2**36),
+        ScheduledKernel("product", "forward", 2**28, 2**40, "bfloat16"),
+        ScheduledKernel("product", "backward", 2**28, 2**40, "float32"),
+    )
+    flops, kernel_bytes = step_schedule.flops_by_phase(schedule), step_schedule.bytes_by_phase(schedule)
+    work, known = by_phase((), (), kernel_bytes, flops, (), 0), json.loads(json.dumps(targets.parse(target).to_json()))
+    return ReportRecord(8, 8, {}, work=work, schedule=schedule, target=known, subject=Subject(calls=2))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("target", ["cpu:1", "cpu:8", "h100", "v100", "v5e"])
+def test_no_bound_is_above_the_prediction_by_the_same_or_by_lower_rates(target, monkeypatch):
+    monkeypatch.setattr(roofline, "machine_rates", lambda: (1e12, 2e10))
+    found = with_seconds(report_of_kernels(target), measure=True)
+    assert 0 < 2 * found.roofline["total"] <= found.prediction["seconds"]
+    assert found.roofline["by_term"]["memory"] > 0 < found.roofline["by_term"]["products"]
+
+
+@pytest.mark.quick
+def test_rates_that_exceed_the_data_sheet_are_named_and_leave_no_bound(tmp_path):
+    report = report_of_kernels("h200")
+    shipped = rates.select(report.target)
+    fast = dataclasses.replace(shipped, memory=((1.0, 2 * 4.8e12),), source="measured by hand")
+    (tmp_path / "rates.json").write_text(json.dumps(fast.to_json()))
+    answer = {"work": report.work, "target": report.target, "calls_per_update": 2}
+    answer |= {"schedule": schedule_records.to_json(report.schedule), "status": "ok"}
+    assert "least_seconds" in ranking.fields(answer)
+    rates.use(tmp_path / "rates.json")
+    try:
+        found, row = with_seconds(report), ranking.fields(answer)
+    finally:
+        rates.use(None)
+    assert "least_seconds" not in row and row["predicted_seconds"] == found.prediction["seconds"]
+    line = times.at_least(found)
+    assert line.startswith("no lower bound: memory would take ") and "total" not in found.roofline
+    assert "by data-sheet rates" in line and "the rates of the prediction (measured by hand) exceed" in line
 
 
 @pytest.mark.quick

@@ -147,6 +147,12 @@ def test_loops_by_their_turns_and_conditionals_by_their_dearest_branch():
     assert steps(computation(1, X, item(2, "call", 1, called=b"\2"), root=2), body) == (SQUARE, SIN)
     unknown = steps(computation(1, X, item(2, "while", 1, called=b"\2\3"), root=2), body, cond)
     assert unknown == (Loop(1, (SQUARE, SIN)),)
+    known = reading.read_schedule(_look(proto(computation(1, X, looped, branch, root=3), body, cond, cheap)))
+    runs = step_schedule.runs_by_name(known.order)
+    assert (runs["while.2"], runs["dot.12"], runs["sine.31"]) == (1, 7 + 1, 0)
+    assert step_schedule.bytes_by_phase(known.steps) == {
+        "forward": {"product_bytes": 8 * SQUARE.bytes, "other_bytes": 8 * SIN.bytes}
+    }
 
 
 @pytest.mark.quick
