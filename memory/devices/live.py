@@ -18,6 +18,11 @@ from bytescope.memory.host.process_memory import measure_growth, release_free_me
 from bytescope.memory.units import MIB, human
 
 T = TypeVar("T")
+# Minimum bytes of a device's temporaries that `measure_call` measures. glibc serves smaller requests from memory that
+# the process has freed and that is still resident, so that the process does not grow (mallopt(3), M_MMAP_THRESHOLD:
+# the dynamic threshold is at most 32 MiB). A step with temporaries of 8.6 MiB grew the process by 0.6 to 9.4 MiB, and
+# one with 53.2 MiB by 53.1 to 57.8 MiB (2 cores, jax 0.10.2, 2026-11).
+MIN_MEASURED = 32 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +158,15 @@ def measure_call(call: Callable[[], T]) -> tuple[T, int | None]:
     return result, None if growth is None else arrays + growth
 
 
+def resolves_temporaries(predicted_bytes: int, devices: int) -> bool:
+    """Returns whether `measure_call` can measure a program on CPU devices: whether the bytes that it needs beside the
+    arrays of this process are at least `MIN_MEASURED` on each device.
+
+    predicted_bytes: predicted bytes of one device. devices: number of CPU devices of this process.
+    """
+    return predicted_bytes - array_bytes() / devices >= MIN_MEASURED
+
+
 class _Predicted(Protocol):
     @property
     def predicted_bytes(self) -> int: ...
@@ -181,28 +195,18 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
     the predicted bytes of all simulated devices.
     """
     predicted = int(report.predicted_bytes)
+    if live is not None and live.source == "arrays":
+        return _compared_on_cpu(predicted * live.sharing, live, before)
     if live is None or live.peak_bytes is None:
         return f"predicted {human(predicted)} per device; not measured, because the device has no memory statistics"
     held = before.in_use_bytes if before else None
     if live.source == "host":
-        devices = "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
-        text = f"predicted {human(predicted * live.sharing)} on {devices}; the process"
+        text = f"predicted {human(predicted * live.sharing)} of XLA's buffers on {_cpu_devices(live)}; the process"
         if held is None:
             return f"{text} peaked at {human(live.peak_bytes)}, including Python and its libraries"
         return (
             f"{text} grew by {human(live.peak_bytes - held)}, including data, evaluation and checkpoints: from "
             f"{human(held)} (Python, jax, compiled programs) to {human(live.peak_bytes)}"
-        )
-    if live.source == "arrays":
-        predicted *= live.sharing
-        error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
-        devices = "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
-        rest = f" and held {human(before.host_rss_bytes)} before" if before and before.host_rss_bytes else ""
-        peak = live.host_peak_rss_bytes
-        process = f"; the whole process peaked at {human(peak)}{rest} (Python, libraries, compiler)" if peak else ""
-        return (
-            f"predicted {human(predicted)}, measured {human(live.peak_bytes)} of arrays and temporaries on {devices} "
-            f"(prediction {error:+.1f} %){process}"
         )
     error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
     start = f", {human(held)} of it in use before the first step" if held is not None else ""
@@ -214,6 +218,30 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
         f"predicted {human(predicted)}, measured {human(live.peak_bytes)} on {live.device} "
         f"(prediction {error:+.1f} %){start}{limit}{card}"
     )
+
+
+def _cpu_devices(live: LiveMemory) -> str:
+    return "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
+
+
+def _compared_on_cpu(predicted: int, live: LiveMemory, before: LiveMemory | None) -> str:
+    # `predicted`: bytes of all CPU devices of this process.
+    stated = f"predicted {human(predicted)} of XLA's buffers on {_cpu_devices(live)}"
+    temporaries = predicted - (live.in_use_bytes or 0)
+    if live.peak_bytes is not None:
+        error = 100.0 * (predicted - live.peak_bytes) / max(live.peak_bytes, 1)
+        measured = f", measured {human(live.peak_bytes)} of arrays and temporaries (prediction {error:+.1f} %)"
+    elif temporaries < MIN_MEASURED * live.sharing:
+        measured = (
+            f", {human(live.in_use_bytes or 0)} of arrays measured; the temporaries are too small to be measured: "
+            f"below {human(MIN_MEASURED)} per device they may use memory that the process already has"
+        )
+    else:
+        measured = "; not measured, because no second update ran, or this system reports no peak of the process"
+    peak = live.host_peak_rss_bytes
+    rest = f" and held {human(before.host_rss_bytes)} before" if before and before.host_rss_bytes else ""
+    process = f"; the whole process peaked at {human(peak)}{rest} (Python, libraries, compiler)" if peak else ""
+    return f"{stated}{measured}{process}"
 
 
 def _allocator_fields(stats: Mapping[str, int]) -> dict[str, Any]:

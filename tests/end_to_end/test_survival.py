@@ -125,7 +125,8 @@ def test_the_user_sees_everything_in_order(uninterrupted):
         "updates 1 to 30 of 30",
         "memory ",
         "predicted",
-        "of arrays and temporaries on",
+        "of XLA's buffers on 1 CPU device, ",
+        "of arrays measured",
         "checkpoint ",
         "checkpoints/30",
         "for more steps",
@@ -169,15 +170,15 @@ def test_the_last_row_has_the_host_memory_of_each_phase(uninterrupted):
 
 
 def test_device_bytes_of_cpus_are_measured_apart_from_the_process(uninterrupted):
-    """Arrays alone in each row; with temporaries after the second update."""
+    """Arrays alone: the temporaries of this model are smaller than what the growth of the process resolves."""
     lines = [json.loads(line) for line in (uninterrupted[1] / "metrics.jsonl").read_text().splitlines()]
     rows = [row["memory"] for row in lines if "loss" in row]
     report = ReportRecord.from_json(json.loads((uninterrupted[1] / "memory.json").read_text()))
     # While a checkpoint is written, its copies are arrays too.
     assert min(row["in_use_bytes"] for row in rows) == pytest.approx(report.xla.argument_bytes, rel=0.05)
-    for row in rows[2:]:
-        assert row["in_use_bytes"] < row["peak_bytes"] < row["host_rss_bytes"] / 2
-    assert "of arrays and temporaries on 1 CPU device" in " ".join(uninterrupted[0].stdout.split())
+    assert not any("peak_bytes" in row for row in rows)
+    said = " ".join(uninterrupted[0].stdout.split())
+    assert "of arrays measured; the temporaries are too small to be measured: below 32.00 MiB" in said
 
 
 @pytest.mark.exhaustive

@@ -17,7 +17,14 @@ import jax
 from ml_collections import ConfigDict
 from rich.console import Console
 
-from bytescope.memory.devices.live import LiveMemory, measure_call, on_cpu_devices, predicted_in_use, sample
+from bytescope.memory.devices.live import (
+    LiveMemory,
+    measure_call,
+    on_cpu_devices,
+    predicted_in_use,
+    resolves_temporaries,
+    sample,
+)
 from bytescope.memory.host.host_ledger import expect, ledger
 from bytescope.memory.host.host_terms import LIBRARIES
 from bytescope.memory.host.process_memory import host_phase, release_free_memory, resident
@@ -98,7 +105,7 @@ class Run:
       prompts: generates the answers to the evaluation prompts.
       answers: the file to which the answers to the evaluation prompts are written.
       device_peak: measured bytes of arrays and temporaries of the step on the CPU devices of this process; None on
-        accelerators, and before the measurement.
+        accelerators, before the measurement, and if the temporaries are too small for it (`resolves_temporaries`).
       agreed: names of the signals, received by any process, that all processes have agreed to act on.
       evaluated: (step, held-out loss) of this start's last evaluation, None before it.
     """
@@ -278,8 +285,10 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
     )
     pending, step, saved = None, start.step, start.step
     # The update whose memory is measured on CPU devices: the second one of this start, because the first also starts
-    # threads.
-    measured = min(start.step + 2, config.steps) if program.mesh.devices.flat[0].platform == "cpu" else None
+    # threads. Temporaries that are too small cannot be measured.
+    measured, devices = None, program.mesh.local_devices
+    if devices[0].platform == "cpu" and resolves_temporaries(run.compiled.report.predicted_bytes, len(devices)):
+        measured = min(start.step + 2, config.steps)
 
     def update(state: Any, micro_batches: list[Any]) -> Any:
         with jax.transfer_guard("disallow"):

@@ -60,11 +60,13 @@ def memory(report: ReportRecord) -> Text:
     full = min(max(round(BAR * share), 1), BAR)
     room = f"{human(limit - predicted)} free" if predicted <= limit else f"{human(predicted - limit)} TOO MUCH"
     basis = limit_share(report.target, limit)
+    on_cpu = report.target.get("platform") == "cpu"
     return Text.assemble(
         ("█" * full, style),
         ("░" * (BAR - full), "dim"),
         f" {human(predicted)} of {human(limit)} ({share:,.1%}), {room}{elsewhere}",
         f"; the limit is {basis}" if basis else "",
+        "; XLA's buffers, without Python, jax and its compiler (host)" if on_cpu else "",
     )
 
 

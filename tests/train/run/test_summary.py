@@ -145,6 +145,9 @@ def test_no_speed_without_rates_and_no_limit_where_none_is_known():
     assert bound.startswith("at least 1 s per update, at most 1,000,000 tokens/s, by data-sheet rates")
     assert "limit is unknown" in str(summary.memory(ReportRecord(1, 1, {})))
     exceeds = summary.memory(ReportRecord(3 * GIB, 3 * GIB, {}, limit_bytes=2 * GIB, fits=False, verdict="exceeds"))
+    on_cpu = dataclasses.replace(REPORT, target={"platform": "cpu"})
+    assert str(summary.memory(on_cpu)).endswith("; XLA's buffers, without Python, jax and its compiler (host)")
+    assert "XLA" not in str(summary.memory(REPORT))
     assert "1.00 GiB TOO MUCH" in str(exceeds) and str(exceeds).startswith("█" * summary.BAR)
 
 
@@ -226,7 +229,9 @@ def test_the_end_says_what_was_reached_and_what_was_there_before():
         rows["done"] == "held-out loss 2.5000 (perplexity 12.18 per token), updates 11 to 20 of 20 in 1:02:03, "
         "1,234 tokens/s"
     )
-    assert rows["memory"].startswith("predicted 90.00 MiB on 1 CPU device; the process grew by 100.00 MiB")
+    assert rows["memory"].startswith(
+        "predicted 90.00 MiB of XLA's buffers on 1 CPU device; the process grew by 100.00 MiB"
+    )
     assert "from 600.00 MiB" in rows["memory"] and "to 700.00 MiB" in rows["memory"] and rows["checkpoint"] == "none"
     assert end(evaluated=None, tokens_per_s=0.0)["done"] == "updates 11 to 20 of 20 in 1:02:03"
 
