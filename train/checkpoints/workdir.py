@@ -209,7 +209,7 @@ class Identity:
         """
         # Converted through JSON, so that tuples compare equal to the lists that a file returns.
         values = json.loads(json.dumps(flatten(config)))
-        return cls(values, global_rows, data_fingerprint, weights, adapter, micro_rows)
+        return cls(values, global_rows, data_fingerprint, weights, adapter, micro_rows=micro_rows)
 
 
 def recordable(
