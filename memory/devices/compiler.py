@@ -494,19 +494,26 @@ def trial_options(options: Mapping[str, str]) -> Iterator[None]:
 
     The option `xla_disable_hlo_passes` is added to the passes that are off already, and does not replace them.
     """
-    import jax
-
     settings = {name: value == "True" for name, value in options.items() if name.startswith("jax_")}
-    before = {name: getattr(jax.config, name) for name in settings}
     token = _TRIAL.set({name: value for name, value in options.items() if name not in settings})
     try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        yield
+        with contextlib.ExitStack() as stack:
+            for name, value in settings.items():
+                stack.enter_context(jax_setting(name, value))
+            yield
     finally:
         _TRIAL.reset(token)
-        for name, value in before.items():
-            jax.config.update(name, value)
+
+
+def jax_setting(name: str, value: bool) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which a boolean setting of jax.config has a value, for this thread only.
+
+    `jax.config.update` sets the value for all threads. If compiles overlap, the last one to end would leave the value
+    of another compile behind, for every later program of the process.
+    """
+    from jax._src import config  # no public API has the context managers of all settings
+
+    return config.config_states[name](value)
 
 
 def _with_trial(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,13 +7,13 @@ without an option refuses the option when it compiles.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jaxlib
 from jax.sharding import Mesh
 
-from bytescope.memory.devices.compiler import DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS, SLOP
+from bytescope.memory.devices.compiler import DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS, SLOP, jax_setting
 from bytescope.memory.devices.xla_flags import FENCE, FENCE_SINCE, Options, parse_flags
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.units import parse_bytes
@@ -134,15 +134,10 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str, xla_p
     return options
 
 
-@contextlib.contextmanager
-def xla_remat_pass(enabled: bool) -> Iterator[None]:
-    """Sets in a `with` block whether XLA compiles with its own rematerialization pass (`remat.xla_pass`)."""
-    before = jax.config.jax_compiler_enable_remat_pass  # type: ignore[attr-defined]  # jax defines it at run time
-    jax.config.update("jax_compiler_enable_remat_pass", enabled)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compiler_enable_remat_pass", before)
+def xla_remat_pass(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    """Returns a context manager in which XLA compiles with or without its own rematerialization pass
+    (`remat.xla_pass`), in this thread only."""
+    return jax_setting("jax_compiler_enable_remat_pass", enabled)
 
 
 def for_pallas(mesh: Mesh) -> contextlib.AbstractContextManager:

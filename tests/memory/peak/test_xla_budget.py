@@ -1,5 +1,6 @@
 """XLA's memory limit: the formula in cases, and beside the line that XLA itself logs."""
 
+import contextlib
 import dataclasses
 import re
 import threading
@@ -15,7 +16,9 @@ from bytescope.memory.devices.compiler import MemorySettings
 from bytescope.memory.devices.compiler_log import RematLog
 from bytescope.memory.peak import xla_budget
 from bytescope.memory.records.report_record import XlaBudget, XlaStats
+from bytescope.train.parallel.xla_options import xla_remat_pass
 
+REMAT = "jax_compiler_enable_remat_pass"
 STATS = XlaStats(argument_bytes=30, output_bytes=12, alias_bytes=2)
 
 
@@ -122,3 +125,17 @@ def test_only_the_thread_that_asks_compiles_with_another_size():
     assert jax_compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString() == plain
     with compiler._memory_settings(2**30):
         assert jax_compiler.get_compile_options(num_replicas=1, num_partitions=1).SerializeAsString() != plain
+
+
+@pytest.mark.quick
+def test_only_the_thread_that_asks_compiles_without_xlas_rematerialization():
+    """A program that begins to compile while another one compiles, and ends later, leaves jax's setting as it was."""
+    first, other = contextlib.ExitStack(), contextlib.ExitStack()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(first.enter_context, xla_remat_pass(False)).result()
+        assert getattr(jax.config, REMAT)
+        other.enter_context(compiler.trial_options({REMAT: "False"}))
+        thread.submit(first.close).result()
+        assert not getattr(jax.config, REMAT)
+        other.close()
+    assert getattr(jax.config, REMAT)
