@@ -8,6 +8,7 @@ that the user called may name the component.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -108,14 +109,16 @@ def source_line(metadata: Metadata) -> str:
     """Returns "file:line" of the innermost stack frame in the user's code, or else in a framework; "" if there is
     none.
 
-    A line at the top level of a script is used only if there is no other line, because it only starts the program.
+    A line at the top level of a script is used only if there is no other line, because it only starts the program. The
+    lines that ask for a report, such as those of a command of this package, are not lines of the program.
     """
     library: dict[str, Frame] = {}
     for kind, frame in _program_frames(metadata.frames):
         if kind == OWN:
             return f"{frame.file}:{frame.line}"
         library.setdefault(kind, frame)
-    last = next((frame for frame in metadata.frames if kind_of(frame.file) == OWN), None)
+    program = itertools.takewhile(lambda frame: kind_of(frame.file) != OUTSIDE, metadata.frames)
+    last = next((frame for frame in program if kind_of(frame.file) == OWN), None)
     best = library.get(FRAMEWORK) or library.get(PLUMBING) or last
     return f"{best.file}:{best.line}" if best else ""
 

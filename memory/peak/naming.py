@@ -227,11 +227,11 @@ def label(buffer: Buffer, modules: int = 1) -> str:
     """
     component = f"{buffer.component} x {modules}" if modules > 1 else buffer.component
     if buffer.category != "residuals":
-        return f"{buffer.phase}/{component}"
+        return "/".join(filter(None, (buffer.phase, component)))
     operation = parse(buffer.op_name.removesuffix(f"/{MARK}")).operation
     if operation in NOISE - _OPERATIONS:
         operation = "carry"  # the state that a loop or a block passes on
-    return buffer.checkpoint_name or f"({component}/{operation})"
+    return buffer.checkpoint_name or f"({'/'.join(filter(None, (component, operation)))})"
 
 
 def fold_labels(buffers: Iterable[Buffer]) -> dict[str, str]:

@@ -217,6 +217,18 @@ def test_source_lines_are_of_model_libraries_too_but_not_of_what_compiles():
     assert source_line(Metadata("a", (Frame(SITE + "jax/_src/core.py", 1), Frame("<string>", 1)))) == ""
 
 
+def test_the_command_that_asks_for_a_report_is_no_line_of_the_program():
+    """An operation of jax alone, as of `jax.grad(jnp.linalg.norm)`: only the command's own frames are left."""
+    numpy = Frame(SITE + "jax/_src/numpy/linalg.py", 1, function="norm")
+    asking = (
+        Frame("/x/bytescope/memory/program/compilation.py", 9, function="trace"),
+        Frame("/x/bytescope/train/commands/report_config.py", 77, function="run"),
+        Frame("/x/bin/bytescope", 8, function="<module>"),
+    )
+    assert source_line(Metadata("a", (numpy, *asking))) == component_of_code((numpy, *asking)) == ""
+    assert source_line(Metadata("a", (numpy, Frame("train.py", 7, function="<module>"), *asking))) == "train.py:7"
+
+
 @pytest.mark.parametrize(
     ("path", "expected"),
     [

@@ -224,6 +224,11 @@ def test_residuals_without_a_name(op_name, expected):
     assert label(Buffer("x", 1, category="residuals", component="attend()", op_name=op_name)) == expected
 
 
+def test_buffers_without_a_component():
+    assert label(Buffer("x", 1, category="residuals", op_name="jit(norm)/jvp(jit(norm))/sqrt")) == "(sqrt)"
+    assert label(Buffer("x", 1, category="workspace", phase="backward")) == "backward"
+
+
 def test_bytes_without_a_place():
     at = {"at_peak": True, "category": "workspace", "phase": "forward"}
     report = ReportRecord(
