@@ -5,11 +5,12 @@ The commands are registered in train/commands/registry.py.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
-# The internal command by which `compare` starts its worker processes.
-WORKER = "worker"
+# The internal command by which `compare` starts its worker processes, and the word before a command of `bytescope mcp`.
+WORKER, SERVED = "worker", "served"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,6 +32,16 @@ if __name__ == "__main__":
         names = [name for name, command in COMMANDS.items() if command.group != "train" and name != "completion"]
         print(f"usage: python -m bytescope.memory COMMAND ...: one of {', '.join(names)}; see bytescope --help")
         sys.exit(0)
-    code = main(sys.argv[1:])
+    words = sys.argv[1:]
+    if words[0] == SERVED:  # the command ends with the server
+        from bytescope.memory.processes import end_with_parent
+
+        end_with_parent(signal.SIGTERM)
+        words = words[1:]
+    if words == [WORKER]:
+        sys.exit(main(words))
+    from bytescope.train.cli import supervised
+
+    code = supervised(words)
     sys.stdout.flush()
     sys.exit(code)

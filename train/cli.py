@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import select
 import sys
@@ -13,6 +14,7 @@ from importlib import metadata
 from bytescope.memory.commands.arguments import chosen_node, chosen_rates
 from bytescope.memory.commands.json_output import only_json
 from bytescope.memory.errors import exit_code_of
+from bytescope.memory.processes import supervise
 from bytescope.memory.view.console import settle_stdout
 from bytescope.train.commands import registry, trainer_packages
 from bytescope.train.commands.registry import COMMANDS, GROUPS, TOOLS
@@ -90,9 +92,16 @@ def run_process(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot encode are printed as escapes
             stream.reconfigure(errors="backslashreplace")
-    code = main(argv)
+    code = supervised(argv)
     end_quietly()
     return code
+
+
+def supervised(argv: Sequence[str]) -> int:
+    """Runs a command line and returns its exit code. A command that executes a user's code runs in a child process."""
+    own = [*itertools.takewhile(lambda word: word != "--", argv)]
+    has_code = own[:1] in (["check"], ["init-program"]) or any(word.startswith("--prog") for word in own)
+    return supervise(lambda: main(argv)) if has_code and not {"-h", "--help"} & {*own} else main(argv)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 
 from bytescope.memory.commands.arguments import Parser, show_written, user_path, write
 from bytescope.memory.errors import ReportError, in_one_line, message_of
+from bytescope.memory.files import write_whole
 from bytescope.memory.program import program_file
 
 # Exit code if the script needs pieces (packages, data, shapes) that are missing.
@@ -211,6 +212,6 @@ def answer(arguments: str) -> None:
         result = {"missing": [(str(place) if place else None, text) for place, text in missing.pieces]}
     except ReportError as error:
         result = {"error": message_of(error)}
-    Path(request["answer"]).write_text(json.dumps(result))
+    write_whole(Path(request["answer"]), json.dumps(result))  # a script that calls os.fork may answer twice
     sys.stdout.flush()
     os._exit(0)  # threads and exit handlers of the script do not matter

@@ -37,7 +37,7 @@ def to_stdout(args: argparse.Namespace) -> bool:
 @contextlib.contextmanager
 def only_json(args: argparse.Namespace) -> Iterator[None]:
     """Context manager: inside it, with --json=-, everything that is printed to standard output is discarded except the
-    result that `write_json` writes.
+    result that `write_json` writes. This includes what C libraries and child processes write to file descriptor 1.
 
     Raises ReportError if --github, which prints annotations to standard output, is given too.
     """
@@ -46,13 +46,25 @@ def only_json(args: argparse.Namespace) -> Iterator[None]:
         return
     if vars(args).get("github"):
         raise ReportError("--github prints annotations to standard output: give --json=FILE instead of --json=-")
-    stdout = sys.stdout
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
-        token = _STDOUT.set(stdout)
-        try:
-            yield
-        finally:
-            _STDOUT.reset(token)
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+        stdout = sys.stdout
+        if _is_descriptor_1(stdout):
+            stdout.flush()
+            # Programs that are started do not inherit the new descriptor.
+            stdout = stack.enter_context(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+            stack.callback(os.dup2, stdout.fileno(), 1)
+            os.dup2(nowhere.fileno(), 1)
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.callback(_STDOUT.reset, _STDOUT.set(stdout))
+        yield
+
+
+def _is_descriptor_1(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 1
+    except (OSError, ValueError):  # replaced by a stream without a descriptor
+        return False
 
 
 def write_json(

@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bytescope.memory.compare.program_factory import ProgramFactory, load_factory
 from bytescope.memory.errors import ReportError, message_of, one_line
+from bytescope.memory.processes import ForkedError, end_with_parent
 
 if TYPE_CHECKING:
     from bytescope.memory.compare.prepared_program import PreparedProgram
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Runs a worker process. It reads jobs from stdin, one line of JSON each, and writes one line of JSON to stdout as
     the answer, until stdin is closed. If a job fails, the answer contains the error's description under "status"."""
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     from bytescope.memory.devices.platform import choose_platform
@@ -46,6 +49,11 @@ def main() -> None:
             answer = answer_to(job, factories[job["factory"]], programs)
         except Exception as error:  # an error of one combination must not stop the others
             answer = {"status": describe_error(error)}
+        except ForkedError as error:  # this process is a copy of the worker
+            answers.write(json.dumps({"status": str(error), "dead": True}) + "\n")
+            answers.flush()
+            os.kill(error.original, signal.SIGKILL)
+            os._exit(1)
         gc.collect()
         try:
             answers.write(json.dumps(answer | {"rss_bytes": _resident_bytes()}) + "\n")

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -121,21 +122,40 @@ class Worker:
     def ask(self, message: str) -> dict[str, Any]:
         """Sends a job's message to the process and returns its answer, which contains the fields of a comparison row.
         If the process ends before it answers, returns `{"status": reason, "dead": True}`."""
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None  # both are pipes
+        stdin = self._process.stdin
+        assert stdin is not None  # it is a pipe
         try:
             stdin.write(message)
             stdin.flush()
-            line = stdout.readline()
+            line = self._read_line()
         except (OSError, ValueError):  # the pipe is broken or closed
-            line = ""
-        if line.endswith("\n"):
+            line = b""
+        if line:
             return json.loads(line)
         return {"status": self._describe_end(), "dead": True}
 
+    def _read_line(self) -> bytes:
+        """Returns a line of the process's output, b"" if the process ends without one. Children of the user's code may
+        hold the pipe open after that."""
+        assert self._process.stdout is not None  # it is a pipe
+        output = self._process.stdout.fileno()
+        poll, data, has_ended = select.poll(), b"", False
+        poll.register(output, select.POLLIN)
+        while b"\n" not in data:
+            if poll.poll(0 if has_ended else 500):
+                part = os.read(output, 1 << 16)
+                data += part
+                if not part:
+                    return b""
+            elif has_ended:
+                return b""
+            else:
+                has_ended = self._process.poll() is not None
+        return data.partition(b"\n")[0]
+
     def kill(self) -> None:
         with contextlib.suppress(OSError):
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # with the children of the user's code
 
     def close(self) -> None:
         """Kills the worker process, waits for it, and closes its streams."""

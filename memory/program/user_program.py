@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from bytescope.memory.errors import ReportError, did_you_mean, message_of
+from bytescope.memory.processes import ForkedError, original_only
 
 # Options of a program in addition to the options of jax.jit.
 OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens", "compiler_options")
@@ -119,13 +120,15 @@ def _hidden_argv(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Context manager that turns every exception of user code, including SystemExit, into a ReportError.
+    """Context manager that turns every exception of user code, including SystemExit, into a ReportError. Raises
+    ForkedError in a copy of the process that the code made.
 
     what: the beginning of the error's message. KeyboardInterrupt (Ctrl-C) is not caught.
     """
     try:
-        yield
-    except ReportError:
+        with original_only(what):
+            yield
+    except (ReportError, ForkedError):
         raise
     except BaseException as error:
         if type(error) is KeyboardInterrupt:

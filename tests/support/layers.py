@@ -27,6 +27,7 @@ LAYERS = {
     ),
     "memory": (
         ("memory.errors", "memory.units", "memory.files", "memory.jaxprs"),
+        ("memory.processes",),
         ("memory.records",),
         ("memory.hlo", "memory.formulas"),
         ("memory.host",),

@@ -145,6 +145,60 @@ def test_the_remedies_of_a_step_are_compiled_on_request(their_folder, capsys):
     assert "compiled with this: " in out and f"{report_text.human(found.tried_bytes)} allocated instead of" in out
 
 
+HOSTILE = """
+import os, signal, subprocess, time
+
+def ends():
+    os._exit(0)
+
+def crashes():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def forks():
+    if os.fork():
+        time.sleep(600)
+
+def writes():
+    import multiprocessing
+    import their_steps
+    os.write(1, b"not JSON")
+    os.system("echo not JSON")
+    subprocess.Popen(["sleep", "86399"], start_new_session=True)
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    return their_steps.program()
+"""
+
+
+def run_process(function):
+    """(exit code, standard output, standard error) of a report in a process of its own."""
+    (Path("hostile.py")).write_text(HOSTILE)
+    words = ["-m", "bytescope.memory", "report", f"--program=hostile.py:{function}", "cpu", "--json=-"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process find what code left behind")
+@pytest.mark.parametrize(
+    ("function", "code", "words"),
+    [
+        ("ends", 2, "the user's code ended the process before the command was done, with exit code 0"),
+        ("crashes", 137, "by SIGKILL, probably for lack of host memory"),
+        ("forks", 2, "hostile.py:forks() fails: the code calls os.fork, and the copy of the process goes on"),
+    ],
+)
+def test_code_that_ends_or_copies_the_process_is_one_line(their_folder, function, code, words):
+    found, out, err = run_process(function)
+    assert (found, out) == (code, "") and err.startswith("error: ") and words in err and err.count("\n") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process find what code left behind")
+def test_code_that_writes_to_the_pipe_and_leaves_children_with_it(their_folder):
+    code, out, err = run_process("writes")
+    assert code == 0 and json.loads(out)["command"] == "report"
+    assert "ended what the user's code left running: " in err and "sleep" in err.splitlines()[-1]
+    assert subprocess.run(["pgrep", "-f", "sleep 86399"], stdout=subprocess.DEVNULL).returncode == 1
+
+
 def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys, monkeypatch):
     """Simulated ones, where there is no accelerator: the mesh that it makes is moved to the target."""
     from bytescope.memory.devices import platform

@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -143,6 +144,7 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
         "memory.findings",
         "memory.host",  # this computer's memory
         "memory.files",
+        "memory.processes",
         "memory.remat",  # chooses, or describes a block
         "memory.allocators",  # replay what was read
         "memory.report",
@@ -308,6 +310,11 @@ for line in sys.stdin:
     if job["overrides"]["config"] == "die":
         print("the last words", file=sys.stderr, flush=True)
         os._exit(7)
+    if job["overrides"]["config"] == "leave":  # a child that holds the pipe to the pool
+        if not os.fork():
+            time.sleep(600)
+        print(f"end {os.getpid()}", file=sys.stderr, flush=True)
+        os._exit(0)
     if job["overrides"]["config"] == "hang":
         time.sleep(600)
     print(json.dumps({"status": "ok", "pid": os.getpid(), "config": job["overrides"]["config"]}), flush=True)
@@ -337,6 +344,15 @@ def test_a_worker_that_dies_costs_one_row_and_is_replaced(fake, tmp_path):
     assert answers["die-1"]["status"] == "the worker died (exit code 7): the last words"
     assert answers["b-2"]["pid"] == answers["c-3"]["pid"] != answers["a-0"]["pid"]
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["a-0", "b-2", "c-3"]
+
+
+def test_a_worker_that_dies_and_leaves_a_child_ends_with_the_child(fake):
+    answers, _ = worker_pool.run(jobs_of("leave", "a"), workers=1, env=os.environ)
+    how, _, group = answers["leave-0"]["status"].rpartition(" end ")
+    assert how == "the worker died (exit code 0):" and answers["a-1"]["status"] == "ok"
+    until = time.monotonic() + 30
+    while re.search(rf"^ *{group} +[^Z]", subprocess.check_output(["ps", "-eo", "pgid,stat"], text=True), re.M):
+        assert time.monotonic() < until, "the child still runs"
 
 
 def test_workers_that_cannot_start_fail_every_row(monkeypatch):
