@@ -2,7 +2,8 @@
 
 A tool runs its command with --json=- in a process of its own, in the server's working directory. jax simulates one
 number of devices per process, the client may change a module between two calls, and a crash of a compiler ends only
-the call. A tool writes no file; `compare` and `fit` keep their cache of compiled rows, as on the command line.
+the call. The command ends with the call or with the server. A tool writes no file; `compare` and `fit` keep their cache
+of compiled rows, as on the command line.
 
 This module imports the MCP SDK, so only `mcp_command.run` imports it.
 """
@@ -27,6 +28,7 @@ from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import mcp_answers
 from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import in_one_line
+from bytescope.memory.processes import ENDED
 
 # Seconds between two progress notifications.
 PROGRESS_SECONDS = 2.0
@@ -220,11 +222,12 @@ async def run_command(ctx: Context, command: str, flags: Sequence[str], stdin: s
         sys.executable,
         "-m",
         "bytescope.memory",
+        "served",
         *line,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,  # a group of its own, with the workers of compare and fit
+        start_new_session=True,  # a group of its own; its workers end with it
     )
     output = asyncio.ensure_future(process.communicate(stdin.encode("utf-8", "replace")))
     try:
@@ -236,22 +239,25 @@ async def run_command(ctx: Context, command: str, flags: Sequence[str], stdin: s
         output.cancel()
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    if out:
+                os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(ValueError):  # no result, or the beginning of one
         return json.loads(out)
     raise ToolError(error_text(line, process.returncode or 0, err.decode("utf-8", "replace")))
 
 
 def error_text(line: Sequence[str], code: int, stderr: str) -> str:
     """Returns the error of a command without a result, in one line: the line `error: ...` of the standard error. If the
-    command crashed, returns the last line of the standard error, and how to see the other lines.
+    command crashed, returns the last line that it or the user's code printed, and how to see the other lines.
 
     line: the command line. code: the exit code.
     """
+    stderr = stderr.replace(f"error: {ENDED}", f"\nerror: {ENDED}")  # the code may have ended within a line
     lines = [text for text in stderr.splitlines() if text.strip()]
     errors = [text.removeprefix("error: ") for text in lines if text.startswith("error: ")]
-    if errors:
+    if errors and not errors[-1].startswith(ENDED):
         return errors[-1]
-    last = lines[-1].strip() if lines else "it printed nothing"
+    others = [text.strip() for text in lines if not text.startswith(("error: ", "note: "))]
+    how = errors[-1] if errors else f"the command ended with exit code {code}"
+    last = others[-1] if others else "it printed nothing"
     shown = shlex.join(["bytescope", *line])
-    return in_one_line(f"the command ended with exit code {code}: {last}; run it in a shell to see all: {shown}")
+    return in_one_line(f"{how}; the last line is: {last}; run it in a shell to see all: {shown}")

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -147,7 +148,8 @@ def test_mistakes_are_one_line_with_the_remedy(served, folder):
     assert "give either text" in error(served, "no log")
     assert "unknown target 'h101:8': did you mean h100" in error(served, "wrong target")
     crash = error(served, "crash")
-    assert "ended with exit code 7: the compiler crashed" in crash and "bytescope report --target=cpu" in crash
+    assert "ended the process before the command was done, with exit code 7" in crash
+    assert "the last line is: the compiler crashed;" in crash and "bytescope report --target=cpu" in crash
     assert "cannot read ./--json=written.json" in error(served, "file as flag")
     assert "--json is not a key" in error(served, "key as flag")
     assert not (folder / "written.json").exists()
@@ -167,8 +169,10 @@ def test_no_file_is_written(served, folder):
     }
 
 
-def test_a_cancelled_call_ends_its_command(folder):
-    """The client sees progress, and the command and its process group end with the call."""
+@pytest.mark.parametrize("ending", ["the call", "the client", "the server"])
+def test_a_command_ends_with(ending, folder):
+    """The client sees progress, and the command and its process group end with the call and with the server."""
+    (folder / "started").unlink(missing_ok=True)
 
     async def cancel():
         from mcp import Client, StdioServerParameters
@@ -188,8 +192,14 @@ def test_a_cancelled_call_ends_its_command(folder):
             call = asyncio.ensure_future(client.call_tool("report", arguments, progress_callback=note))
             while not (folder / "started").exists() or not noted.is_set():
                 await asyncio.sleep(0.05)
-            call.cancel()
-            await gone()
+            if ending == "the server":
+                server = subprocess.check_output(["pgrep", "-P", str(os.getpid()), "-f", "bytescope.memory mcp"])
+                os.kill(int(server), signal.SIGKILL)
+            elif ending == "the call":
+                call.cancel()
+            if ending != "the client":
+                await gone()
+        await gone()
 
     async def gone():
         until = time.monotonic() + 30
