@@ -102,7 +102,8 @@ def compare(
     """Compiles every combination of the values in a grid of config keys, prints the table and writes the requested
     files.
 
-    Returns the exit code. If Ctrl-C stopped the comparison, the finished rows are shown and the exit code is 130.
+    Returns the exit code. If Ctrl-C stopped the comparison, the finished rows are shown and the exit code is 130. If a
+    worker process died, the other rows are shown and the exit code is 1.
 
     Args:
         args: the parsed command line.
@@ -135,7 +136,11 @@ def compare(
         raise ReportError(
             f"no combination of the grid could be compiled: fix the error of the first one: {rows[0].status}"
         )
-    return 0
+    return _exit_code(answers)
+
+
+def _exit_code(answers: Mapping[str, Mapping[str, Any]]) -> int:
+    return 1 if any(answer.get("dead") for answer in answers.values()) else 0
 
 
 def answer(
@@ -223,7 +228,7 @@ def compare_what_if(
         unchanged=unchanged,
         left_out=left_out,
     )
-    return INTERRUPTED if interrupted else 0
+    return INTERRUPTED if interrupted else _exit_code(answers)
 
 
 def _platform(target: str) -> str:

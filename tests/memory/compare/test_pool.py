@@ -355,6 +355,20 @@ def test_a_worker_that_dies_and_leaves_a_child_ends_with_the_child(fake):
         assert time.monotonic() < until, "the child still runs"
 
 
+def test_a_row_whose_worker_died_fails_the_command(monkeypatch, capsys):
+    class Dying(SameProcess):
+        def ask(self, message):
+            dies = '"width": "64"' in message
+            return {"status": "the worker died", "dead": True} if dies else super().ask(message)
+
+    monkeypatch.setattr(worker_pool, "Worker", Dying)
+    program = f"--program={ROOT / 'tests/support/grid_program.py'}:program"
+    words = ["compare", program, "cpu:1", "--grid=layers=1", "--no-cache"]
+    assert command.main([*words, "--grid=width=32,64"]) == 1
+    assert "width=64: the worker died" in capsys.readouterr().out
+    assert command.main([*words, "--grid=width=32"]) == 0
+
+
 def test_workers_that_cannot_start_fail_every_row(monkeypatch):
     def refuse(env, cpu_devices):
         raise OSError("no more processes")
