@@ -7,6 +7,7 @@ import gzip
 import io
 import re
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,8 @@ from bytescope.memory.units import human
 # Maximum size of a protobuf message in bytes.
 _MAX_PROTO = 2**31
 _PIECE = 2**20  # Bytes to read from gzip at a time, because Python's reader allocates the full requested size.
+# Maximum size of a proto divided by its size in gzip format. Protos of HLO reach about 11.
+_MAX_RATIO = 64
 _GZIP = b"\x1f\x8b"
 _REMEDY = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' writes the proto, *after_optimizations.hlo.pb"
 _ENDS = ("hlo.pb", "hlo.pb.gz")
@@ -55,15 +58,19 @@ def read(path: Path) -> Dump:
 
 def unpacked(data: bytes, name: str = "the program") -> bytes:
     """Returns the bytes of a proto, decompressed if they are in gzip format. name: the file's name for messages. Raises
-    ReportError if the gzip data is damaged or the bytes are HLO as text."""
+    ReportError if the gzip data is damaged or larger than 64 times its packed size, or if the bytes are HLO as text."""
     if data[:2] == _GZIP:
+        content, bound = io.BytesIO(), max(_MAX_RATIO * len(data), _PIECE)
         try:
             with gzip.open(io.BytesIO(data)) as packed:
-                content, piece = bytearray(), packed.read(_PIECE)
-                while piece and len(content) < _MAX_PROTO:
-                    content += piece
-                    piece = packed.read(_PIECE)
-                data = bytes(content)
+                while (piece := packed.read(_PIECE)) and content.tell() < _MAX_PROTO:
+                    content.write(piece)
+                    if content.tell() > bound:
+                        raise ReportError(
+                            f"{name} has {human(len(data))} and unpacks to more than {human(bound)}, as no HLO proto "
+                            f"does: give a *after_optimizations.hlo.pb file; {_REMEDY}"
+                        )
+            data = content.getvalue()
         except (OSError, EOFError, zlib.error) as error:
             raise ReportError(
                 f"{name} is damaged and cannot be decompressed ({error}): dump it again; {_REMEDY}"
@@ -117,22 +124,31 @@ def _read_largest_dump(folder: Path) -> Dump:
     except OSError as error:
         raise ReportError(f"cannot read {folder}: {error.strerror}; give another folder of XLA dumps") from error
     programs: list[tuple[int, Path]] = []
-    refused: ReportError | None = None
+    damaged: dict[str, str] = {}
     for path in paths:
         try:
             programs.append((buffer_bytes(_read_file(path)), path))
         except ReportError as error:
-            refused = error
+            damaged[path.name] = str(error)
+    if damaged and not programs:
+        name, error = next(iter(damaged.items()))
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        raise ReportError(f"{folder / name}{more} is damaged: {error.removeprefix(f'{folder / name} ')}")
     if not programs:
-        raise refused or ReportError(f"there is no *after_optimizations.hlo.pb in {folder}: {_REMEDY}")
+        raise ReportError(f"there is no *after_optimizations.hlo.pb in {folder}: {_REMEDY}")
     programs.sort(key=lambda program: (-program[0], program[1].name))
     (size, path), *others = programs
+    notes = (f"damaged and left out: {_listed(list(damaged))}",) if damaged else ()
     if not others:
-        return Dump(_read_file(path))
-    listed = ", ".join(f"{each.name} {human(count)}" for count, each in others[:_LISTED])
-    more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        return Dump(_read_file(path), notes)
+    listed = _listed([f"{each.name} {human(count)}" for count, each in others])
     note = (
         f"the largest of {len(programs)} programs in {folder}: {path.name}, {human(size)} of "
-        f"buffers; the others: {listed}{more}"
+        f"buffers; the others: {listed}"
     )
-    return Dump(_read_file(path), (note,))
+    return Dump(_read_file(path), (note, *notes))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more

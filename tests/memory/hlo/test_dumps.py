@@ -56,13 +56,17 @@ def test_of_a_folder_the_largest_by_its_buffers(tmp_path):
         f"the largest of 3 programs in {tmp_path}: m.b.cpu_after_optimizations.hlo.pb.gz, 4.00 KiB of buffers; the "
         "others: m.a.cpu_after_optimizations.hlo.pb 400 B, m.c.cpu_after_optimizations.hlo.pb 80 B"
     ]
+    assert "damaged and left out: m.d.cpu_after_optimizations.hlo.pb" in report.notes
 
 
 def test_a_folder_without_programs(tmp_path):
     with pytest.raises(memory.ReportError, match=r"no \*after_optimizations.hlo.pb in .*xla_dump_hlo_as_proto"):
         memory.analyze(tmp_path)
     (tmp_path / "m.after_optimizations.hlo.pb").write_bytes(b"\xff" * 9)
-    with pytest.raises(memory.ReportError, match="protobuf|varint"):
+    with pytest.raises(memory.ReportError, match=r"m\.after_optimizations\.hlo\.pb is damaged: .*(protobuf|varint)"):
+        memory.analyze(tmp_path)
+    (tmp_path / "n.after_optimizations.hlo.pb.gz").write_bytes(gzip.compress(proto(4096))[:-9])
+    with pytest.raises(memory.ReportError, match=r"m\.after_optimizations\.hlo\.pb \(and 1 more\) is damaged: "):
         memory.analyze(tmp_path)
 
 
@@ -116,6 +120,16 @@ def test_a_small_packed_proto_takes_little_memory():
     packed = gzip.compress(proto(4096))
     tracemalloc.start()
     assert dumps.unpacked(packed) == proto(4096)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**24
+
+
+def test_a_packed_file_that_becomes_too_large_is_refused_while_it_is_unpacked():
+    packed = gzip.compress(bytes(2**26))
+    tracemalloc.start()
+    with pytest.raises(memory.ReportError, match=r"the program has .* KiB and unpacks to more than .* MiB"):
+        dumps.unpacked(packed)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**24
