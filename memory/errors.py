@@ -122,12 +122,14 @@ def type_phrase(value: Any) -> str:
 
 
 def check_readable(path: str | os.PathLike[str], pipes: bool = False) -> None:
-    """Raises OSError if the path is a device or a socket. A pipe is allowed only if `pipes` is True.
+    """Raises OSError if the path is a device, a socket or a pipe. With `pipes`, a pipe that this process inherited is
+    allowed, such as /dev/fd/63 of `<(command)` in a shell.
 
-    Reading a device may never end, and reading a pipe without a writer blocks.
+    Reading a device may never end, and opening a pipe in the file system without a writer blocks.
     """
     mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (pipes and stat.S_ISFIFO(mode))):
+    inherited = pipes and os.fspath(path).startswith(("/dev/fd/", "/proc/self/fd/"))
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or (inherited and stat.S_ISFIFO(mode))):
         kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
         raise OSError(errno.EINVAL, f"It is {kind}, not a file", str(path))
 

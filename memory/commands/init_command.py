@@ -145,7 +145,9 @@ def _check(args: argparse.Namespace) -> None:
     folder = args.out.absolute().parent
     if not folder.is_dir():
         raise ReportError(f"cannot write {args.out}: there is no folder {folder}; create it or give another file")
-    if args.out.exists() and not args.out.read_text(errors="replace").startswith(program_file.MARK):
+    if args.out.exists() and not (
+        args.out.is_file() and args.out.read_text(errors="replace").startswith(program_file.MARK)
+    ):
         raise ReportError(f"{args.out} exists and init-program did not write it: give another file with --out")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.devices.chips import base_name
+from bytescope.memory.errors import check_readable
 from bytescope.memory.files import cache_folder, write_whole
 
 # Incremented when the meaning of a cached answer changes.
@@ -145,8 +146,10 @@ def read(place: Path, name: str) -> dict[str, Any] | None:
 
     place: the folder of the cache. name: the file name that `key` returns.
     """
+    path = place / f"{name}.json"
     try:
-        digest, _, text = (place / f"{name}.json").read_text(encoding="utf-8").partition("\n")
+        check_readable(path)
+        digest, _, text = path.read_text(encoding="utf-8").partition("\n")
         if digest != _digest(text):
             return None
         value = json.loads(text)
@@ -165,7 +168,9 @@ def write(place: Path, name: str, answer: Mapping[str, Any]) -> None:
 
     place: the folder of the cache. name: the file name that `key` returns.
     """
+    path, text = place / f"{name}.json", json.dumps(answer)
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(answer)
-        write_whole(place / f"{name}.json", f"{_digest(text)}\n{text}")
+        if path.exists():
+            check_readable(path)
+        write_whole(path, f"{_digest(text)}\n{text}")

@@ -2,12 +2,14 @@
 
 import errno
 import os
+import re
 
 import pytest
 
 from bytescope import memory
 from bytescope.memory.commands import arguments
 from bytescope.memory.commands.arguments import write
+from bytescope.memory.compare import row_cache
 from bytescope.memory.errors import (
     MAX_SUGGESTIONS,
     ReportError,
@@ -20,6 +22,7 @@ from bytescope.memory.errors import (
     remedy_for,
 )
 from bytescope.memory.seconds import rates
+from bytescope.train.cli import main
 
 pytestmark = pytest.mark.quick
 
@@ -122,7 +125,7 @@ def test_a_notebook_shows_the_message_and_the_line_that_led_to_it():
     assert len(ReportError("made by hand")._render_traceback_()) == 1
 
 
-def test_what_may_have_no_end_is_not_read(tmp_path):
+def test_what_may_have_no_end_is_not_read(tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for path, kind in ((pipe, "pipe"), ("/dev/zero", "device")):
@@ -130,7 +133,19 @@ def test_what_may_have_no_end_is_not_read(tmp_path):
             memory.load(path)
         with pytest.raises(ReportError, match=f"{path}: It is a {kind}, not a file: give the file that"):
             rates.load(path)
-    check_readable(pipe, pipes=True)
+    with pytest.raises(OSError, match="It is a pipe"):
+        check_readable(pipe, pipes=True)  # nobody writes to it
+    (tmp_path / "compare").mkdir()
+    os.mkfifo(tmp_path / "compare" / "row.json")
+    row_cache.write(tmp_path / "compare", "row", {"status": "ok"})
+    assert row_cache.read(tmp_path / "compare", "row") is None
+    for command in (["explain", str(pipe)], ["init-program", __file__, f"--out={pipe}"]):
+        assert main(command) == 2
+        assert re.search(f"error: .*{pipe}.*\n$", capsys.readouterr().err)
+    reader, writer = os.pipe()
+    check_readable(f"/dev/fd/{reader}", pipes=True)
+    os.close(reader)
+    os.close(writer)
     check_readable(tmp_path)
     check_readable(__file__)
 
