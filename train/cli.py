@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import itertools
 import os
@@ -115,7 +116,7 @@ def run(argv: Sequence[str]) -> int:
         command = COMMANDS[args.command]
         if command.group != "train":  # commands other than training print tables, which need a fixed width
             settle_stdout()
-        with only_json(args), chosen_rates(args), chosen_node(args):
+        with only_json(args), _log_of(args), chosen_rates(args), chosen_node(args):
             return command.load().run(args)
     except BrokenPipeError as error:
         if not _stdout_is_closed():
@@ -137,6 +138,14 @@ def run(argv: Sequence[str]) -> int:
         for line in getattr(error, "advice", ()):  # the changes to try if memory does not suffice
             print(line, file=sys.stderr)
         return code
+
+
+def _log_of(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    if not vars(args).get("github"):
+        return contextlib.nullcontext()
+    from bytescope.memory.commands.github import escaped_log
+
+    return escaped_log()
 
 
 def _stdout_is_closed() -> bool:

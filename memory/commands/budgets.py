@@ -14,6 +14,7 @@ Paths are relative to the folder of pyproject.toml.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import tomllib
@@ -23,7 +24,7 @@ from typing import Any
 
 from bytescope.memory.analysis import judge, pool_notes
 from bytescope.memory.devices.limits import budget_of
-from bytescope.memory.errors import ReportError, check_readable, did_you_mean, one_line
+from bytescope.memory.errors import ReportError, check_readable, one_line, remedy_for
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_json import parse
@@ -35,15 +36,15 @@ PYPROJECT, TABLE = "pyproject.toml", "tool.bytescope.budgets"
 # Version of the JSON layout that `to_json` writes.
 SCHEMA = 1
 _EXAMPLE = f'[{TABLE}.NAME] with program = "module:function" and target = "h100:8"'
-# Key of a budget -> types of its value in TOML.
-_KEYS: Mapping[str, tuple[type, ...]] = {
-    "program": (str,),
-    "config": (str,),
-    "target": (str,),
-    "limit": (str, int),
-    "keys": (dict,),
-    "baseline": (str,),
-    "fail_above": (int, float),
+# Key of a budget -> (types of its value in TOML, what to give, for messages).
+_KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "program": ((str,), "text"),
+    "config": ((str,), "text"),
+    "target": ((str,), "text"),
+    "limit": ((str, int), 'a size such as "60GiB"'),
+    "keys": ((dict,), "a table"),
+    "baseline": ((str,), "text"),
+    "fail_above": ((int, float), "a number"),
 }
 # Keys of a report that a baseline file keeps: enough to compare totals and rows, small enough to commit.
 _BASELINE_KEYS = (
@@ -185,7 +186,9 @@ def find_pyproject(folder: Path) -> Path:
     for place in (folder, *folder.parents):
         if (place / PYPROJECT).is_file():
             return place / PYPROJECT
-    raise ReportError(f"there is no {PYPROJECT} in {folder} or above it: create one that has {_EXAMPLE}")
+    raise ReportError(
+        f"there is no {PYPROJECT} in {folder} or above it: create one that has {_EXAMPLE}, or give --pyproject=FILE"
+    )
 
 
 def read_budgets(path: Path) -> list[Budget]:
@@ -196,15 +199,19 @@ def read_budgets(path: Path) -> list[Budget]:
     try:
         check_readable(path)
         entries = tomllib.loads(path.read_text(encoding="utf-8"))
+        for part in TABLE.split("."):
+            entries = entries.get(part, {}) if isinstance(entries, dict) else {}
+        if not entries or not isinstance(entries, dict):
+            raise ReportError(f"{path} has no budgets: add {_EXAMPLE}, or give another file with --pyproject")
+        return [_read_budget(name, entry, path.absolute().parent) for name, entry in entries.items()]
     except OSError as error:
         raise ReportError(f"cannot read {path}: {error.strerror}; give another file with --pyproject") from error
+    except ReportError:
+        raise
     except ValueError as error:
         raise ReportError(f"{path} is not TOML: {one_line(str(error))}") from error
-    for part in TABLE.split("."):
-        entries = entries.get(part, {}) if isinstance(entries, dict) else {}
-    if not entries or not isinstance(entries, dict):
-        raise ReportError(f"{path} has no budgets: add {_EXAMPLE}")
-    return [_read_budget(name, entry, path.absolute().parent) for name, entry in entries.items()]
+    except RecursionError as error:
+        raise ReportError(f"{path} is nested too deeply to be read: write fewer levels of tables") from error
 
 
 def _read_budget(name: str, entry: Any, folder: Path) -> Budget:
@@ -212,14 +219,11 @@ def _read_budget(name: str, entry: Any, folder: Path) -> Budget:
         raise ReportError(f"{TABLE}.{name} is not a table: write {_EXAMPLE}")
     for key, value in entry.items():
         if key not in _KEYS:
-            raise ReportError(
-                f"{name} has the unknown key {key}: {did_you_mean(key, _KEYS)} It takes {', '.join(_KEYS)}"
-            )
-        if not isinstance(value, _KEYS[key]) or isinstance(value, bool):
-            kinds = " or ".join(
-                {"str": "text", "dict": "a table"}.get(kind.__name__, "a number") for kind in _KEYS[key]
-            )
-            raise ReportError(f"{name}: {key} = {value!r} has the wrong type: give {kinds}")
+            raise ReportError(f"{name} has the unknown key {key}: {remedy_for(key, _KEYS)}")
+        kinds, wanted = _KEYS[key]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ReportError(f"{name}: {key} = {_as_toml(value)} has the wrong type: give {wanted}")
+    _check_values(name, entry.get("keys", {}))
     if ("program" in entry) == ("config" in entry):
         raise ReportError(f"{name} needs either a program or a config: write {_EXAMPLE}")
     if not entry.get("target"):
@@ -230,10 +234,12 @@ def _read_budget(name: str, entry: Any, folder: Path) -> Budget:
     limit = str(entry.get("limit", "")).strip()
     if limit and not limit.endswith("%"):
         try:
-            parse_bytes(limit)
+            size = parse_bytes(limit)
         except ReportError as error:
             raise ReportError(f"{name}: limit: {error}") from error
-    return Budget(
+        if size == 0:
+            raise ReportError(f"{name}: limit = {limit} must be more than 0: give a size such as 60GiB")
+    budget = Budget(
         name,
         entry.get("program", ""),
         entry.get("config", ""),
@@ -243,6 +249,25 @@ def _read_budget(name: str, entry: Any, folder: Path) -> Budget:
         folder / entry["baseline"] if "baseline" in entry else None,
         fail_above,
     )
+    if limit.endswith("%"):
+        budget.limit_bytes(0)  # refuses what is not a percentage
+    return budget
+
+
+def _check_values(name: str, values: Mapping[str, Any] | list[Any]) -> None:
+    # Jobs are written as JSON, which has no dates, no infinities and no NaN.
+    items = values.items() if isinstance(values, dict) else ((str(at), value) for at, value in enumerate(values))
+    for key, value in items:
+        if isinstance(value, (dict, list)):
+            _check_values(name, value)
+        elif isinstance(value, (datetime.date, datetime.time)):
+            raise ReportError(f"{name}: {key} = {value} is a date or a time: write it as text, in quotes")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ReportError(f"{name}: {key} = {value} is not finite: give a finite number")
+
+
+def _as_toml(value: Any) -> str:
+    return str(value) if isinstance(value, (datetime.date, datetime.time)) else repr(value)
 
 
 def judged(budget: Budget, report: ReportRecord) -> ReportRecord:

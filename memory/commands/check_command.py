@@ -154,7 +154,8 @@ def _choose(names: Sequence[str], entries: Sequence[Budget]) -> list[Budget]:
     by_name = {budget.name: budget for budget in entries}
     for name in names:
         if name not in by_name:
-            raise ReportError(f"there is no budget {name}: {remedy_for(name, by_name)}")
+            remedy = f"for a file, give --pyproject={name}" if os.path.isfile(name) else remedy_for(name, by_name)
+            raise ReportError(f"there is no budget {name}: {remedy}")
     return [by_name[name] for name in dict.fromkeys(names)] if names else list(entries)
 
 

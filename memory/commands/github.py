@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.commands.budgets import BudgetResult
@@ -21,6 +25,8 @@ SUMMARY, WORKSPACE = "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"
 _GREW, _ROWS = 5, 12
 # Maximum buffers that the summary of a memory budget lists.
 _BUFFERS = 8
+# GitHub reads a line of the log as a command if it begins with "::", also after spaces, or contains "##[".
+_COMMAND = re.compile(r"(?m)^(\s*:)(?=:)|(##)(?=\[)")
 FLAG_HELP = "print annotations for GitHub Actions, and add a table to the job summary if $GITHUB_STEP_SUMMARY is set"
 
 
@@ -226,10 +232,34 @@ def _budget_section(result: BudgetResult) -> str:
     return f"<details{is_open}><summary>{title}</summary>\n\n{inside}\n\n</details>"
 
 
+class _Log:
+    """A text stream that writes to `stream`, with a space in each text that GitHub would read as a command."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(_COMMAND.sub(lambda match: f"{match[0]} ", text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def escaped_log() -> Iterator[None]:
+    """Context manager: inside it, nothing that the process prints to stdout and stderr is a command to GitHub, except
+    the lines of `print_annotations`."""
+    log: Any = _Log(sys.stdout)
+    errors: Any = _Log(sys.stderr)
+    with contextlib.redirect_stdout(log), contextlib.redirect_stderr(errors):
+        yield
+
+
 def print_annotations(annotations: Iterable[str]) -> None:
     """Prints annotations to stdout, one per line. GitHub reads them from the job's log."""
+    stdout = sys.stdout.stream if isinstance(sys.stdout, _Log) else sys.stdout
     for line in annotations:
-        print(line, flush=True)
+        print(line, file=stdout, flush=True)
 
 
 def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:

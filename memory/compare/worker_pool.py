@@ -177,6 +177,8 @@ class Worker:
         self._errors.seek(max(0, self._errors.tell() - 4000))
         last = self._errors.read().decode("utf-8", "replace").strip().splitlines()[-1:]
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        if code == 0 or (code > 0 and not last):
+            last = ["the program ended the process; remove its call of os._exit, or raise an error there"]
         return one_line(" ".join(["the worker died", f"({how}):", *last]), 300)
 
 

@@ -92,7 +92,20 @@ def test_a_budget_has_every_key_and_paths_beside_the_file(tmp_path):
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = "60" }\n', "write 60GiB"),
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", fail_above = -1 }\n', "not a percentage"),
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", baseline = "b" }\n', "--update-baseline"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", size = 1 }\n', "key size: choose one of"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = 1.5 }\n', "give a size such as"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = 0 }\n', "limit = 0 must be more"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = "0 %" }\n', "give more than 0%"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = 2024-01-01 }\n', "target = 2024-01-01 has"),
+        (
+            '[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", keys.x = [{ day = 2024-01-01 }] }\n',
+            "a: day = 2024-01-01 is a date or a time: write it as text",
+        ),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", keys.x = nan }\n', "x = nan is not finite"),
+        (f"a = {'[' * 9999}", "is nested too deeply"),
+        (f"[tool.bytescope.budgets.a.keys{'.b' * 9999}]\n", "is nested too deeply"),
     ],
+    ids=lambda value: ascii(value)[-40:],
 )
 def test_a_mistake_is_one_line_and_2(text, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(worker_pool, "run", None)  # nothing is compiled
@@ -187,6 +200,20 @@ def test_the_summary_of_a_hostile_name_keeps_its_table():
     assert "<details open><summary>a\\|&lt;b> on h100:8</summary>" in text and "before" not in text
     lines = github.budget_annotations(results)
     assert len(lines) == 2 and all(re.fullmatch(r"::error [^\n]*", line) for line in lines), lines
+
+
+@pytest.mark.quick
+def test_a_name_is_no_command_in_the_log_of_github(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(worker_pool, "run", lambda jobs, **options: ({}, False))  # nothing is compiled
+    text = '[tool.bytescope.budgets."::error::a ##[error]b"]\nprogram = "no_such_module:program"\ntarget = "cpu"\n'
+    (tmp_path / "pyproject.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = check(capsys, "--github")
+    lines = out.splitlines()
+    annotations = [line for line in lines if re.match(r"\s*::", line)]
+    assert code == 2 and len(annotations) == 1 and annotations[0].startswith("::error title=memory budget %3A%3Aerror")
+    rest = [line for line in lines if line not in annotations]
+    assert any(": :error::a ## [error]b" in line for line in rest) and "##[" not in "".join(rest) + err
 
 
 @pytest.mark.quick

@@ -315,6 +315,8 @@ for line in sys.stdin:
             time.sleep(600)
         print(f"end {os.getpid()}", file=sys.stderr, flush=True)
         os._exit(0)
+    if job["overrides"]["config"] == "end":
+        os._exit(0)
     if job["overrides"]["config"] == "hang":
         time.sleep(600)
     print(json.dumps({"status": "ok", "pid": os.getpid(), "config": job["overrides"]["config"]}), flush=True)
@@ -342,6 +344,8 @@ def test_a_worker_that_dies_costs_one_row_and_is_replaced(fake, tmp_path):
     answers, interrupted = worker_pool.run(jobs, workers=1, env=os.environ, cache=tmp_path)
     assert not interrupted and [answers[job.name]["status"] == "ok" for job in jobs] == [True, False, True, True]
     assert answers["die-1"]["status"] == "the worker died (exit code 7): the last words"
+    ended, _ = worker_pool.run(jobs_of("end"), workers=1, env=os.environ)
+    assert "(exit code 0): the program ended the process; remove its call of os._exit" in ended["end-0"]["status"]
     assert answers["b-2"]["pid"] == answers["c-3"]["pid"] != answers["a-0"]["pid"]
     assert sorted(file.stem for file in tmp_path.iterdir()) == ["a-0", "b-2", "c-3"]
 

@@ -641,6 +641,7 @@ MISTAKES["check"] = [
     ("--pyproject=/dev/zero", "cannot read /dev/zero: It is a device"),
     ("--pyproject=.", "cannot read "),
     ("--pyproject=", "the name is empty"),
+    ("--pyproject=budgets.toml budgets.toml", "for a file, give --pyproject=budgets.toml"),
     ("--pyproject=budgets.toml mpl", "there is no budget mpl: did you mean mlp?"),
     ("--pyproject=budgets.toml --baseline=foreign.json", "the baseline foreign.json has another layout"),
     ("--pyproject=budgets.toml --baseline=notes.md", "the baseline notes.md is not JSON"),
