@@ -350,12 +350,28 @@ def check(args: argparse.Namespace, names: Sequence[str]) -> None:
         raise ReportError(f"--jobs={args.jobs} is not a number of workers: give 1 or more")
 
 
+# Flags whose values are output files or folders.
+_OUTPUTS = ("json", "html", "out", "export")
+
+
 def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html")) -> None:
-    """Checks that the output files of the flags `flags` can be written, before a long command begins.
+    """Checks that the output files of the flags `flags` and the folder of --export can be written, before a long
+    command begins.
 
     Raises:
-        ReportError: a file cannot be written.
+        ReportError: a file cannot be written, or two flags name one file.
     """
+    by_path: dict[str, str] = {}
+    for flag in _OUTPUTS:
+        if isinstance(output := vars(args).get(flag), Path):
+            path = os.path.realpath(output)
+            if path in by_path and (os.path.isfile(path) or not os.path.exists(path)):  # not /dev/null
+                raise ReportError(f"--{by_path[path]} and --{flag} both name {output}: give two different files")
+            by_path[path] = flag
+    if folder := vars(args).get("export"):
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.exists(path))
+        if not os.path.isdir(existing):
+            raise ReportError(f"cannot write to --export={folder}: {existing} is a file; give a new or existing folder")
     for path in filter(None, (vars(args).get(flag) for flag in flags)):
         if not os.path.isdir(path.absolute().parent):
             raise ReportError(f"cannot write {path}: there is no folder {path.parent}; create it or give another file")

@@ -108,10 +108,13 @@ class Report(report_record.ReportRecord):
         write(path, report_page.render(self))
 
     def save(self, path: str | Path) -> None:
-        """Writes the report as JSON, which `memory.load` and `bytescope diff` can read.
+        """Writes the report as JSON, which `memory.load` and `bytescope diff` can read. If the name of the file ends
+        with .html, writes the page of `to_html`.
 
         Raises ReportError if the file cannot be written.
         """
+        if Path(path).suffix.lower() in (".html", ".htm"):
+            return self.to_html(path)
         try:
             super().save(path)
         except OSError as error:

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
-from bytescope.memory.commands.arguments import Parser, add_json, keep_old_flag, user_path
+from bytescope.memory.commands.arguments import Parser, add_json, check_files, keep_old_flag, user_path
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.host.process_memory import return_large_arrays
@@ -165,9 +165,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             if size < 1:
                 raise UserError(f"--{flag.replace('_', '-')}={text} is too small: give 1 byte or more")
     args.shard_bytes = parse_bytes(args.shard_size)
-    for flag in ("html", "json"):
-        if (path := getattr(args, flag)) is not None and not path.absolute().parent.is_dir():
-            raise UserError(f"--{flag}={path}: there is no folder {path.absolute().parent}: create it first")
+    check_files(args)
     return args
 
 

@@ -22,7 +22,7 @@ from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import PIECE_BYTES, RecordTexts, TextDocuments
 from bytescope.train.data.records import RecordFiles
 from bytescope.train.data.settings import SPECIAL_TOKENS
-from bytescope.train.data.shards import DTYPES, READERS, SPLITS
+from bytescope.train.data.shards import DTYPES, SPLITS
 from bytescope.train.data.tokenizer import GROUP_CHARS, JsonTokenizer, Tokenizer, load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
 
@@ -164,9 +164,9 @@ def _remove_interrupted_output(out: Path) -> None:
 def _refuse_used(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out={out} is a file: give a folder")
-    used = [path.name for path in out.glob("*") if path.name == INDEX or path.suffix in READERS]
+    used = [path.name for path in out.glob("*") if path.name != PARTIAL]
     if used:
-        raise UserError(f"--out={out} already contains {min(used)}: give an empty folder, or empty this one")
+        raise UserError(f"--out={out} already contains {min(used)}: give a new or empty folder")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -7,7 +7,9 @@ directory and prints. Every process reads its own rows of the data and writes it
 import argparse
 import contextlib
 import dataclasses
+import ipaddress
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -101,9 +103,22 @@ def find(args: argparse.Namespace) -> Address | None:
 
 def _host_port(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"--coordinator={text} is not an address: give HOST:PORT, such as node1:4567")
+    if not _is_host(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+        raise UserError(
+            f"--coordinator={text} is not an address: give HOST:PORT, such as node1:4567, or [ADDRESS]:PORT for IPv6"
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_host(text: str) -> bool:
+    # The name of a machine, an IPv4 address, or an IPv6 address with or without brackets.
+    if re.fullmatch(r"[\w.-]+", text):
+        return True
+    try:
+        ipaddress.IPv6Address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
+    except ValueError:
+        return False
+    return True
 
 
 def _launched(timeout: float) -> Address | None:

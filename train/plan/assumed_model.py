@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
-from bytescope.memory.formulas.model_shape import ExpertShape, Latent
+from bytescope.memory.formulas.model_shape import ExpertShape, Latent, ModelShape
 
+# Maximum layers of a model, and maximum factor between --params and the parameters of the shape that flags give.
+MAX_LAYERS, MAX_DEVIATION = 2**16, 2
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 # Flags of the model's shape that are valid only with --params: flag -> (the config key with this meaning, help text).
 SHAPE = {
@@ -156,7 +159,30 @@ def question_from_flags(args: Mapping[str, Any]) -> Question:
         latent=Latent(**latent) if latent else None,
         **changes,
     )
+    _refuse_contradiction(args["params"], parameters, model, [flag for flag in SHAPE if given[flag]])
     return Question(parameters, model)
+
+
+def _refuse_contradiction(text: str, parameters: float, model: ModelShape, given: Sequence[str]) -> None:
+    """Raises ReportError if the flags `given` and --params=`text` describe different models."""
+    if "d-model" in given and "heads" in given and "d-head" not in given and model.width % model.heads:
+        raise ReportError(
+            f"--heads={model.heads} does not divide --d-model={model.width}: give a divisor, or give --d-head too"
+        )
+    if model.layers > MAX_LAYERS:
+        raise ReportError(
+            f"--params={text} with --d-model={model.width} makes {model.layers:,} layers: give at most {MAX_LAYERS:,} "
+            "layers, a larger --d-model or fewer --params"
+        )
+    # --params is often a rounded number, and does not count the token table unless its size is given.
+    count = transformer_formulas.parameter_count(model)
+    least = count if "vocabulary" in given else count - transformer_formulas.table_count(model)
+    if given and not least / MAX_DEVIATION <= parameters <= count * MAX_DEVIATION:
+        flags = " ".join(f"--{flag}" for flag in given)
+        raise ReportError(
+            f"--params={text} contradicts {flags}: a model of this shape has {count:,} parameters; give "
+            f"--params={count}, or leave a flag out"
+        )
 
 
 def _read_flags_of_feature(args: Mapping[str, Any], table: Mapping[str, ShapeFlag]) -> dict[str, Any]:

@@ -114,7 +114,9 @@ def test_save_and_load(report, tmp_path):
 
 def test_to_html_is_the_page_of_the_command(record, report, tmp_path):
     report.to_html(str(tmp_path / "report.html"))
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == report_page.render(record)
+    report.save(tmp_path / "saved.html")
+    for name in ("report.html", "saved.html"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == report_page.render(record)
 
 
 # ---- at a prompt -----------------------------------------------------------------------------------------

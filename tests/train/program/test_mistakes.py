@@ -225,6 +225,9 @@ MISTAKES = {
         ("tiny h100 --target=h200", "given twice"),
         ("tiny --hmtl=x", "--html"),
         ("tiny --json=/no/such/folder/x.json", "no folder"),
+        ("tiny h100 --export=notes.md", "notes.md is a file; give a new or existing folder"),
+        ("tiny h100 --export=notes.md/x", "notes.md is a file"),
+        ("--hlo=notes.md --export=x --json=x", "--json and --export both name x"),
         ("tiny --json=.", "is a folder"),
         ("tiny --json=", "--json"),
         ("tiny --html=~nobody-here/x", "names a user that does not exist"),
@@ -355,6 +358,11 @@ MISTAKES = {
         ("--params=7x", "--params=7x"),
         ("--params=7e9 --layers=0", "--layers=0"),
         ("--params=7e9 --layers=many", "--layers"),
+        ("--params=7e9 --layers=2 --d-model=64", "--params=7e9 contradicts --layers --d-model: a model of this shape"),
+        ("--params=7e9 --d-model=3", "--params=7e9 with --d-model=3 makes 64,814,815 layers: give at most 65,536"),
+        ("--params=7e9 --heads=50000", "has 32,801,218,560 parameters; give --params=32801218560, or leave a flag out"),
+        ("--params=7e9 --vocabulary=900000000", "--params=7e9 contradicts --vocabulary"),
+        ("--params=7e9 --d-model=4096 --heads=3", "--heads=3 does not divide --d-model=4096: give a divisor"),
         ("--params=7e9 --zero=4", "choose one of 0, 1, 2, 3"),
         ("--params=7e9 --data=0", "data"),
         ("--params=7e9 --optimizer=adam", "did you mean adamw"),
@@ -529,6 +537,10 @@ MISTAKES = {
         ("tiny --config.data.source=/nowhere", "/nowhere"),
         ("tiny --config.data.tokenizer=/nowhere.json", "/nowhere.json"),
         ("tiny --process=0", "missing"),
+        *(
+            (f"tiny --coordinator={text} --process=0 --processes=2", f"--coordinator={text} is not an address")
+            for text in ("1:2:3", "[node1]:4567", "a/b:1", "::1", "node1:٣")
+        ),
         ("tiny --timeout=nan", "--timeout"),
         ("[/b]", "'[/b]'"),
     ],
@@ -543,6 +555,7 @@ MISTAKES = {
         ("--source=bad.npy --out=o", "shards already"),
         ("--source=text.txt --out=", "--out"),
         ("--source=text.txt --out=notes.md", "is a file"),
+        ("--source=text.txt --out=experts", "--out=experts already contains config.json: give a new or empty folder"),
         ("--source=text.txt --out=notes.md/x", "Not a directory"),
         (f"--source=text.txt --out={LONG}", "File name too long"),
         ("--source=text.txt --out=~nobody-here/x", "names a user that does not exist"),
@@ -570,6 +583,21 @@ for command in ("report", "compare", "levers", "front", "fit"):
     ]
 for command in ("report", "names", "estimate", "compare", "levers", "front", "fit", "train"):
     MISTAKES[command] += OF_WEIGHTS
+for command, words in (
+    ("report", "tiny"),
+    ("diff", "a b"),
+    ("trace", "notes.md"),
+    ("explain", "notes.md"),
+    ("estimate", "tiny"),
+    ("compare", "tiny"),
+    ("levers", "tiny"),
+    ("front", "tiny"),
+    ("fit", "tiny"),
+    ("fit", "--program=step.py:update"),
+    ("audit", "tiny"),
+    ("quantize", "missing out --calibrate=text.txt"),
+):
+    MISTAKES[command] += [(f"{words} --json=same --html=./same", "--json and --html both name ")]
 MISTAKES["compare"] += [("--grid=config=tiny,hf:missing", "no folder missing")]
 MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "measured on NVIDIA H200, but h100")]
 MISTAKES["validate"] += [
@@ -601,6 +629,7 @@ MISTAKES["calibrate"] = [
     ("--out=/no/such/folder/x", "no folder"),
     ("--out=.", "is a folder"),
     ("--out=", "the name is empty"),
+    ("--out=same --json=same", "--json and --out both name same: give two different files"),
     ("tiny", "unrecognized"),
     ("--secnds=3", "did you mean --seconds?"),
     ("--rates=rates.json", "only valid with --from-runs"),
@@ -630,6 +659,7 @@ MISTAKES["pipeline"] = [
     ("--stagez=4", "did you mean --stages?"),
     ("--stages=4 --micro-batches=4 --json=/no/such/folder/x", "no folder"),
     ("--stages=4 --micro-batches=4 --html=.", "is a folder"),
+    ("--stages=4 --micro-batches=4 --html=same --json=same", "both name same"),
     ("tiny --stages=4 --micro-batches=4", "unrecognized"),
     ("--stages=4 --micro-batches=4 --config.train.steps=1", "takes no --config.train.steps"),
 ]
