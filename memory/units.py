@@ -23,6 +23,7 @@ _SCALES = {
     "tb": 10**12,
     **{name.lower(): scale for name, scale in BINARY},
 }
+_BITS = re.compile("[KMGT]i?b$")  # kb, mb and gb in small letters are read as bytes
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
@@ -61,6 +62,8 @@ def parse_bytes(size: int | str) -> int:
         match = _SIZE.match(size) if isinstance(size, str) else None
         if match is None or match[2].lower() not in _SCALES:
             raise ReportError(f"{size!r} is not a valid size: write it as 72GiB, 512MB or a number of bytes")
+        if _BITS.search(match[2]):
+            raise ReportError(f"{size!r} is a number of bits, not bytes: write {size.strip()[:-1]}B for bytes")
         unit = match[2].lower()
         scaled = float(match[1]) * _SCALES[unit]
         if not scaled < MAX_BYTES:  # true for infinity too

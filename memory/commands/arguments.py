@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -19,8 +19,7 @@ from bytescope.memory.files import write_whole
 # Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
-
-
+_UNKNOWN_WORD = re.compile(r"unrecognized arguments: ([^\s-]\S*)")
 _UNRECOGNIZED = "unrecognized arguments: "
 
 
@@ -29,24 +28,32 @@ class Parser(argparse.ArgumentParser):
 
     keys_named: a function from the last part of a config key, such as "seq_len", to the full config keys with this
     ending. Error messages suggest these keys. Only commands that take --config.KEY set it.
+    remedies: a flag that the command does not have, such as "--budget", or "TARGET" -> what to give instead.
     """
 
     keys_named: Callable[[str], Sequence[str]] | None = None
+    remedies: Mapping[str, str] = {}
 
     def error(self, message: str) -> NoReturn:
         """Raises ReportError with argparse's message, the most similar known flags or config keys, and the help
         command."""
         near: Sequence[str] = ()
+        if (word := _UNKNOWN_WORD.match(message)) and "TARGET" in self.remedies and _is_target(word[1]):
+            raise ReportError(f"{message}: {self.remedies['TARGET']}")
         if target := self._unused_target(message):
             raise ReportError(
                 f"{target} is a target, which {self.prog} does not take: leave it out; to see the memory there, run "
                 f"bytescope report CONFIG {target}"
             )
         if flag := _UNKNOWN_FLAG.match(message):
+            if flag[1] in self.remedies:
+                raise ReportError(f"{message}: {self.remedies[flag[1]]}")
             if self.keys_named and "--config.KEY" in self._option_string_actions:
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
             known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
             near = near or nearest(flag[1], known)
+            if not near and self.keys_named is None and "--grid" in known:
+                near = [f"--grid={message.split()[2].lstrip('-')}"]
         raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
 
     def _unused_target(self, message: str) -> str:
@@ -64,6 +71,13 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, f"{value!r} is not an allowed value: {remedy_for(str(value), map(str, action.choices))}"
             )
+
+
+def _is_target(word: str) -> bool:
+    from bytescope.memory.devices.chips import base_name
+    from bytescope.memory.devices.targets import names
+
+    return base_name(word) in names()
 
 
 class OldFlag(argparse.Action):

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices import cuda_plugins
-from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
+from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, base_name, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
 from bytescope.memory.devices.limits import limit_bytes, pool_bytes
@@ -39,7 +39,7 @@ from bytescope.memory.devices.platform import (
     simulate_devices,
     user_fraction,
 )
-from bytescope.memory.errors import ReportError, did_you_mean, one_line
+from bytescope.memory.errors import ReportError, nearest, one_line, suggestion
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import physical_bytes
 
@@ -179,9 +179,20 @@ def names() -> tuple[str, ...]:
 
 def with_fraction(name: str, fraction: str | None) -> str:
     """Returns a target's name with a memory fraction: ("h100:8", "0.9") -> "h100:8@0.9". Returns the name unchanged if
-    the fraction is None. Raises ReportError if the name already contains a fraction."""
+    the fraction is None. Raises ReportError if the fraction is not valid, if the target is not a described GPU, or if
+    its name already contains a fraction."""
     if fraction is None:
         return name
+    if not 0 < _as_fraction(fraction) <= 1:
+        raise ReportError(
+            f"the memory fraction {fraction} is out of range: give more than 0 and at most 1, such as 0.9 for 90 %"
+        )
+    base = base_name(name)
+    if base in names() and (base not in CHIPS or CHIPS[base].platform not in GPU_PLATFORMS):
+        raise ReportError(
+            f"the memory fraction {fraction} is for a GPU that is not present, but the target is {name}: leave the "
+            "fraction out" + (", and set XLA_CLIENT_MEM_FRACTION" if base == "local" else "")
+        )
     if "@" in name:
         raise ReportError(f"the memory fraction {fraction} and target {name} both set a fraction: leave one out")
     return f"{name}@{fraction}"
@@ -201,9 +212,9 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
     place, at, given = name.strip().lower().partition("@")
     base, colon, count = place.partition(":")
     if base not in names():
-        hint = did_you_mean(base, names())
+        remedy = suggestion(_similar_targets(base, place.removeprefix(base) + at + given))
         raise ReportError(
-            f"unknown target {name!r}: {hint}{' ' if hint else ''}Targets: {', '.join(names())} "
+            f"unknown target {name!r}: {remedy or 'give the name of a chip.'} Targets: {', '.join(names())} "
             "(cpu:8, h100:8, h100:2x8, h100:8@0.9, v5e:4x4)"
         )
     shape = _parse_shape(count) if colon else ()
@@ -231,13 +242,30 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
         return _described(plain, chip, full)
     if not at:
         return _described(plain, chip, full, _fraction(default_fraction))
-    value = float(given) if re.fullmatch(r"\d*\.?\d+", given) else 0.0
+    value = _as_fraction(given)
     if not 0 < value <= 1:
         raise ReportError(
             f"target {name!r}: @{given} is not a fraction of a GPU's memory; give more than 0 and at most 1, such as "
             "@0.9"
         )
     return _described(f"{plain}@{value:g}", chip, full, MemoryFraction(value, "set by the target"))
+
+
+def _as_fraction(text: str) -> float:
+    return float(text) if re.fullmatch(r"\d*\.?\d+", text) else 0.0  # refused, as 0 is
+
+
+def _similar_targets(base: str, rest: str) -> list[str]:
+    """Returns the valid targets that a wrong name may mean: "h100:8" for "h100x8", "8xh100" and "h10:8".
+
+    base: the name before the colon. rest: the text after it, with the colon.
+    """
+    for name in names():
+        before, found, after = base.partition(name)
+        count = re.fullmatch(r"(\d+)[x*]", before) if not after else re.fullmatch(r"[x*_-]?(\d+(?:x\d+)*)", after)
+        if found and count and _parse_shape(count[1]) and not (before and after) and ":" not in rest:
+            return [f"{name}:{count[1]}{rest}"]
+    return [name + rest for name in nearest(base, names())]
 
 
 def _fraction(default: MemoryFraction) -> MemoryFraction | None:

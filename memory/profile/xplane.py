@@ -109,8 +109,11 @@ def find(place: str | Path) -> Path:
     place = Path(place)
     if os.path.isfile(place):
         return place
-    inside = place.rglob(f"*{SUFFIX}") if os.path.isdir(place) else ()
-    traces = sorted(inside, key=lambda path: (path.parent.name, path.name))
+    if not os.path.isdir(place):
+        raise ReportError(
+            f"there is no file or folder {place}: write a trace with bytescope train --profile=3 or with jax.profiler"
+        )
+    traces = sorted(place.rglob(f"*{SUFFIX}"), key=lambda path: (path.parent.name, path.name))
     if not traces:
         raise ReportError(
             f"there is no *{SUFFIX} in {place}: write a trace with bytescope train --profile=3 or with jax.profiler"

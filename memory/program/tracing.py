@@ -13,11 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, nearest, suggestion
 from bytescope.memory.program import in_place
 
 # Options of `jax.jit` that a step may have.
 OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
+# Names of a size in our functions. Each may be given in the place of another.
+_SIZES = ("size", "limit", "budget")
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -71,16 +73,18 @@ def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     return max(lengths, key=lengths.__getitem__, default=0)
 
 
-def check_options(options: Iterable[str], function: str) -> None:
+def check_options(options: Iterable[str], function: str, own: Sequence[str] = ()) -> None:
     """Raises TypeError if an option is not known to `jax.jit`.
 
-    function: the name of the function to which the options were passed, for the message.
+    function: the name of the function to which the options were passed, for the message. own: the function's own
+    keyword arguments, which the message suggests for a misspelt one.
     """
-    unknown = sorted(set(options) - set(OPTIONS))
-    if unknown:
+    for option in sorted(set(options) - set(OPTIONS)):
+        sizes = [name for name in own if name in _SIZES] if option in _SIZES else []
+        near = suggestion(sizes or nearest(option, (*own, *OPTIONS)))
         raise TypeError(
-            f"{function}() got the unknown option {', '.join(unknown)}: give only options of jax.jit, "
-            + ", ".join(OPTIONS)
+            f"{function}() got the unknown option {option}: {f'{near} Else ' if near else ''}give only options of "
+            f"jax.jit, {', '.join(OPTIONS)}"
         )
 
 

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from bytescope.memory.view.object_table import Table
 
 
+# Keyword arguments of `analyze` that are not options of jax.jit.
+_KEYWORDS = ("target", "kwargs", "config", "facts", "roles", "names", "compiler_options")
+
+
 class Report(report_record.ReportRecord):
     """The memory report of a compiled program: what every byte of device memory holds when memory use is highest (at
     the peak). It has the fields of `ReportRecord`, and methods that print, draw, save and compare them.
@@ -172,6 +176,7 @@ def analyze(
           the target is unknown; or XLA does not know a compiler option.
       TypeError: an option is not an option of `jax.jit`.
     """
+    check_options(options, "analyze", _KEYWORDS)
     return _compile_and_report(
         program,
         args,
@@ -208,6 +213,7 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         function's arguments.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test, not this function
+    check_options(set(options) - set(_KEYWORDS), "assert_fits", ("size", *_KEYWORDS))
     if len(args) == 1 and size is None and not takes_arguments(program):
         (size,), args = args, ()
     if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
@@ -252,7 +258,6 @@ def _compile_and_report(
     compiler_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Report:
-    check_options(options, "analyze")
     roles = checked_roles(roles)
     compilation, compiled_target = compiled_for(
         program, args, kwargs, target=target, options=options, compiler_options=compiler_options

@@ -129,7 +129,7 @@ def compile(
         ReportError: `step` is not a step, or it cannot be compiled for the target.
         TypeError: an option is not known to `jax.jit`.
     """
-    check_options(options, "compile")
+    check_options(options, "compile", ("target", "kwargs", "config", "facts", "roles", "names"))
     roles = checked_roles(roles)
     if not takes_arguments(step):
         raise ReportError(

@@ -314,7 +314,7 @@ def watch(
         ReportError: `limit` is not a size, `step` cannot be called, or options are given for a jitted step.
         TypeError: an option is not known to `jax.jit`.
     """
-    check_options(options, "watch")
+    check_options(options, "watch", ("every", "limit", "folder", "tell", "config", "facts", "roles", "names"))
     if every < 0:
         raise ReportError(f"every={every} is not a number of calls: give 1 or more, or 0 for no comparisons")
     decorate = functools.partial(

@@ -71,6 +71,7 @@ def settle_subject(args: argparse.Namespace) -> None:
       ReportError: the config or the target is given twice, or a positional argument is not a target.
     """
     settle_settings(args)
+    _refuse_swapped(args)
     _move_target(args)
     for name in ("config", "target"):
         by_position = vars(args).pop(f"{name}_here", None)
@@ -87,6 +88,15 @@ def settle_subject(args: argparse.Namespace) -> None:
         from bytescope.memory.devices.targets import with_fraction
 
         args.target = with_fraction(args.target, args.mem_fraction)
+
+
+def _refuse_swapped(args: argparse.Namespace) -> None:
+    from bytescope.memory.devices.chips import base_name
+    from bytescope.memory.devices.targets import names
+
+    first, second = vars(args).get("config_here"), vars(args).get("target_here")
+    if first and second and base_name(first) in names() and base_name(second) not in names():
+        raise ReportError(f"{first} is a target, which follows the config: write {second} {first}")
 
 
 def _move_target(args: argparse.Namespace) -> None:

@@ -26,6 +26,13 @@ exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command
 or its files, 3 does not fit, 130 stopped by Ctrl-C"""
 
 
+# Flag that a command does not have -> what to give instead.
+ELSEWHERE: Mapping[str, str] = {
+    "--budget": "bytescope fit --budget=SIZE searches within a budget, and bytescope check compares programs with a "
+    "limit of your own",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Subcommand:
     """A subcommand of `bytescope`.
@@ -40,6 +47,7 @@ class Subcommand:
           part of the error message about --config.KEY.
         is_list: whether `bytescope list NAME` runs the command. The overview then leaves the command out.
         is_tool: whether other programs run the command, such as a shell. The overview then names it below the groups.
+        without_target: what to give instead of a target, if users may expect that the command takes one.
     """
 
     module: str
@@ -49,6 +57,7 @@ class Subcommand:
     reads: str = ""
     is_list: bool = False
     is_tool: bool = False
+    without_target: str = ""
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"bytescope.{self.module}")
@@ -172,6 +181,8 @@ COMMANDS: Mapping[str, Subcommand] = {
         "measure",
         "estimate memory and FLOPs with formulas, without compiling",
         ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html"),
+        without_target="formulas do not depend on the kind of device: give the number of devices with --data=N or "
+        "--tensor=N, or compile for the target with bytescope report",
     ),
     "calibrate": Subcommand(
         "train.commands.calibrate_runs",
@@ -279,6 +290,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
 }
 # The commands that `bytescope list NAME` runs, and the commands that other programs run.
+FLAGS = ("--help", "--version")  # without a command
 LISTS = tuple(name for name, command in COMMANDS.items() if command.is_list)
 TOOLS = tuple(name for name, command in COMMANDS.items() if command.is_tool)
 # Group -> its heading in the overview.
@@ -318,6 +330,7 @@ def make_parser(name: str) -> Parser:
         epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.remedies = {**ELSEWHERE, **({"TARGET": command.without_target} if command.without_target else {})}
     module.add_arguments(parser)
     return parser
 
@@ -349,7 +362,8 @@ def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     if not own_parser and any(argument.lstrip("-").startswith("config.") for argument in argv):
         argv, overrides = split_overrides(argv)
     parser = make_parser(name)
-    parser.keys_named = suggest_keys
+    if not any(argument.startswith(("--program", "--hlo")) for argument in argv):  # such a program has no config
+        parser.keys_named = suggest_keys
     args = parser.parse_intermixed_args(argv)  # options may be between config and target
     settle_subject(args)
     args.overrides = overrides
@@ -360,6 +374,8 @@ def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
 
 def _unknown_command_message(name: str) -> str:
     listed = ", ".join(itertools.chain.from_iterable(GROUPS.values()))
+    if near := did_you_mean(name, FLAGS) if name.startswith("-") else "":
+        return f"unknown flag {name!r}: {near}"
     if not name or name.startswith("-"):
         return f"no command is given: give one of {listed}"
     return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'choose one of ' + listed}"

@@ -222,7 +222,7 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     (tmp_path / "text.xplane.pb").write_text("not a trace at all")
     for flags, message in (
         ([str(empty)], "no *.xplane.pb in"),
-        ([str(tmp_path / "nowhere")], "no *.xplane.pb in"),
+        ([str(tmp_path / "nowhere")], "there is no file or folder"),
         ([str(many)], "contains 2 traces"),
         ([str(tmp_path / "text.xplane.pb")], "is not a profiler trace"),
         ([str(many / "a.xplane.pb")], "contains no device operations"),

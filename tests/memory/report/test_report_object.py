@@ -99,6 +99,26 @@ def test_every_verdict_says_which_share_of_the_gpus_memory_its_limit_is(record):
     assert share not in str(caught.value), "a size that the test chose"
 
 
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (
+            "assert_fits",
+            {"budget": "1GiB"},
+            "assert_fits() got the unknown option budget: did you mean size? Else give",
+        ),
+        ("assert_fits", {"limit": "1GiB"}, "assert_fits() got the unknown option limit: did you mean size?"),
+        ("assert_fits", {"tagret": "h100"}, "assert_fits() got the unknown option tagret: did you mean target?"),
+        ("analyze", {"targets": "h100"}, "analyze() got the unknown option targets: did you mean target?"),
+        ("analyze", {"donate_argnum": 0}, "did you mean donate_argnums"),
+        ("analyze", {"xyz": 0}, "analyze() got the unknown option xyz: give only options of jax.jit, in_shardings"),
+    ],
+)
+def test_a_misspelt_option_is_named_with_its_function(report, function, options, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        getattr(memory, function)(report, **options)
+
+
 def test_save_and_load(report, tmp_path):
     report.save(tmp_path / "memory.json")
     for path in (tmp_path / "memory.json", str(tmp_path)):  # a run directory has one of this name

@@ -87,6 +87,7 @@ def test_mistakes_are_one_line(words, message, capsys):
     ("words", "expected"),
     [
         (["configs"], "llama_8b"),
+        (["list"], "policies  list every remat policy"),
         (["targets"], "h100"),
         (["policies"], "selective"),
         (["keys", "--grep=remat.budget"], "bytes"),
