@@ -113,6 +113,12 @@ def remedy_for(word: str, names: Iterable[str]) -> str:
     return f"{near} Else choose one of {', '.join(names)}" if near else f"choose one of {', '.join(names)}"
 
 
+def install_remedy(extra: str) -> str:
+    """Returns the remedy for a missing package of an extra of pyproject.toml, such as "cuda"."""
+    # bytescope is not on PyPI, so pip needs the checkout.
+    return f"run pip install -e '.[{extra}]' in the checkout of bytescope"
+
+
 def type_phrase(value: Any) -> str:
     """Returns the type of a value with its article, for an error message: "an int", "a tuple". For None, returns
     "None".

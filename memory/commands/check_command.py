@@ -36,7 +36,7 @@ from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
 from bytescope.memory.compare.program_factory import FunctionFactory, ProgramFactory, load_factory
 from bytescope.memory.devices.chips import base_name
-from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.errors import ReportError, install_remedy, remedy_for
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view.console import put
@@ -246,7 +246,7 @@ def _factory(budget: Budget) -> ProgramFactory:
     except ReportError as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
             raise ReportError(
-                "a budget with a config needs the packages of the trainer: pip install 'bytescope[train]'"
+                f"a budget with a config needs the packages of the trainer: {install_remedy('train')}"
             ) from error
         raise
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from importlib import resources
 
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, install_remedy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("mcp", "mcp_types", "pydantic"):
             raise
-        raise ReportError(
-            "bytescope mcp needs the MCP SDK, version 2 or newer: pip install 'bytescope[mcp]'"
-        ) from error
+        raise ReportError(f"bytescope mcp needs the MCP SDK, version 2 or newer: {install_remedy('mcp')}") from error
     make_server().run("stdio")
     return 0

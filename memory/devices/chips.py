@@ -731,12 +731,12 @@ def target_config(chip: Chip, runtime: tuple[int, int]) -> str:
 
 
 def lacks(chip: Chip) -> str:
-    """Returns a warning about a GPU without bfloat16 units, such as "no bf16 units; fp16 65 TFLOP/s; needs CUDA 12:
-    bytescope[cuda12]", or about a GPU whose compiler needs more than the usual package; "" for all other chips.
+    """Returns a warning about a GPU without bfloat16 units, such as "no bf16 units; fp16 65 TFLOP/s", or about a GPU
+    whose compiler needs more than the usual package; "" for all other chips.
     """
     if chip.platform == "rocm":
-        return "needs bytescope[rocm] and ROCm 7"
+        return "needs the extra rocm and ROCm 7"
     if chip.gpu is None or "bf16" in chip.peak_flops:
         return ""
     rate = f"no bf16 units; fp16 {chip.peak_flops['fp16'] / T:,.0f} TFLOP/s"
-    return f"{rate}; needs CUDA 12: bytescope[cuda12]" if chip.gpu.capability < CUDA_13_FROM else rate
+    return f"{rate}; needs CUDA 12: the extra cuda12" if chip.gpu.capability < CUDA_13_FROM else rate

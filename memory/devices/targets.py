@@ -39,7 +39,7 @@ from bytescope.memory.devices.platform import (
     simulate_devices,
     user_fraction,
 )
-from bytescope.memory.errors import ReportError, nearest, one_line, suggestion
+from bytescope.memory.errors import ReportError, install_remedy, nearest, one_line, suggestion
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import physical_bytes
 
@@ -60,6 +60,8 @@ _LIBTPU_QUIET = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
+# Platform of a described target -> the package with its compiler, as pip names it.
+_COMPILER_PACKAGES = {"cuda": "'jax[cuda13]'", "rocm": "'jax[rocm7-local]'", "tpu": "libtpu"}
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
 
 
@@ -528,11 +530,11 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
         major, minor = chip.gpu.capability
         raise ReportError(
             f"target {name}: CUDA 13 cannot compile for sm_{major}{minor}; in a separate environment, "
-            "pip install 'bytescope[cuda12]' (it needs no GPU)"
+            f"{install_remedy('cuda12')} (it needs no GPU)"
         )
     if not plugins:
         raise ReportError(
-            f"target {name}: no CUDA compiler is installed; pip install 'bytescope[cuda]' (it needs no GPU)"
+            f"target {name}: no CUDA compiler is installed; {install_remedy('cuda')} (4.1 GB, it needs no GPU)"
         )
     config = target_config(chip, CUDA_PLUGINS[plugins[0]])
     cuda_plugins.register(plugins[0], gpu_present=accelerator() == "cuda")
@@ -550,8 +552,8 @@ def _register_rocm_without_gpu(name: str) -> None:
     """
     if not installed(f"jax_plugins.{ROCM_PLUGIN}"):
         raise ReportError(
-            f"target {name}: no ROCm compiler is installed; pip install 'bytescope[rocm]' and install ROCm 7 (it needs "
-            "no GPU)"
+            f"target {name}: no ROCm compiler is installed; {install_remedy('rocm')} and install ROCm 7 (it "
+            "needs no GPU)"
         )
     if accelerator() == "rocm":
         return
@@ -580,9 +582,7 @@ def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
     package that compiles for TPUs is not installed, or if its compiler rejects the shape.
     """
     if not installed("libtpu"):
-        raise ReportError(
-            f"target {name}: no TPU compiler is installed; pip install 'bytescope[tpu]' (it needs no TPU)"
-        )
+        raise ReportError(f"target {name}: no TPU compiler is installed; {install_remedy('tpu')} (it needs no TPU)")
     if accelerator() != "tpu":  # on a TPU machine, these variables describe the real TPU
         for variable, value in _LIBTPU_QUIET.items():
             os.environ.setdefault(variable, value)
@@ -601,7 +601,7 @@ def _topology(target: str, platform: str, *, name: str | None = None, **options:
     reason = one_line(refused, 160)
     raise ReportError(
         f"target {target}: the {platform} compiler rejects this target ({reason}); update the compiler with "
-        f"pip install -U 'bytescope[{platform}]'"
+        f"pip install -U {_COMPILER_PACKAGES[platform]}"
     ) from refused
 
 

@@ -141,6 +141,15 @@ def test_every_command_parses(page):
     assert not mistakes
 
 
+def test_no_page_and_no_message_installs_the_package_from_pypi():
+    """It is not there: pip gets it from a checkout or from a repository."""
+    sources = [path for top in ("configs", "memory", "model", "train") for path in (ROOT / top).rglob("*.py")]
+    pages = [page for page in READMES if page.name != "CHANGELOG.md"]
+    advised = r"pip install ([^\n`]*\bbytescope\[[\w,]+\](?! @ git)|bytescope\b)"
+    assert not [relative(path) for path in [*pages, *sources] if re.search(advised, path.read_text(encoding="utf-8"))]
+    assert re.search(advised, "pip install -e . 'bytescope[cuda]'") and re.search(advised, "pip install bytescope")
+
+
 def test_the_front_page_has_its_commands_and_leads_to_all_others():
     text = FRONT.read_text(encoding="utf-8")
     # The set-up lines and the first report are among what test_every_command_parses reads.

@@ -40,12 +40,12 @@ class Recipe:
 RECIPES = {
     "equinox_gpt": Recipe(
         "equinox",
-        "pip install 'bytescope[test]'",
+        "pip install -e '.[test]'",
         {"batch": 8, "length": 64, "width": 32, "layers": 2, "heads": 2, "vocab": 64},
     ),
     "keras_gpt": Recipe(
         "keras",
-        "pip install 'bytescope[test]'",
+        "pip install -e '.[test]'",
         {"batch": 8, "length": 64, "width": 32, "layers": 2, "heads": 2, "vocab": 64},
     ),
     "flax_lm1b": Recipe(

@@ -2,6 +2,8 @@
 
 import importlib.util
 
+from bytescope.memory.errors import install_remedy
+
 # Import names of the packages in the extra `train` of pyproject.toml.
 PACKAGES = (
     "flax",
@@ -28,4 +30,4 @@ def needs_trainer(error: ModuleNotFoundError) -> bool:
 
 def message(subject: str) -> str:
     """Returns the error message for `subject`, such as "bytescope levers", which needs the extra `train`."""
-    return f"{subject} needs the trainer's packages: pip install 'bytescope[train]'"
+    return f"{subject} needs the trainer's packages: {install_remedy('train')}"

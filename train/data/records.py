@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.errors import one_line
+from bytescope.memory.errors import install_remedy, one_line
 from bytescope.train.user_errors import UserError
 
 # Files that `datasets.save_to_disk` writes: for a single data set, and for a dictionary of splits.
@@ -285,7 +285,7 @@ def _importing_pyarrow(path: Path) -> Iterator[Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(f"{path} needs pyarrow, which is not installed: run pip install 'bytescope[data]'") from None
+        raise UserError(f"{path} needs pyarrow, which is not installed: {install_remedy('data')}") from None
     try:
         yield pyarrow
     except UserError:

@@ -33,8 +33,8 @@ def check(project: str) -> None:
         return
     if importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"train.wandb={project} cannot be used: the package wandb is not installed: pip install "
-            "'bytescope[wandb]' (or pip install wandb), or leave train.wandb empty"
+            f"train.wandb={project} cannot be used: the package wandb is not installed: run pip install wandb, or "
+            "leave train.wandb empty"
         )
     import wandb
 

@@ -219,7 +219,7 @@ def test_a_name_is_no_command_in_the_log_of_github(tmp_path, capsys, monkeypatch
 @pytest.mark.quick
 def test_a_config_without_the_trainer_names_the_extra(monkeypatch):
     monkeypatch.setattr(check_command, "CONFIG_FACTORY", "bytescope_no_such_module.factory:FACTORY")
-    with pytest.raises(ReportError, match=r"pip install 'bytescope\[train\]'"):
+    with pytest.raises(ReportError, match=r"pip install -e '\.\[train\]'"):
         check_command._factory(Budget("a", "", "tiny", "cpu"))
 
 

@@ -17,7 +17,7 @@ from bytescope.train.cli import main
 from bytescope.train.commands import trainer_packages
 from support import memory_messages as written
 
-pytest.importorskip("mcp.server.mcpserver", reason="pip install 'bytescope[mcp]'")
+pytest.importorskip("mcp.server.mcpserver", reason="pip install -e '.[mcp]'")
 
 # A step with one weight, whose batch is the largest buffer.
 PROGRAM = """
@@ -215,7 +215,7 @@ def test_without_the_sdk(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
     monkeypatch.delitem(sys.modules, "bytescope.memory.commands.mcp_server", raising=False)
     assert main(["mcp"]) == 2
-    assert "pip install 'bytescope[mcp]'" in capsys.readouterr().err
+    assert "pip install -e '.[mcp]'" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

@@ -28,7 +28,7 @@ from support.json_results import read_result, result_of
 
 ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-INSTALL = "needs the trainer's packages: pip install 'bytescope[train]'"
+INSTALL = "needs the trainer's packages: run pip install -e '.[train]' in the checkout of bytescope"
 PROGRAM = """
 import jax, jax.numpy as jnp
 
@@ -93,7 +93,7 @@ REFUSED = {
     "calibrate --seconds=0": "is not a duration",
     "report --seq-len=3": "unrecognized arguments: --seq-len",
     "fit": "no config",
-    "mcp": "pip install 'bytescope[mcp]'",
+    "mcp": "pip install -e '.[mcp]'",
     "names --program=my.py:program cpu": "not yet differentiated",
     "report --program=flaxy.py:program cpu": "flaxy.py cannot be imported: ModuleNotFoundError: No module named 'flax'",
 }

@@ -264,7 +264,7 @@ def test_a_damaged_source_is_refused(sources, tmp_path, monkeypatch, message):
 
 def test_without_pyarrow_the_command_is_named(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UserError, match=r"rows.parquet needs pyarrow, .*: run pip install 'bytescope\[data\]'"):
+    with pytest.raises(UserError, match=r"rows.parquet needs pyarrow, .*: run pip install -e '\.\[data\]' in"):
         find_texts(sources["parquet"])
     assert find_texts(sources["jsonl"]).train.tokens
 

@@ -144,7 +144,7 @@ def test_other_processes_and_a_switched_off_tensorboard_write_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("missing", "project", "said"),
     [
-        (True, "p", "the package wandb is not installed: pip install"),
+        (True, "p", "the package wandb is not installed: run pip install wandb"),
         (False, "a/b", "train.wandb=a/b is not a valid project name (Invalid project name)"),
         (False, "p", "not logged in to wandb: run wandb login, or set WANDB_MODE=off"),
     ],
