@@ -4,8 +4,9 @@
     python tests/bench/published.py --models 22B --names
 
 Units of s b h bytes a device, tensor parallel 8, micro-batch as in the paper, dropout masks included, compiled for 8
-described H100; the last two rows of a model are plain JAX autodiff (remat.policy=none), for which the paper has no
-figure. `--names` lists what each row keeps, by checkpoint name or, where it has none, by the operation.
+described H100. The paper has no figure for three rows of a model: full recomputation with sequence parallelism (shown:
+2/t) and plain JAX autodiff (remat.policy=none). `--names` lists what each row keeps, by checkpoint name or, where it
+has none, by the operation.
 """
 
 import argparse

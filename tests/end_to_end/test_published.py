@@ -4,8 +4,8 @@ import pytest
 
 from support.korthikanti import MODELS, ROWS, kept, units
 
-# Each policy once; the other rows take the same programs at other widths: tests/bench/published.py prints all 24.
-CASES = [("22B", "selective", True), ("1T", "full", True)]
+# Two policies; the other rows take the same programs at other widths: tests/bench/published.py prints all rows.
+CASES = [("22B", "selective", True), ("1T", "full", False)]
 
 
 @pytest.mark.exhaustive
@@ -14,7 +14,7 @@ CASES = [("22B", "selective", True), ("1T", "full", True)]
 def test_activation_bytes_a_layer(model, policy, sequence_parallel):
     heads, width, _ = MODELS[model]
     found = units(model, kept(model, policy, sequence_parallel))
-    assert found == pytest.approx(ROWS[policy, sequence_parallel](heads, width), rel=0.005)
+    assert found == pytest.approx(ROWS[policy, sequence_parallel](heads, width), abs=0.005)
 
 
 def test_the_formulas_for_22b():

@@ -23,6 +23,7 @@ def core(heads: int, width: int) -> float:
     return 5 * heads * SEQ_LEN / (width * TENSOR)
 
 
+# The formulas of Table 2, and one that is not in it: full recomputation with sequence parallelism.
 # (policy, sequence parallel) -> units of s b h bytes a layer and device, from heads and width
 ROWS = {
     ("megatron", False): lambda a, h: 10 + 24 / TENSOR + core(a, h),
