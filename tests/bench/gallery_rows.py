@@ -8,8 +8,6 @@ from typing import Any
 
 from gallery_list import PROGRAMS, accepted, expected
 
-# The compiler's own figures come as MiB with a few digits.
-EQUAL = 1e-3
 MIB = 2**20
 
 
@@ -35,10 +33,8 @@ class Row:
 
     @property
     def equal(self) -> bool | None:
-        """Whether XProf has the same peak and allocated bytes, None where it was not asked."""
-        if self.xprof is None:
-            return None
-        return all(abs(own - other) <= EQUAL * other for own, other in zip((self.peak, self.allocated), self.xprof))
+        """Whether XProf has the same peak and allocated bytes, to the byte; None where it was not asked."""
+        return None if self.xprof is None else (self.peak, self.allocated) == self.xprof
 
     @property
     def unread(self) -> list[str]:

@@ -84,7 +84,7 @@ def test_what_a_row_says(gallery):
     text = gallery.table([row])
     assert "params 60%" in text and "75.0%" in text and "not_donated" in text and "equal" in text
     assert "60 B is not donated. donate it" in gallery.details(row)
-    row.xprof = (101.0, 104.0)
+    row.xprof = (100.0, 105.0)
     assert not row.held and "**differs**" in gallery.table([row])
 
 
