@@ -19,7 +19,6 @@ from bytescope.memory.files import write_whole
 # Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
-_UNKNOWN_WORD = re.compile(r"unrecognized arguments: ([^\s-]\S*)")
 _UNRECOGNIZED = "unrecognized arguments: "
 
 
@@ -38,12 +37,10 @@ class Parser(argparse.ArgumentParser):
         """Raises ReportError with argparse's message, the most similar known flags or config keys, and the help
         command."""
         near: Sequence[str] = ()
-        if (word := _UNKNOWN_WORD.match(message)) and "TARGET" in self.remedies and _is_target(word[1]):
-            raise ReportError(f"{message}: {self.remedies['TARGET']}")
         if target := self._unused_target(message):
+            instead = f"leave it out; to see the memory there, run bytescope report CONFIG {target}"
             raise ReportError(
-                f"{target} is a target, which {self.prog} does not take: leave it out; to see the memory there, run "
-                f"bytescope report CONFIG {target}"
+                f"{target} is a target, which {self.prog} does not take: {self.remedies.get('TARGET', instead)}"
             )
         if flag := _UNKNOWN_FLAG.match(message):
             if flag[1] in self.remedies:
@@ -71,13 +68,6 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, f"{value!r} is not an allowed value: {remedy_for(str(value), map(str, action.choices))}"
             )
-
-
-def _is_target(word: str) -> bool:
-    from bytescope.memory.devices.chips import base_name
-    from bytescope.memory.devices.targets import names
-
-    return base_name(word) in names()
 
 
 class OldFlag(argparse.Action):
