@@ -13,7 +13,7 @@ from bytescope.model.attention.attention_kernels import scoring_of
 from bytescope.model.block import Block
 from bytescope.model.model_config import ModelConfig
 from bytescope.model.paged.page_pool import PagePool, View
-from bytescope.model.paged.paged_kernels import KERNELS
+from bytescope.model.paged.paged_attention import attend
 from bytescope.model.runs import layers_of, stack_of
 from bytescope.model.segments import Packed
 from bytescope.model.transformer import Transformer
@@ -35,7 +35,7 @@ def make_pools(config: ModelConfig, pages: int, stored: DTypeLike, compute: DTyp
 
 
 def step(
-    model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[PagePool], kernel: str
+    model: Transformer, tokens_BT: jax.Array, view: View, pools: Sequence[PagePool]
 ) -> tuple[jax.Array, list[PagePool]]:
     """Computes new tokens of several sequences with a paged KV cache. Returns the output of the last block after the
     final norm, [B, T, D], and the page pools with the keys and values of the tokens added.
@@ -46,16 +46,15 @@ def step(
       tokens_BT: int32, T tokens of each of B sequences.
       view: positions of the tokens, and the pages of their sequences.
       pools: the page pool of each layer.
-      kernel: name of the attention kernel, a row of `KERNELS`.
     """
-    config, run = model.config, KERNELS[kernel]
+    config = model.config
     packed = Packed(jnp.ones_like(tokens_BT), jnp.maximum(view.positions_BT, 0))
     x_BTD, written_pools = model.begin(tokens_BT, None, packed), []
     for block, pool in zip(_iterate_blocks(model), pools, strict=True):
 
         def core(q_BTHK, k_BTGK, v_BTGV, pool=pool):
             written_pools.append(pool.write(k_BTGK, v_BTGV, view))
-            return run(
+            return attend(
                 q_BTHK,
                 written_pools[-1],
                 view,

@@ -393,7 +393,7 @@ TRAINING = [
     case("score_text", "score exported/ --text='the model keeps'", columns=200),
     case("report_folder", "report hf:exported h100 --json=folder.json"),
     case("quantize", "quantize exported/ awq/ --group=32 --calibrate=text.txt --length=64 --samples=8 "
-         "--json=quantize.json --html=quantize.html", columns=200),
+         "--json=quantize.json", columns=200),
     case("generate_awq", "generate awq/ --prompt='the model' --max-tokens=8 --temperature=0", columns=200),
     case("lora", "train hf:exported --lora --config.lora.rank=4 --config.data.source=texts/ --config.data.seq_len=64 "
          "--config.train.steps=2 --config.train.eval_every=2 --config.batch.micro=2 --workdir=lora "

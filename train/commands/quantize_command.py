@@ -19,7 +19,7 @@ from bytescope.train.user_errors import UserError
 EPILOG = """\
 examples:
   bytescope quantize smollm/ smollm-awq/ --group=64 --calibrate=text.txt
-  bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl --html=e.html
+  bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl
   bytescope quantize big/ out/ --calibrate=text.txt --format=compressed-tensors
   bytescope quantize llama_70b h100        show only the memory, for any config
 
@@ -28,7 +28,7 @@ the end of the text is used to measure perplexity instead of to calibrate. Only
 one layer is on the device at a time. Run the same command again to resume an
 interrupted one. bytescope generate, transformers and vLLM read the folder.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
-BITS, GROUPS, FORMATS, METHODS = 4, (32, 64, 128), ("awq", "compressed-tensors"), ("awq", "rounding")
+GROUPS, FORMATS = (32, 64, 128), ("awq", "compressed-tensors")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -72,9 +72,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="text to measure perplexity on (default: the end of the text of --calibrate)",
     )
     parser.add_argument(
-        "--bits", type=int, default=BITS, metavar="N", help="bits per weight; only 4 is supported (default 4)"
-    )
-    parser.add_argument(
         "--group",
         type=int,
         default=128,
@@ -88,13 +85,6 @@ def make_parser() -> argparse.ArgumentParser:
         default="awq",
         metavar="NAME",
         help="format of the written weights: awq or compressed-tensors (default awq)",
-    )
-    parser.add_argument(
-        "--method",
-        choices=METHODS,
-        default="awq",
-        metavar="NAME",
-        help="quantization method: awq, or rounding, which uses no scales and serves for comparison (default awq)",
     )
     parser.add_argument(
         "--samples", type=int, default=64, metavar="N", help="maximum number of calibration sequences (default 64)"
@@ -119,9 +109,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
     )
-    parser.add_argument(
-        "--html", type=user_path, metavar="FILE", help="write the results, with the error of each layer, as a page"
-    )
     add_json(parser, "the results, with the error of each layer,")
     parser.add_argument(
         "--force",
@@ -142,7 +129,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if args.target is None and args.calibrate is None and args.out is not None:
         args.target, args.out = _check_target(str(args.out)), None
     if args.target is not None:
-        for flag in ("out", "calibrate", "held_out", "html", "json"):
+        for flag in ("out", "calibrate", "held_out", "json"):
             if (value := getattr(args, flag)) is not None:
                 argument = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
                 raise UserError(
@@ -151,8 +138,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                 )
     elif args.out is None:
         raise UserError("OUT or a target is missing: give OUT, a folder to write, or a target to show only the memory")
-    if args.bits != BITS:
-        raise UserError(f"--bits={args.bits} is not supported: give --bits={BITS}, or leave it out")
     for name, minimum in (("samples", 1), ("length", 2)):
         if (value := getattr(args, name)) < minimum:
             raise UserError(f"--{name}={value} is too small: give {minimum} or more")
@@ -218,20 +203,19 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def quantize(args: argparse.Namespace) -> None:
-    """Quantizes the model into the folder `args.out`, prints the results and writes the files of --html and --json.
+    """Quantizes the model into the folder `args.out`, prints the results and writes the file of --json.
 
     Raises:
       UserError: an argument or an input file is wrong.
       DoesNotFit: one layer does not fit in the memory of the device.
     """
-    from bytescope.memory.commands.arguments import write
     from bytescope.memory.host.process_memory import host_phase
     from bytescope.memory.report.host_notice import host_line, warn_if_too_large
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
     from bytescope.train.export.model_folder import refuse_used
     from bytescope.train.quantize.quantize_setup import make_result, open_quantization
-    from bytescope.train.quantize.quantize_view import memory_view, result_page, result_view
+    from bytescope.train.quantize.quantize_view import memory_view, result_view
 
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):
@@ -246,8 +230,6 @@ def quantize(args: argparse.Namespace) -> None:
             prepared.quantization.output.finish()
     result = make_result(args, prepared, outcome)
     put(result_view(result))
-    if args.html:
-        write(args.html, result_page(result))
     write_json(args, result.to_json(), caveats=("Perplexity and errors were measured on the given texts.",))
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import report_command
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_settings, check_files, refuse_flags, write
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_settings, check_files, refuse_flags
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Finding, ReportRecord
@@ -89,6 +89,8 @@ def _check_flags(args: argparse.Namespace) -> None:
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
             raise ReportError(f"--{flag}={value} is only valid with --generate: give both, or leave it out")
+    if args.generate and args.html:
+        raise ReportError(f"--html={args.html} cannot be used with --generate, which has no page: give --json=FILE")
     for flag in ("formulas", "run", "allocators", "try_remedies", "github", "export"):
         if args.generate and getattr(args, flag):
             raise ReportError(
@@ -236,7 +238,7 @@ def with_tried_remedies(
 def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
     from bytescope.memory.view.console import put
-    from bytescope.train.generate.budget_view import budget_page, budget_view
+    from bytescope.train.generate.budget_view import budget_view
     from bytescope.train.generate.open_engine import plan
     from bytescope.train.program import config_files as configs
 
@@ -247,8 +249,6 @@ def _report_generation(args: argparse.Namespace) -> int:
         reports = {name: report.to_json() for name, report in planned.reports.items()}
         result = {"config": planned.title, **planned.budget.to_json(), "reports": reports}
         write_json(args, result, target=target.to_json(), caveats=(COMPILED,))
-    if args.html:
-        write(args.html, budget_page(planned))
     return 0
 
 

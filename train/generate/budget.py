@@ -140,8 +140,7 @@ def settle(
             raise DoesNotFit(
                 f"the KV cache does not fit: of {human(limit)}, the weights take {human(weights)} and the "
                 f"largest step takes {human(step)}, which leaves too little for a page of keys and values "
-                f"({human(page_bytes)}): give more devices (--tensor=N or --fsdp=N), fewer --sequences or a smaller "
-                "--chunk"
+                f"({human(page_bytes)}): give more devices (--tensor=N or --fsdp=N) or fewer --sequences"
             )
         steps = measure(pages)
         step = max(steps.values())

@@ -13,11 +13,9 @@ from bytescope.train.user_errors import UserError
 
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
 KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
-KERNELS = ("blocks", "gather", "triton")
 DTYPES = ("float32", "bfloat16", "float16")
-# Storage formats of block weights: rows of FORMATS in model/quantized/quantized_formats.py.
-STORED_WEIGHTS = ("int4_g32", "int4_g64", "int4_g128", "nf4", "int8")
-PAGE = 16  # positions per page, the same as in model/paged/page_pool.py
+# Storage formats of block weights that quantize writes: rows of FORMATS in model/quantized/quantized_formats.py.
+STORED_WEIGHTS = ("int4_g32", "int4_g64", "int4_g128")
 FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> min value
 # TEMPERATURE is also used for the sample at the end of a run. At temperature 0, models that were trained for minutes
 # repeat their most likely token.
@@ -83,26 +81,12 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         help="maximum tokens per sequence (default: what the requests need, up to the model's limit)",
     )
     parser.add_argument(
-        "--chunk",
-        type=int,
-        metavar="N",
-        help="maximum prompt tokens per step, a multiple of 16 (default: 64 on a CPU, else 512)",
-    )
-    parser.add_argument(
         "--kv",
         choices=tuple(KV),
         default="compute",
         metavar="DTYPE",
         help="dtype of the KV cache: compute (the compute dtype), int8 or fp8; 8 bits halve the bytes per position "
         "(default: compute)",
-    )
-    parser.add_argument(
-        "--kernel",
-        choices=KERNELS,
-        default="blocks",
-        metavar="NAME",
-        help="attention kernel that reads the KV cache: blocks, gather or triton, which needs exactly one GPU "
-        "(default blocks)",
     )
 
 
@@ -191,8 +175,6 @@ def check_pool(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise ReportError(f"--{name}={value} is too small: give {minimum} or more")
-    if args.chunk is not None and (args.chunk < PAGE or args.chunk % PAGE):
-        raise ReportError(f"--chunk={args.chunk} is not a positive multiple of {PAGE}: give a multiple of {PAGE}")
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
@@ -207,9 +189,7 @@ def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
         "fsdp": 1,
         "sequences": None,
         "length": None,
-        "chunk": None,
         "kv": "compute",
-        "kernel": "blocks",
         "weights": "",
     }
     values = {name: getattr(args, name, default) for name, default in defaults.items()}

@@ -44,7 +44,7 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
     """Returns the static shapes of an engine's programs. The number of KV cache pages is left at 0, to be set later.
 
     Args:
-      args: the command line, with --sequences, --length and --chunk.
+      args: the command line, with --sequences and --length.
       platform: jax platform, such as "cpu" or "gpu", which decides the defaults.
       longest: maximum number of token positions of the model.
       needed: number of token positions of the longest request.
@@ -63,12 +63,12 @@ def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int,
         length = PAGE
         while length < min(needed, longest):
             length *= 2
-    return EngineSizes(0, sequences, _chunk(args, platform, longest), args.length or min(length, longest))
+    return EngineSizes(0, sequences, _chunk(platform, longest), args.length or min(length, longest))
 
 
-def _chunk(args: argparse.Namespace, platform: str, longest: int) -> int:
+def _chunk(platform: str, longest: int) -> int:
     # A step must not have more positions than the model; whole pages only.
-    return min(args.chunk or DEFAULTS.get(platform, OTHERS)[1], max(longest // PAGE, 1) * PAGE)
+    return min(DEFAULTS.get(platform, OTHERS)[1], max(longest // PAGE, 1) * PAGE)
 
 
 def budget(
@@ -130,7 +130,7 @@ def _steps(
     pool_bytes: int | None = None,
 ) -> Steps:
     model = describe_model(config, devices, args.fsdp, args.tensor, args.dtype, base)
-    return Steps(model, args.kernel, KV[args.kv] or model.precision.compute, pool_bytes)
+    return Steps(model, KV[args.kv] or model.precision.compute, pool_bytes)
 
 
 def local_limit(args: argparse.Namespace, device: jax.Device) -> int:
@@ -160,7 +160,7 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
     if base != UNQUANTIZED:
         weights = f"{format_of(base).summary}, the rest {weights}"
     facts = (
-        f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}, attention {args.kernel}",
+        f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}",
         f"{sizes.sequences} concurrent sequences of up to {sizes.length:,} positions, prompts in steps of "
         f"{sizes.chunk} tokens",
     )
@@ -231,12 +231,12 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
     """
     steps, device = _local_steps(args, source), jax.local_devices()[0]
     limit = local_limit(args, device)
-    scorer = Scorer(steps, longest, _chunk(args, device.platform, longest))
+    scorer = Scorer(steps, longest, _chunk(device.platform, longest))
     if scorer.bytes > limit:
         raise DoesNotFit(
             f"scoring {longest:,} tokens takes {human(scorer.bytes)}, including {human(steps.weight_bytes)} "
-            f"for the weights, but only {human(limit)} may be used: give a shorter --length, a smaller --chunk, or "
-            "more devices (--tensor=N or --fsdp=N)"
+            f"for the weights, but only {human(limit)} may be used: give a shorter --length or more "
+            "devices (--tensor=N or --fsdp=N)"
         )
     with progress(None, "reading weights", "bytes") as bar:
         return scorer, source.read(steps.model, bar.show)

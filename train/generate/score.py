@@ -36,7 +36,7 @@ class Scorer:
     """Computes the log-probabilities of the tokens of texts.
 
     Args:
-      steps: the model, its devices and its kernels. Only programs that score are compiled.
+      steps: the model and its devices. Only programs that score are compiled.
       length: maximum number of tokens of a text.
       chunk: maximum number of tokens per step.
     """
@@ -135,7 +135,7 @@ class Scorer:
         """
         steps = self._steps
         model = nnx.merge(steps.model.graph, params)
-        x_BTD, pools = decode.step(model, tokens_BT, view, pools, steps.kernel)
+        x_BTD, pools = decode.step(model, tokens_BT, view, pools)
         logits_BTV = model.logits(x_BTD, jnp.float32)
         chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
         return chosen_BT - jax.nn.logsumexp(logits_BTV, axis=-1), pools

@@ -25,7 +25,6 @@ from bytescope.train.generate.model_source import Model
 from bytescope.train.generate.sampling import Draws, choose
 from bytescope.train.parallel.xla_options import for_pallas
 from bytescope.train.step.optimizer.host_offload import device_bytes
-from bytescope.train.user_errors import UserError
 
 # Pattern of argument names -> role of the argument in the memory report.
 ROLES = (("^params", "params"), ("^pools", "cache"))
@@ -73,7 +72,6 @@ class EngineSizes:
 
 def run_step(
     graph: nnx.GraphDef,
-    kernel: str,
     drawing: bool,
     params: Any,
     pools: Sequence[Any],
@@ -86,7 +84,6 @@ def run_step(
 
     Args:
       graph: the nnx graph of the model.
-      kernel: name of the attention kernel, a row of KERNELS.
       drawing: True to sample the next token, False to take the most likely one.
       params: the parameters of the model.
       pools: the KV cache of each layer.
@@ -96,7 +93,7 @@ def run_step(
       draws: sampling settings of each row.
     """
     model = nnx.merge(graph, params)
-    x_BTD, new_pools = decode.step(model, tokens_BT, view, pools, kernel)
+    x_BTD, new_pools = decode.step(model, tokens_BT, view, pools)
     x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
     with jax.named_scope("head"):
         logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
@@ -115,24 +112,17 @@ def own_bytes(compiled: CompiledStage) -> int:
 
 
 class Steps:
-    """The programs that compute the tokens of a step, for a model with one attention kernel. There is a program for
-    each batch shape. A program is compiled when it is first used.
+    """The programs that compute the tokens of a step, one for each batch shape. A program is compiled when it is first
+    used.
 
     Args:
       model: the model. Its devices need not be present if the programs are only compiled.
-      kernel: name of the attention kernel, a row of `KERNELS` in model/paged/paged_kernels.py.
       stored: dtype of the KV cache. 8-bit dtypes have scales.
       pool_bytes: bytes of jax's pool if the devices are described GPUs; None otherwise.
     """
 
-    def __init__(self, model: Model, kernel: str, stored: DTypeLike, pool_bytes: int | None = None):
-        mesh = model.layout.mesh
-        if kernel == "triton" and (mesh.devices.flat[0].platform != "gpu" or mesh.size > 1):
-            raise UserError(
-                f"--kernel=triton needs exactly one GPU, but the model is on {mesh.size} x "
-                f"{mesh.devices.flat[0].device_kind}: leave --kernel out"
-            )
-        self.model, self.kernel, self.stored = model, kernel, jnp.dtype(stored)
+    def __init__(self, model: Model, stored: DTypeLike, pool_bytes: int | None = None):
+        self.model, self.stored = model, jnp.dtype(stored)
         self._pool_bytes = pool_bytes
         self._compilations: dict[tuple, Compilation] = {}
 
@@ -200,7 +190,7 @@ class Steps:
         )
 
         def step(params, pools, tokens, view, last, draws):  # reports show the names of these arguments
-            return run_step(self.model.graph, self.kernel, drawing, params, pools, tokens, view, last, draws)
+            return run_step(self.model.graph, drawing, params, pools, tokens, view, last, draws)
 
         places = jax.tree.map(lambda leaf: leaf.sharding, pools)
         run = jax.jit(step, donate_argnums=1, out_shardings=(everywhere, places))
@@ -228,11 +218,11 @@ class Steps:
         return self._compilations[key]
 
     def for_kernels(self) -> contextlib.AbstractContextManager:
-        """Returns the context in which the programs must be compiled. If the attention kernel is a Pallas kernel, it
-        sets the XLA options that the kernel needs.
+        """Returns the context in which the programs must be compiled. If the kernel of the experts is a Pallas kernel,
+        it sets the XLA options that the kernel needs.
         """
-        needed = self.kernel == "triton" or self.model.config.moe_kernel == "grouped"
-        return for_pallas(self.model.layout.mesh) if needed else contextlib.nullcontext()
+        grouped = self.model.config.moe_kernel == "grouped"
+        return for_pallas(self.model.layout.mesh) if grouped else contextlib.nullcontext()
 
     def report(self, sizes: EngineSizes, rows: int, width: int, drawing: bool, target: Target) -> ReportRecord:
         """Returns the memory report of the step program for a batch of `rows` sequences with `width` tokens each.

@@ -173,7 +173,7 @@ class Sampler:
             abstract = nnx.eval_shape(lambda: unstack_layers(program.transformer(nnx.Rngs(params=0), place=place)))
             shapes = separate_layers(program.model, shapes)
         model = Model(abstract.config, program.precision, nnx.split(abstract)[0], shapes, program.layout)
-        self.steps = Steps(model, "blocks", program.precision.compute)
+        self.steps = Steps(model, program.precision.compute)
         pages = self.rows * -(-self.length // PAGE) + 1
         self.sizes = EngineSizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
 

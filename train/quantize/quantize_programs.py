@@ -53,7 +53,6 @@ class Programs:
       precision: float32 parameters, and the compute dtype.
       sizes: the sizes of the arrays for which the programs are compiled.
       device: the device that runs the programs.
-      clip: True if the range of quantization groups may be clipped.
       pool_bytes: bytes of jax's memory pool if the device is described but not present; None otherwise.
     """
 
@@ -63,7 +62,6 @@ class Programs:
         precision: Precision,
         sizes: CallSizes,
         device: jax.Device,
-        clip: bool,
         pool_bytes: int | None = None,
     ):
         # A single layer, with the attention kernel that gives its context a checkpoint name.
@@ -71,7 +69,7 @@ class Programs:
             config, scan=False, unroll=1, attention="naive", mlp_chunk=0, dropout=0.0, n_layers=1
         )
         self.sizes, self.precision = sizes, precision
-        self.folds, self.matrices, self._clip = folds_of(config), matrices(config), clip
+        self.folds, self.matrices = folds_of(config), matrices(config)
         self._place = SingleDeviceSharding(device)
         self._pool_bytes = pool_bytes
         self._compilations: dict[Any, Compilation] = {}
@@ -225,7 +223,7 @@ class Programs:
         scaled weight [I, O]. It returns the 4-bit codes with zero points and scales, their error, and the error of
         plain rounding without scales for comparison. Errors are fractions of the outputs' mean square.
         """
-        shape, clip, group = self.matrices[path].sizes, self._clip and path in fold.clipped, self.sizes.group
+        shape, clip, group = self.matrices[path].sizes, path in fold.clipped, self.sizes.group
 
         def run(gram_II, scale_I, w_IO, scaled_IO):
             codes, error = scale_search.quantize(gram_II, scale_I, scaled_IO, group, clip)
@@ -244,7 +242,7 @@ class Programs:
         return device_bytes(self.block_shapes)
 
     def peak_bytes(
-        self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None, searching: bool = True
+        self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None
     ) -> dict[str, int]:
         """Compiles the programs. Returns program -> bytes on the device while it runs, including arrays that other
         programs keep there.
@@ -252,7 +250,6 @@ class Programs:
         Args:
           target: the target to compile for; None for the devices of this process.
           tell: function that is called with the name of each program.
-          searching: True to include the program that searches scales.
         """
 
         def measure(name: str, compilation: Compilation, beside: int = 0) -> int:
@@ -263,7 +260,7 @@ class Programs:
         grams = {fold.input: device_bytes(self._sum_shapes[fold.input]) for fold in self.folds}
         for fold in self.folds:
             beside = sum(grams.values()) - grams[fold.input]
-            if searching and fold.before:
+            if fold.before:
                 peaks[f"scales of {fold.name}"] = measure(f"scales of {fold.name}", self.search(fold), beside)
             name = f"rounding of {fold.name}"
             peaks[name] = max(measure(name, self.quantize(fold, path), beside) for path in fold.weights)

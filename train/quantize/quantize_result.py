@@ -1,4 +1,4 @@
-"""Records of a quantization, its memory and its results, for the terminal, the page and JSON."""
+"""Records of a quantization, its memory and its results, for the terminal and JSON."""
 
 from __future__ import annotations
 
@@ -83,11 +83,6 @@ class QuantizationResult:
     def bytes(self) -> tuple[int, int]:
         """Pair (bytes of all weights in 16 bits, bytes of all weights in the quantized folder)."""
         return tuple(sum(sizes) for sizes in zip(*self.components.values()))
-
-    @property
-    def weights(self) -> list[str]:
-        """Paths of the quantized weights in a layer, such as "attention.w_q", in order."""
-        return [row["weight"] for row in self.layers[0]["weights"]]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as JSON values."""

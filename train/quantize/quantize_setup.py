@@ -32,7 +32,7 @@ from bytescope.train.quantize.origin import check_model, open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
 from bytescope.train.quantize.quantize_programs import CallSizes, Programs
 from bytescope.train.quantize.quantize_result import Memory, QuantizationResult
-from bytescope.train.quantize.quantize_work import METHODS, Outcome, Quantization, Tell
+from bytescope.train.quantize.quantize_work import Outcome, Quantization, Tell
 from bytescope.train.source import ConfigPath, RunPath, WeightsPath, find_source
 from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.finetune import config_of
@@ -75,10 +75,10 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
       DoesNotFit: one layer does not fit in the memory of the device.
     """
     origin = open_origin(args.source, args.step, args.group)
-    device, method = jax.local_devices()[0], METHODS[args.method]
+    device = jax.local_devices()[0]
     calibration, held_out = read_windows(args, origin.source)
     sizes = CallSizes(_rows_per_call(len(calibration), len(held_out)), calibration.shape[1], args.group)
-    programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device, method.clip)
+    programs = Programs(origin.model, precision_of(args.dtype, device.platform), sizes, device)
     digest = hashlib.sha256()
     for windows in (calibration, held_out):
         digest.update(windows.tobytes())
@@ -86,13 +86,12 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
         "weights": origin.fingerprint,
         "group": args.group,
         "format": args.format,
-        "method": args.method,
         "dtype": args.dtype or "default",
         "length": sizes.length,
         "windows": len(calibration),
         "text": digest.hexdigest()[:16],
     }
-    peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"), method.scales)
+    peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"))
     limit = local_limit(args, device)
     tokens = calibration.size, held_out.size
     folder = sum(tensor.nbytes for tensor in plan(origin, args.format, args.group))
@@ -104,7 +103,7 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
             "--length, or use a device with more memory"
         )
     output = Output(args.out, origin, args.format, args.group, settings, args.shard_bytes, args.force)
-    quantization = Quantization(origin, programs, method, (calibration, held_out), output, tell)
+    quantization = Quantization(origin, programs, (calibration, held_out), output, tell)
     layer_on_disk = 0
     if isinstance(origin.source.origin, Folder):
         layer_on_disk = sum(one.nbytes for one in origin.source.origin.tensors.values()) // origin.model.n_layers
@@ -170,12 +169,12 @@ def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
     """
     target, model = targets.parse(args.target, TRAIN_FRACTION), _read_model_config(args)
     check_model(str(args.source), model, args.group)
-    method, rows = METHODS[args.method], min(ROWS, args.samples)
+    rows = min(ROWS, args.samples)
     device = target.devices()[0]
     sizes = CallSizes(rows, min(args.length, model.max_seq_len), args.group)
     precision = precision_of(args.dtype, device.platform)
-    programs = Programs(model, precision, sizes, device, method.clip, target.pool_bytes)
-    peaks = programs.peak_bytes(target, lambda name: tell(0, 0, f"compiling {name}"), method.scales)
+    programs = Programs(model, precision, sizes, device, target.pool_bytes)
+    peaks = programs.peak_bytes(target, lambda name: tell(0, 0, f"compiling {name}"))
     tokens = args.samples // rows * rows * sizes.length, HELD_OUT // rows * rows * sizes.length
     limit = budget_of(args.budget or "", target.limit_bytes, "--budget")
     weights = sum(math.prod(shape) for shape in parameters_of(model).values())
@@ -248,12 +247,12 @@ def host_terms(memory: Memory, programs: Programs, device: jax.Device, layer_on_
 
 
 def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
-    """Collects the figures of a finished quantization (`outcome`) for its summary and page: settings, memory, bytes by
+    """Collects the figures of a finished quantization (`outcome`) for its summary: settings, memory, bytes by
     component, perplexity before and after, and the errors of each layer."""
     quantization = prepared.quantization
     calibration, held_out = prepared.tokens
     facts = (
-        f"4 bits, groups of {args.group}, {METHODS[args.method].summary}; {args.format}",
+        f"4 bits, groups of {args.group}, activation-aware scales and clipped groups (AWQ); {args.format}",
         f"calibrated on {calibration:,} tokens of {args.calibrate.name} in windows of "
         f"{quantization.programs.sizes.length:,}, perplexity on {held_out:,} held-out tokens "
         f"of {(args.held_out or args.calibrate).name}",

@@ -1,4 +1,4 @@
-"""Shows a quantization in the terminal and as a page: bytes, perplexity, error by layer and by weight."""
+"""Shows a quantization on the terminal: bytes, perplexity, error by layer and by weight."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.units import human
-from bytescope.memory.view.elements import HeaderFigure, table, versions
-from bytescope.memory.view.frame import page
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
 from bytescope.train.quantize.quantize_result import Memory, QuantizationResult
@@ -80,83 +78,6 @@ def result_view(result: QuantizationResult) -> RenderableType:
         ),
         layers,
     )
-
-
-# ---- the page ----------------------------------------------------------------------------------------------------
-
-
-def result_page(result: QuantizationResult) -> str:
-    """Returns the HTML page of a finished quantization: perplexity and bytes before and after, errors of each layer,
-    and the memory of each program."""
-    before, after = result.bytes
-    sizes = (
-        ("component", "name", lambda row: row[0]),
-        ("16 bits", "num", lambda row: human(row[1][0])),
-        ("here", "num", lambda row: human(row[1][1])),
-    )
-    programs = (("program", "name", lambda row: row[0]), ("on the device", "num", lambda row: human(row[1])))
-    return page(
-        "quantize",
-        f"{result.title} in 4 bits",
-        page_data(result),
-        heading=f"{result.title} in 4 bits",
-        where=result.out,
-        facts=result.facts,
-        versions=versions(result.versions),
-        figures=[
-            HeaderFigure("perplexity", f"{result.after:.3f}", f"{result.before:.3f} before"),
-            HeaderFigure("weights", human(after), f"{human(before)} in 16 bits", f"{after:,} bytes"),
-        ],
-        weights=[path.rsplit(".w_", 1)[-1] for path in result.weights],  # attention.w_q -> q
-        heat=heat(result),
-        sizes=table(sizes, [*result.components.items(), ("all", result.bytes)]),
-        programs=table(programs, list(result.memory.device.items())),
-        limit=result.memory.limit,
-        host=result.memory.host,
-    )
-
-
-def page_data(result: QuantizationResult) -> dict[str, Any]:
-    """Returns the data of the plot of errors by layer: "layers", the layer numbers, and "shares", name of a line -> its
-    errors, one per layer, as fractions from 0 to 1.
-
-    The lines are the mean error of plain rounding, the mean error of the written weights (left out if they are plainly
-    rounded), and the error of the residual stream.
-    """
-    shares = {
-        "rounding": [mean_error(row)[0] for row in result.layers],
-        "written": [mean_error(row)[1] for row in result.layers],
-        "residual stream": [row["stream"] for row in result.layers],
-    }
-    products = [product for row in result.layers for product in row["weights"]]
-    if all(product["error"] == product["rounding"] for product in products):  # the method is plain rounding
-        del shares["written"]
-    return {"layers": [row["layer"] for row in result.layers], "shares": shares}
-
-
-def heat(result: QuantizationResult) -> list[dict[str, Any]]:
-    """Returns the rows of the heat map, one per layer. A row has the layer number and a cell for each quantized weight.
-
-    A cell has `share`, the weight's error relative to the largest error of all weights (0 to 1). As text it has the
-    error in percent, the exponent `power` of the input magnitudes in its scales, and a tooltip.
-    """
-    most = max(one["error"] for row in result.layers for one in row["weights"]) or 1.0
-    return [
-        {
-            "layer": row["layer"],
-            "cells": [
-                {
-                    "share": one["error"] / most,
-                    "text": f"{one['error']:.2%}",
-                    "power": f"{one['power']:.2f}",
-                    "title": f"layer {row['layer']}, {one['weight']}: {one['error']:.4%}, "
-                    f"rounding {one['rounding']:.4%}",
-                }
-                for one in row["weights"]
-            ],
-        }
-        for row in result.layers
-    ]
 
 
 def mean_error(row: Mapping[str, Any]) -> tuple[float, float]:

@@ -27,26 +27,6 @@ from bytescope.train.weights import folder as folders
 from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.packed import Codes
 
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """A quantization method.
-
-    Attributes:
-      summary: its description.
-      scales: True if inputs are scaled by their magnitudes in the calibration text.
-      clip: True if the range of a quantization group may be clipped.
-    """
-
-    summary: str
-    scales: bool
-    clip: bool
-
-
-METHODS = {
-    "awq": Method("activation-aware scales and clipped groups (AWQ)", True, True),
-    "rounding": Method("round to nearest", False, False),
-}
 Tell = Callable[[int, int, str], None]  # called with (finished program calls, total calls, description of the next)
 
 
@@ -86,7 +66,6 @@ class Quantization:
     Args:
       origin: the model and its unquantized weights.
       programs: the compiled device programs.
-      method: how scales and clipped ranges are chosen.
       tokens: calibration windows and held-out windows, each int32 [windows, tokens]. Both numbers of windows are
         multiples of the windows per program call.
       output: the folder to write.
@@ -97,12 +76,11 @@ class Quantization:
         self,
         origin: Origin,
         programs: Programs,
-        method: Method,
         tokens: tuple[np.ndarray, np.ndarray],
         output: Output,
         tell: Tell,
     ):
-        self.origin, self.programs, self.method, self.output = origin, programs, method, output
+        self.origin, self.programs, self.output = origin, programs, output
         self._calibration, self._held_out = tokens
         self._tell, self._calls = tell, 0
         assert origin.source.parameter is not None  # open_origin refuses quantized weights
@@ -196,7 +174,7 @@ class Quantization:
             ]  # errors are fractions, so X'X need not be divided by the number of tokens
             magnitudes_I = size_I / self._calibration.size
             scales[fold.name], powers[fold.name] = np.ones(len(magnitudes_I), np.float32), 0.0
-            if self.method.scales and fold.before:
+            if fold.before:
                 flat = tuple(self._flat(scaled, path) for path in fold.weights)
                 scale_I, power, _ = self.programs.search(fold).executable(gram_II, magnitudes_I, flat)
                 scaled, scales[fold.name] = fold_in(fold, self.programs.config, scaled, np.asarray(scale_I))

@@ -44,10 +44,10 @@ def random_model(keys=NOTHING):
     return model, nnx.to_pure_dict(nnx.state(made, nnx.Param))
 
 
-def random_engine(keys=NOTHING, *, pages=24, sequences=4, chunk=16, kernel="blocks", stored=jnp.float32, steps=None):
+def random_engine(keys=NOTHING, *, pages=24, sequences=4, chunk=16, stored=jnp.float32, steps=None):
     """An engine of random weights; `steps`: programs of another engine of the same model, which are used again."""
     model, params = random_model(keys)
-    steps = steps or Steps(model, kernel, stored)
+    steps = steps or Steps(model, stored)
     return Engine(steps, params, EngineSizes(pages, sequences, chunk, model.config.max_seq_len))
 
 
@@ -56,7 +56,7 @@ def engine_of(folder, *, pages=40, sequences=4, chunk=16, length=None, fsdp=1, t
     source = open_source(folder)
     model = describe_model(source.config, jax.devices(), fsdp, tensor, base=source.base)
     return Engine(
-        Steps(model, "blocks", model.precision.compute),
+        Steps(model, model.precision.compute),
         source.read(model, lambda done, total: None),
         EngineSizes(pages, sequences, chunk, length or source.length),
     )

@@ -257,7 +257,7 @@ def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch)
     rng = np.random.default_rng(0)
     texts = [rng.integers(2, 97, length).tolist() for length in (2, 9, 17, 100, 64, 30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"tokens": text}) + "\n" for text in texts))
-    words = ["score", str(folder), "--texts=texts.jsonl", "--out=scores.jsonl", "--chunk=64", "--json=scores.json"]
+    words = ["score", str(folder), "--texts=texts.jsonl", "--out=scores.jsonl", "--json=scores.json"]
     assert cli.main(words) == 0
     lines = (tmp_path / "scores.jsonl").read_text().splitlines()
     assert read_result("scores.json")["texts"] == list(map(json.loads, lines))

@@ -22,7 +22,6 @@ from support.exhaustive import exhaustive
 from support.json_results import read_result
 from support.models import weights
 from support.models.generating import alone, engine_of
-from support.pages.sweep import check_page
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SHORT = ["--group=32", "--length=16", "--samples=8", "--calibrate=text.jsonl"]
@@ -59,14 +58,13 @@ def quantize(capsys, *words):
 
 @pytest.fixture(scope="module")
 def made(home):
-    """Layout or method -> the folder of it and what was told."""
+    """Layout -> the folder of it and what was told."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         for name, words in {
             "awq": [],
             "compressed-tensors": ["--format=compressed-tensors"],
-            "rounding": ["--method=rounding"],
         }.items():
             assert (
                 cli.main(
@@ -78,7 +76,6 @@ def made(home):
                         *words,
                         "--held-out=held.jsonl",
                         f"--json={name}.json",
-                        f"--html={name}.html",
                     ]
                 )
                 == 0
@@ -133,10 +130,6 @@ def test_scales_make_less_error_than_rounding_and_both_layouts_hold_the_same(mad
     assert sum(one["error"] for one in weights_of) < 0.8 * sum(one["rounding"] for one in weights_of)
     assert max(one["power"] for one in weights_of) > 0
     assert made["awq"]["layers"] == made["compressed-tensors"]["layers"]
-    plain = [one for row in made["rounding"]["layers"] for one in row["weights"]]
-    assert all(one["error"] == pytest.approx(one["rounding"], rel=1e-5) and one["power"] == 0 for one in plain)
-    assert [one["rounding"] for one in plain] == pytest.approx([one["rounding"] for one in weights_of], rel=1e-4)
-    assert [row["stream"] for row in made["awq"]["layers"]] != [row["stream"] for row in made["rounding"]["layers"]]
 
 
 def test_both_layouts_generate_the_same_tokens_here(made):
@@ -170,13 +163,6 @@ def test_the_folder_says_all_that_others_read(made, home):
         assert not any(part.name.startswith(".") or part.name == "progress.json" for part in (home / name).iterdir())
     held = sum(math.prod(one.shape) * WIDTHS[one.dtype] for one in Folder.open(home / "awq").tensors.values())
     assert sum(here for _, here in made["awq"]["components"].values()) == held
-    page = (home / "awq.html").read_text()
-    assert "Error by layer" in page and page.count("<td data-style=") == 2 * 7
-
-
-@pytest.mark.exhaustive
-def test_the_page_is_sound_when_it_is_used(made, home, browser):
-    check_page(browser, (home / "awq.html").read_text())
 
 
 @pytest.mark.exhaustive
@@ -206,8 +192,8 @@ def test_what_was_cut_off_goes_on_and_ends_alike(made, home, capsys, monkeypatch
     assert quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl")[0] == 130
     assert not (home / "again").exists()
     monkeypatch.setattr(quantize_work.Quantization, "_quantize_weight", whole)
-    code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--method=rounding")
-    assert code == 2 and "1 layers that were quantized with method=awq" in err
+    code, _, err = quantize(capsys, "wide", "again", *SHORT, "--held-out=held.jsonl", "--format=compressed-tensors")
+    assert code == 2 and "1 layers that were quantized with format=awq" in err
     code, _, err = quantize(capsys, "wide", "again", *SHORT)
     assert code == 2 and "quantized with text=" in err  # perplexity would be of another text
     calls.clear()

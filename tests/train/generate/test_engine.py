@@ -8,20 +8,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bytescope.model.attention.chunked import Scoring
 from bytescope.model.paged import paged_step as decode
-from bytescope.model.paged.page_pool import PAGE, PagePool, View
-from bytescope.model.paged.paged_kernels import gather, takes, triton
+from bytescope.model.paged.page_pool import PAGE, View
 from bytescope.train.generate.engine import PATIENCE
-from bytescope.train.generate.model_source import describe_model
 from bytescope.train.generate.request import Request
-from bytescope.train.generate.steps import EngineSizes, Steps
+from bytescope.train.generate.steps import Steps
 from bytescope.train.user_errors import UserError
-from support.described import described
 from support.exhaustive import exhaustive
 from support.models import checkpoints
-from support.models.generating import LATENT, TINY, alone, engine_of, random_engine, random_model, together
-from support.toy import small_config
+from support.models.generating import LATENT, alone, engine_of, random_engine, random_model, together
 
 LONGER = {"max_position_embeddings": 128}
 
@@ -45,50 +40,20 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, family):
         assert answer == theirs[len(prompt) :]
 
 
-@pytest.mark.parametrize(
-    ("keys", "kernel"),
-    [({}, "blocks"), (LATENT, "gather"), *exhaustive(({}, "gather"), (LATENT, "blocks"))],
-    ids=["heads-blocks", "latents-gather", "heads-gather", "latents-blocks"],
-)
-def test_logits_of_pages_are_those_of_a_whole_pass(keys, kernel):
+@pytest.mark.parametrize("keys", [{}, LATENT], ids=["heads", "latents"])
+def test_logits_of_pages_are_those_of_a_whole_pass(keys):
     model, params = random_model(keys)
     tokens_BT = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 48)), jnp.int32)
     whole = nnx.merge(model.graph, params)(tokens_BT)
     pools = decode.make_pools(model.config, 12, jnp.float32, jnp.float32)
     table = jnp.asarray([[3, 9, 1, 0], [2, 5, 7, 0]], jnp.int32)
-    run = jax.jit(lambda tokens, view, pools: decode.step(nnx.merge(model.graph, params), tokens, view, pools, kernel))
+    run = jax.jit(lambda tokens, view, pools: decode.step(nnx.merge(model.graph, params), tokens, view, pools))
     found = []
     for start, stop in ((0, 20), (20, 40), (40, 41), (41, 48)):  # of any width, page or not
         places = jnp.tile(jnp.arange(start, stop)[None], (2, 1)).astype(jnp.int32)
         x_BTD, pools = run(tokens_BT[:, start:stop], View(places, table), pools)
         found.append(nnx.merge(model.graph, params).logits(x_BTD, jnp.float32))
     np.testing.assert_allclose(jnp.concatenate(found, 1), whole, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("cap", [0.0, 5.0])
-def test_the_kernel_for_gpus_computes_the_same(cap):
-    rng = np.random.default_rng(0)
-    config = {"scoring": Scoring(cap=cap), "width": 16}
-    q_BTHK = jnp.asarray(rng.normal(size=(4, 1, 6, 16)), jnp.float32)
-    keys, values = (jnp.asarray(rng.normal(size=(40, PAGE, 2, 16)), jnp.float32) for _ in range(2))
-    pool = PagePool(keys, values, None, None, jnp.float32)
-    table = jnp.asarray(rng.permutation(39)[:24].reshape(4, 6) + 1, jnp.int32)
-    view = View(jnp.asarray([[0], [95], [33], [-1]], jnp.int32), table)
-    found = triton(q_BTHK, pool, view, **config, value_width=16, interpret=True)
-    np.testing.assert_allclose(found[:3], gather(q_BTHK, pool, view, **config, value_width=16)[:3], rtol=0, atol=2e-6)
-    assert takes(q_BTHK, pool) and not takes(jnp.tile(q_BTHK, (1, 2, 1, 1)), pool)
-
-
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_the_kernel_for_gpus_compiles_for_one():
-    model = describe_model(
-        small_config({**TINY, "model.n_heads": 4, "model.n_kv_heads": 2, "model.d_head": 64}), described("h100")
-    )
-    steps, sizes = Steps(model, "triton", jnp.bfloat16), EngineSizes(100, 8, 64, 256)
-    compilation = steps.compilation(sizes, 8, 1, False)
-    assert b"paged_attention" in (compilation.proto or compilation.module)
-    with pytest.raises(UserError, match="needs exactly one GPU"):
-        Steps(random_model()[0], "triton", jnp.float32)
 
 
 def requests(count, rng, longest=40, most=12, vocab=64):
@@ -175,11 +140,11 @@ def test_eight_bits_are_close(stored, close):
     pools = decode.make_pools(model.config, 7, stored, jnp.float32)
     places = jnp.tile(jnp.arange(48)[None], (2, 1)).astype(jnp.int32)
     view = View(places, jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32))
-    x_BTD, _ = decode.step(nnx.merge(model.graph, params), tokens_BT, view, pools, "blocks")
+    x_BTD, _ = decode.step(nnx.merge(model.graph, params), tokens_BT, view, pools)
     error = float(jnp.sqrt(jnp.mean((x_BTD - whole) ** 2) / jnp.mean(whole**2)))
     assert 0 < error < close
     # Positions, layers, keys and values, width and a scale.
-    assert Steps(model, "blocks", stored).page_bytes == PAGE * 2 * 2 * (8 + 4)
+    assert Steps(model, stored).page_bytes == PAGE * 2 * 2 * (8 + 4)
 
 
 @pytest.mark.oracle("transformers")

@@ -11,8 +11,7 @@ from bytescope.train.commands import quantize_command
 from bytescope.train.generate.generate_flags import STORED_WEIGHTS
 from bytescope.train.generate.model_source import describe_model
 from bytescope.train.generate.steps import EngineSizes, Steps
-from bytescope.train.quantize.quantize_work import METHODS
-from bytescope.train.weights.packed import BITS, LAYOUTS, SIZES
+from bytescope.train.weights.packed import LAYOUTS, SIZES
 from support.exhaustive import exhaustive
 from support.models.generating import TINY
 from support.toy import small_config
@@ -25,7 +24,7 @@ PRODUCTS = 4 * 128 * 128 + 3 * WIDEST
 def step_bytes(layers, base):
     """(bytes of the weights, bytes that a step takes beyond weights and pool)."""
     config = small_config({**TINY, **SHAPE, "model.n_layers": layers})
-    steps = Steps(describe_model(config, jax.devices()[:1], dtype="float32", base=base), "blocks", "float32")
+    steps = Steps(describe_model(config, jax.devices()[:1], dtype="float32", base=base), "float32")
     sizes = EngineSizes(8, 2, 16, 64)
     return steps.weight_bytes, steps.extra_bytes(sizes, steps.report(sizes, 2, 1, False, targets.parse("local")))
 
@@ -52,10 +51,9 @@ def test_a_step_decodes_no_layer_before_it_is_its_turn(measured):
 
 
 def test_choices_of_the_parsers_are_the_rows_of_the_tables():
-    assert quantize_command.GROUPS == groups.SIZES == SIZES and quantize_command.BITS == BITS
-    assert set(quantize_command.FORMATS) == set(LAYOUTS) and set(quantize_command.METHODS) == set(METHODS)
-    assert set(STORED_WEIGHTS) == {name for name, row in FORMATS.items() if row}
-    assert set(FORMATS) - set(BASES) == {f"int4_g{size}" for size in SIZES}
+    assert quantize_command.GROUPS == groups.SIZES == SIZES
+    assert set(quantize_command.FORMATS) == set(LAYOUTS)
+    assert set(STORED_WEIGHTS) == set(FORMATS) - set(BASES) == {f"int4_g{size}" for size in SIZES}
 
 
 ROWS = [name for name in FORMATS if name not in BASES]
