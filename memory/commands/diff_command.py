@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import add_json, check_files, user_path, write
+from bytescope.memory.commands.arguments import add_json, check_files
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.records import report_diff, report_record
 from bytescope.memory.report import diff_view
@@ -36,12 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_json(parser, "the differences")
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        type=user_path,
-        help="write the differences as a page that opens offline, with both memory timelines and the buffers that grew",
-    )
 
 
 def _percent(text: str) -> float:
@@ -61,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     before, after = (report_record.load(name) for name in (args.before, args.after))
     changes = report_diff.diff(before, after)
     put(diff_view.render_text(before, after, changes))
-    if args.html:
-        write(args.html, diff_view.render_page(before, after, _distinguish_names(args.before, args.after)))
     failed = report_diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     if args.github:
         github.print_annotations(github.difference_annotations(before, after, changes, failed, args.fail_above or 0.0))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from bytescope.memory.commands.arguments import add_json, add_rates, check_files, user_path, write
+from bytescope.memory.commands.arguments import add_json, add_rates, check_files, user_path
 from bytescope.memory.commands.json_output import PROFILED, predicted_caveat, write_json
 from bytescope.memory.profile import breakdown, instruction_seconds, profile_text, xplane
 from bytescope.memory.profile.op_scopes import OpScopes
@@ -31,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_rates(parser)
     add_json(parser, "the time of each operation category")
-    parser.add_argument(
-        "--html",
-        metavar="FILE",
-        type=user_path,
-        help="write the traced times as a page that opens offline: phases, components, host, longest operations",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,17 +46,7 @@ def run(args: argparse.Namespace) -> int:
     answer = to_json(measured, predicted, compared)
     caveats = (PROFILED, *predicted_caveat((predicted or {}).get("rates") or ""))
     write_json(args, answer, target=report.target if report else None, caveats=caveats)
-    if args.html:
-        from bytescope.memory.profile import trace_page
-
-        write(args.html, trace_page.render(answer, _trace_name(args.trace), report))
     return 0
-
-
-def _trace_name(trace: str) -> str:
-    # A profile of a run is in the folder `profile` of the run directory.
-    path = Path(trace).absolute()
-    return path.parent.name if path.name == "profile" else path.name
 
 
 def prediction(report: report_record.ReportRecord) -> dict | None:

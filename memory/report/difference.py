@@ -1,4 +1,4 @@
-"""Compares two reports: an object that shows the changes at a prompt, in a notebook and as a page."""
+"""Compares two reports: an object that shows the changes at a prompt and in a notebook."""
 
 from __future__ import annotations
 
@@ -72,17 +72,6 @@ class Difference:
         from bytescope.memory.view.output_file import put_or_display
 
         put_or_display(self, diff_view.render_text(self.before, self.after, self.changes))
-
-    def to_html(self, path: str | Path) -> None:
-        """Writes the changes as an HTML page, like `bytescope diff --html`: the two memory timelines, a waterfall
-        chart, and a table of every change.
-
-        Raises ReportError if the page cannot be written.
-        """
-        from bytescope.memory.report import diff_view
-        from bytescope.memory.view.output_file import write
-
-        write(path, diff_view.render_page(self.before, self.after))
 
 
 def diff(before: ReportRecord | str | Path, after: ReportRecord | str | Path) -> Difference:

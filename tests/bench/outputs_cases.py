@@ -272,7 +272,7 @@ REPORTS_CPU = reports(
     report("generate", "mine.py cpu --generate --rates=rates.json"),
     case("export", "report mine.py cpu --rates=rates.json --export=xprof/"),
     case("github", "report mine.py cpu --rates=rates.json --github", env={"GITHUB_STEP_SUMMARY": "summary.md"}),
-    case("diff", "diff tiny.json micro.json --html=diff.html", widths=(80, 120)),
+    case("diff", "diff tiny.json micro.json", widths=(80, 120)),
     case("diff_fails", "diff tiny.json micro.json --fail-above=2 --github"),
     case("diff_equal", "diff tiny.json tiny.json --fail-above=2"),
     case("names", "names tiny cpu --json=names.json", widths=(80,)),
@@ -319,7 +319,7 @@ REPORTS_GPUS = reports(
     report("experts_capacity", "experts.py h100:4 --config.mesh.expert=4 --config.model.moe_kernel=capacity "
            "--config.mesh.dispatch=all_to_all"),
     report("tpu", "small.py v5e:2x2", needs_package="libtpu"),
-    case("diff", "diff zero3.json zero1.json --html=diff.html"),
+    case("diff", "diff zero3.json zero1.json"),
 )  # fmt: skip
 
 OTHER_PROGRAMS = reports(
@@ -381,7 +381,7 @@ TRAINING = [
          "--rates=rates.json", columns=200),
     case("page", "page run --html=run.html", columns=200),
     case("page_two", "page run fsdp --html=two.html", columns=200),
-    case("diff_runs", "diff run fsdp --html=diff.html", columns=200),
+    case("diff_runs", "diff run fsdp", columns=200),
     case("export", "export run exported/ --dtype=float32", columns=200),
     case("export_step", "export run step3/ --step=3 --dtype=bfloat16 --shard-size=100kB", columns=200),
     case("export_again", "export run exported/", columns=200),
@@ -405,7 +405,7 @@ TRAINING = [
 ]  # fmt: skip
 
 MEASURED = [
-    case("trace", "trace inputs/run/profile --json=trace.json --html=trace.html", widths=(80, 120)),
+    case("trace", "trace inputs/run/profile --json=trace.json", widths=(80, 120)),
     case("trace_report", "trace inputs/run/profile --report=inputs/run/memory.json --rates=rates.json --json=both.json "
          "--html=both.html"),
     case("page", "page inputs/run --html=run.html"),

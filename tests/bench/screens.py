@@ -38,7 +38,6 @@ VIEWS = {
 COMMANDS = (
     "report tiny cpu --json={}/one.json --html={}/report.html",
     "report tiny cpu:8 --config.batch.micro=2 --json={}/other.json --html={}/report8.html",
-    "diff {}/one.json {}/other.json --html={}/diff.html",
     "compare --config=tiny --target=cpu --remat=none,full,dots --html={}/compare.html",
     "levers --config=tiny --target=cpu --html={}/levers.html",
     "fit --config=tiny --target=cpu --budget=64MiB --max-compiles=12 --html={}/fit.html",

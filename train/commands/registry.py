@@ -123,7 +123,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "memory.commands.trace_command",
         "runs",
         "show where a step's time went, from a profiler trace",
-        ("runs/tiny/profile --html=trace.html", "runs/tiny/profile --report=runs/tiny/memory.json"),
+        ("runs/tiny/profile", "runs/tiny/profile --report=runs/tiny/memory.json"),
         reads="reads a trace",
     ),
     "page": Subcommand(
@@ -143,7 +143,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "memory.commands.diff_command",
         "measure",
         "compare two memory reports, given as JSON files",
-        ("before.json after.json --html=diff.html", "before.json after.json --fail-above=2"),
+        ("before.json after.json", "before.json after.json --fail-above=2"),
         reads="reads two JSON files",
     ),
     "audit": Subcommand(

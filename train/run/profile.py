@@ -21,13 +21,13 @@ from rich.console import Console
 
 from bytescope.memory.commands.trace_command import prediction, to_json
 from bytescope.memory.errors import ReportError
-from bytescope.memory.profile import annotate, breakdown, profile_text, trace_page, xplane
+from bytescope.memory.profile import annotate, breakdown, profile_text, xplane
 from bytescope.memory.profile.xplane import HOST
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.user_errors import UserError
 
-FOLDER, BREAKDOWN, PAGE = "profile", "profile.json", "trace.html"
+FOLDER, BREAKDOWN = "profile", "profile.json"
 # Number of first updates that are not traced, because they compile small programs and fill caches and pools.
 WARM_UP = 2
 _STEPS = re.compile(r"([1-9]\d*)(?:-([1-9]\d*))?")
@@ -165,7 +165,6 @@ class Profile:
         annotate.name(path, events)
         answer = to_json(measured, predicted)
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
-        write_atomically(self.workdir / PAGE, trace_page.render(answer, self.workdir.absolute().name, self.report))
         profile_text.show(measured, self.console, predicted)
         self.console.print(
             f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import quote
 
 from bytescope.memory.files import write_whole
-from bytescope.memory.profile import trace_page
+from bytescope.memory.profile import trace_tables
 from bytescope.memory.records.host_record import HOST_PHASES
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.report import host_view
@@ -55,7 +55,7 @@ CURVES = {
 # which a larger capacity for expert rows is suggested.
 BALANCE, MORE_ROOM = 0.01, 1.5
 # File or folder in the run directory -> the text of a link to it.
-BESIDE = {"memory.html": "the full report of the step", "trace.html": "the trace, by operation"}
+BESIDE = {"memory.html": "the full report of the step"}
 
 
 def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -> RunDirectory:
@@ -104,9 +104,10 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
         host=_host_table(run),
         trace=trace
         and {
-            "where": trace_page.where_text(trace),
-            "figures": trace_page.figures(trace),
-            "cells": trace_page.cells(trace),
+            "where": trace_tables.where_text(trace),
+            "figures": trace_tables.figures(trace),
+            "cells": trace_tables.cells(trace),
+            "operations": trace_tables.operations(trace),
         },
         runs=_runs_table((run, *others)) if others else None,
         commands=_commands_for_run(run, prefix),
@@ -127,7 +128,7 @@ def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[st
         "limit": _memory_limit_bytes(run),
         "shared": run.report is not None and _on_cpu(run.report),
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
-        "trace": run.breakdown and trace_page.page_data(run.breakdown),
+        "trace": run.breakdown and trace_tables.page_data(run.breakdown),
         "others": [
             {"name": other.name, "loss": _curve(other, "loss"), "held_out": _held_out(other)} for other in others
         ],
@@ -201,7 +202,7 @@ def _figures(run: RunDirectory) -> list[HeaderFigure]:
     speeds = [row["tokens_per_s"] for row in run.rows if "tokens_per_s" in row]
     if speeds:
         times = [row["step_time_s"] for row in run.rows if "step_time_s" in row]
-        note = f"{trace_page.written(median(times))} per update, medians" if times else "median"
+        note = f"{trace_tables.written(median(times))} per update, medians" if times else "median"
         figures.append(HeaderFigure("tokens/s", f"{median(speeds):,.0f}", note))
         prediction = StepPrediction.stated(run.report) if run.report else None
         if prediction:
@@ -345,13 +346,8 @@ def _commands_for_run(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
     commands = []
     if "memory.json" in run.files:
         commands.append(
-            (
-                "this run's memory against another's",
-                f"bytescope diff {path('memory.json')} OTHER/memory.json --html=diff.html",
-            )
+            ("this run's memory against another's", f"bytescope diff {path('memory.json')} OTHER/memory.json")
         )
-    if "profile" in run.files and "trace.html" not in run.files:
-        commands.append(("the trace as a page", f"bytescope trace {path('profile')} --html={path('trace.html')}"))
     if "events" in run.files:
         commands.append(("the curves in TensorBoard", f"tensorboard --logdir={path()}"))
     return commands

@@ -155,8 +155,7 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
         ("launch and other", 1100, 100),
         ("wait_for_data", 400, 400),
     ][::-1]
-    assert main(["trace", str(tmp_path), f"--html={tmp_path / 'trace.html'}"]) == 0
-    assert f"Where the time went: <em>{tmp_path.name}</em>" in (tmp_path / "trace.html").read_text()
+    assert main(["trace", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "update 4, us per update" in out and "transfers hidden behind compute" in out and named["dot"] in out
 

@@ -181,7 +181,7 @@ def test_a_difference_of_reports_and_of_files(report, tmp_path):
         report.diff(tmp_path / "b.json")
 
 
-def test_a_difference_prints_shows_and_writes_itself(report, tmp_path, monkeypatch, capsys):
+def test_a_difference_prints_and_shows_itself(report, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     found = report.diff(make_report(seed=1))
     text = repr(found)
@@ -190,8 +190,6 @@ def test_a_difference_prints_shows_and_writes_itself(report, tmp_path, monkeypat
     assert "buffers that changed most" in words and "allocated" in words
     found.show()
     assert len(capsys.readouterr().out) > len(text)  # all that the command prints
-    found.to_html(tmp_path / "diff.html")
-    assert "<!doctype html>" in (tmp_path / "diff.html").read_text(encoding="utf-8")
 
 
 def test_programs_on_both_sides_of_xlas_limit_are_hard_to_compare(report):

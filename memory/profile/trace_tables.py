@@ -1,8 +1,7 @@
-"""Shows the time of an update as one HTML file that opens offline: phases and components, the host, the longest
-operations.
+"""Tables and figures of a traced update for the page of a run: phases and components, the longest operations.
 
 The input is the JSON of a breakdown (`memory.profile.breakdown.Breakdown.to_json`), which a run stores as
-profile.json. This module prepares tables for `templates/trace.html`; `static/trace.js` draws the bars.
+profile.json.
 """
 
 from __future__ import annotations
@@ -11,80 +10,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.profile.breakdown import PHASES, updates_text
-from bytescope.memory.profile.op_scopes import COPIES, LOOPS
-from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, program_facts, subject, table, versions
-from bytescope.memory.view.frame import page
+from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, table
 
-# Maximum rows of the table of operations, and maximum bars of components. The rest is merged into one.
-MAX_OPERATIONS, MAX_BARS = 250, 24
-NOTES = (
-    "Seconds per update and device. A moment in which several instructions run is divided evenly between them, so the "
-    "cells add up to the busy time, and busy and idle time add up to the whole.",
-    "Collectives and transfers that compute overlaps take no time in this table: they are listed as hidden.",
-    f"blocks: reads and writes the stacks of the loop over layers. {LOOPS}: time between the instructions of a loop. "
-    f"{COPIES}: added by the compiler.",
-    "Idle meanwhile: the part of the host's work during which the devices were idle.",
-)
+# Maximum rows of the table of operations.
+MAX_OPERATIONS = 60
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
-def render(breakdown: Mapping[str, Any], name: str = "", report: ReportRecord | None = None) -> str:
-    """Returns the HTML page that shows the traced time by phase, component and instruction.
-
-    Args:
-        breakdown: the traced times in seconds per update and device, as `Breakdown.to_json` returns them.
-        name: the title of the page, such as the run directory.
-        report: the memory report of the program, which is named in the header of the page.
-    """
-    title = name or str(breakdown["program"])
-    return page(
-        "trace",
-        f"{title} · where the time went",
-        page_data(breakdown),
-        heading=title,
-        where=" · ".join(filter(None, (subject(report) if report else "", where_text(breakdown)))),
-        facts=program_facts(report) if report else [],
-        versions=versions(report.versions) if report else "",
-        figures=figures(breakdown),
-        cells=cells(breakdown),
-        operations=_operations(breakdown),
-        left=max(len(breakdown["instructions"]) - MAX_OPERATIONS, 0),
-        has_host=bool(breakdown["host"]),
-        phases=PHASES,
-        notes=NOTES,
-    )
-
-
 def page_data(breakdown: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON values that the script of the page draws: seconds per update and device by component and phase,
-    and the host's work.
+    """Returns the JSON values that the script of the page draws: seconds per update and device by phase, and the idle
+    seconds.
 
     `breakdown`: the traced times, as `Breakdown.to_json` returns them.
     """
     parts = _components(breakdown)
-    largest, rest = parts[:MAX_BARS], parts[MAX_BARS:]
-    if rest:
-        summed = {phase: sum(row.get(phase, 0.0) for _, row in rest) for phase in PHASES}
-        largest.append((f"{len(rest)} smaller", summed))
     return {
         "unit": unit(breakdown["total"]),
         "total": breakdown["total"],
         "idle": breakdown["idle"],
         "phases": list(PHASES),
-        "components": [
-            {"name": component, "seconds": [row.get(phase, 0.0) for phase in PHASES]} for component, row in largest
-        ],
         "sums": [sum(row.get(phase, 0.0) for _, row in parts) for phase in PHASES],
-        "host": [
-            {
-                "name": row["name"].replace("_", " "),
-                "seconds": row["seconds"],
-                "idle": min(row["device_idle_seconds"], row["seconds"]),
-                "count": row["count"],
-            }
-            for row in breakdown["host"]
-        ],
     }
 
 
@@ -180,7 +125,8 @@ def _percent(seconds: float, whole: float) -> str:
 # ---- operations -----------------------------------------------------------------------------------------------
 
 
-def _operations(breakdown: Mapping[str, Any]) -> PageTable:
+def operations(breakdown: Mapping[str, Any]) -> PageTable:
+    """Returns a table of the MAX_OPERATIONS longest operations: runs and time per update, the longest first."""
     whole, (name, scale) = breakdown["total"], unit(breakdown["total"])
     per_update = breakdown["devices"] * (len(breakdown["steps"]) or breakdown.get("updates", 1))
     columns = (
