@@ -37,7 +37,6 @@ _PASSES = ("forward", "backward", "recompute")
 _ASKED = ("all_gather", "all_gather_invariant", "reshard", "device_put")
 # Prefixes of dtypes in HLO text, and in a report.
 _DTYPES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
-_FIX_SHARDING = "`bytescope audit --fix-sharding` tries sharding constraints for this array"
 
 
 def gathered_arrays(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
@@ -116,7 +115,7 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
         message = (
             f"XLA replicates the array on every device to reshard it from {words}{where}: use one sharding before and "
             "after this operation, or add with_sharding_constraint with an intermediate sharding, so that each change "
-            f"of sharding moves only one mesh axis; {_FIX_SHARDING}"
+            "of sharding moves only one mesh axis"
         )
         operation = remat.op_name.rpartition("/")[2] or remat.operation
         for gather in same[:times]:
@@ -128,7 +127,7 @@ def _resharded(report: JudgedProgram, program: PlacedProgram, gathers: Sequence[
             subject = _subject(gather)
             message = (
                 "every device gathers the whole array but uses only a part of it: give the operation that computes the "
-                f"array and the operation that reads the array the same sharding; {_FIX_SHARDING}"
+                "array and the operation that reads the array the same sharding"
             )
             place = source_line(gather.metadata)
             yield gather, _row(subject, place, gather.shape.bytes, gather.wire_bytes, message)

@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from bytescope.memory.audit.pass_history import with_passes
-from bytescope.memory.commands import audit_fix, audit_sharding, report_command
+from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import add_json, add_xla, show_written, user_path, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.compare.prepared_program import PreparedProgram
-from bytescope.memory.devices.compiler import Compilation, pass_dumps
-from bytescope.memory.fixes.constraint_trials import ConstraintTrial
+from bytescope.memory.devices.compiler import pass_dumps
 from bytescope.memory.records.report_record import ReportRecord, Subject
 
 # The exit code of --strict if a request was not honored.
@@ -27,8 +26,8 @@ NOT_HONORED = 1
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope audit` except those that name the program: --strict, --passes, --fix, --fix-sharding
-    and their options, --xla, --json and --html."""
+    """Adds the flags of `bytescope audit` except those that name the program: --strict, --passes, --xla, --json and
+    --html."""
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
     )
@@ -38,7 +37,6 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         help="also name the XLA compiler pass that undid a request; XLA then writes the program after each pass to a "
         "temporary folder",
     )
-    audit_fix.add_fix(parser)
     add_xla(parser)
     add_json(parser, "the audit")
     parser.add_argument(
@@ -51,21 +49,19 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope audit` for a program that is given with --program, --hlo or as a program of an adapter:
-    compiles it, prints the audit, tries the changes of --fix and --fix-sharding, and writes the files of --json and
-    --html. Returns the exit code: 1 with --strict if a request was not honored, else 0."""
+    compiles it, prints the audit, and writes the files of --json and --html. Returns the exit code: 1 with --strict if
+    a request was not honored, else 0."""
     program, subject = report_command.open_program(args)
-    report, compilation = make_audited_report(args, program, subject)
+    report = make_audited_report(args, program, subject)
     show(report)
-    tried = audit_fix.fix_program(args, report, compilation.jaxpr) if args.fix else ()
-    trials = audit_sharding.fix_sharding(args) if args.fix_sharding else ()
-    return finish(args, report, tried, trials)
+    return finish(args, report)
 
 
 def make_audited_report(
     args: argparse.Namespace, program: PreparedProgram, subject_of: Callable[[int], Subject] | None
-) -> tuple[ReportRecord, Compilation]:
-    """Compiles a program and returns (its report with the audit, the compilation). With --passes, XLA also dumps the
-    module after each compiler pass, and the audit names the pass that undid a request.
+) -> ReportRecord:
+    """Compiles a program and returns its report with the audit. With --passes, XLA also dumps the module after each
+    compiler pass, and the audit names the pass that undid a request.
 
     Args:
         args: the parsed command line.
@@ -74,12 +70,12 @@ def make_audited_report(
             description of the program; None leaves the description empty.
     """
     if not args.passes:
-        return report_command.make_report(program, subject_of)
+        return report_command.make_report(program, subject_of)[0]
     with tempfile.TemporaryDirectory(prefix="passes-") as folder:
         with pass_dumps(Path(folder)):
-            report, compilation = report_command.make_report(program, subject_of)
+            report, _ = report_command.make_report(program, subject_of)
         rows = with_passes(report.audit, Path(folder))
-    return dataclasses.replace(report, audit=rows), compilation
+    return dataclasses.replace(report, audit=rows)
 
 
 def show(report: ReportRecord) -> None:
@@ -95,22 +91,9 @@ def show(report: ReportRecord) -> None:
     put(Group(title, Text(), audit_view.render(report.audit)))
 
 
-def finish(
-    args: argparse.Namespace,
-    report: ReportRecord,
-    tried: Sequence[audit_fix.TriedProposal] = (),
-    trials: Sequence[ConstraintTrial] = (),
-) -> int:
+def finish(args: argparse.Namespace, report: ReportRecord) -> int:
     """Writes the files of --json and --html. Returns the exit code: 1 with --strict if a request was not honored, else
-    0.
-
-    Args:
-        args: the parsed command line.
-        report: the report of the unchanged program.
-        tried: the changes that --fix proposed, with the results of compiling the changed programs; () without --fix.
-        trials: the sharding constraints that --fix-sharding tried, with the results of compiling the changed programs;
-            () without --fix-sharding.
-    """
+    0."""
     result: dict[str, Any] = {
         "program": report.title,
         "target": report.target,
@@ -121,8 +104,6 @@ def finish(
         "requests": [
             dataclasses.asdict(row) | {"honored": row.honored, "inferred": row.inferred} for row in report.audit
         ],
-        "proposals": [row.to_json() for row in tried],
-        "constraints": [dataclasses.asdict(trial) for trial in trials],
     }
     write_json(args, result, caveats=(COMPILED, *report.notes))
     if args.html:

@@ -45,7 +45,6 @@ LAYERS = {
         ("memory.report",),
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
-        ("memory.fixes",),
         ("memory.bisect",),
         ("memory.adapters",),
         ("memory",),

@@ -12,7 +12,6 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.cost.named_tensors import NamedTensor
-from bytescope.memory.fixes.constraint_trials import ConstraintTrial
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.json_schema import object_schema, schema_of
@@ -85,22 +84,6 @@ class HonoredKeys(TypedDict):
     inferred: bool
 
 
-class ProposalKeys(TypedDict):
-    kind: str
-    words: str
-    flags: str
-    place: str
-    files: list[str]
-    allocated_bytes_before: int
-    allocated_bytes_after: int | None
-    seconds_before: float | None
-    seconds_after: float | None
-    not_honored: int | None
-    numerics: str
-    comparison: str
-    error: str
-
-
 class AuditResult(TypedDict):
     program: str
     target: Values
@@ -109,8 +92,6 @@ class AuditResult(TypedDict):
     not_honored: int
     unknown: int
     requests: list[Annotated[HonoredKeys, AuditRow]]
-    proposals: list[ProposalKeys]
-    constraints: list[ConstraintTrial]
 
 
 class NameKeys(TypedDict):

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.commands import audit_fix
 from bytescope.memory.records.audit_record import HONORED_BY, OTHER_OUTCOMES, STEPS, UNKNOWN, AuditRow
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import audit_view, report_page
@@ -40,27 +39,6 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
     assert "Requests to jax and XLA" in (tmp_path / "audit.html").read_text()
     assert cli.main(["report", "--program=steps.py:program", "cpu"]) == 0
     assert "not done as asked (1 of 2 requests honored)" in capsys.readouterr().out
-
-
-def test_fix_donates_the_state(tmp_path, monkeypatch, capsys):
-    """The patch is compiled, compared at small sizes, printed and, only with --write, written to the file."""
-    monkeypatch.chdir(tmp_path)
-    text = STEP.replace('state["m"].astype(jnp.bfloat16)', 'state["m"] + batch').replace(', {"donate_argnums": 0}', "")
-    (tmp_path / "steps.py").write_text(text)
-    words = ["audit", "--program=steps.py:program", "cpu", "--fix"]
-    with monkeypatch.context() as patch:
-        patch.setattr(audit_fix, "_compiled", lambda proposal, *_: audit_fix.TriedProposal(proposal, 8, 4))
-        assert cli.main(words) == 0
-    out = capsys.readouterr().out
-    assert '+    return step, ({"w": ARRAY, "m": ARRAY}, ARRAY), {"donate_argnums": (0,)}' in out
-    assert "not checked" in out
-    assert (tmp_path / "steps.py").read_text() == text
-    assert cli.main([*words, "--small=size=8", "--json=fix.json", "--write"]) == 0
-    assert "all 2 results are equal up to rounding" in capsys.readouterr().out
-    (tried,) = read_result(tmp_path / "fix.json")["proposals"]
-    assert (tried["kind"], tried["error"], tried["not_honored"], tried["numerics"]) == ("not_donated", "", 0, "equal")
-    assert tried["allocated_bytes_before"] - tried["allocated_bytes_after"] == 2 * 2**20
-    assert '{"donate_argnums": (0,)}' in (tmp_path / "steps.py").read_text()
 
 
 def test_a_config_and_its_remedies(tmp_path, capsys):

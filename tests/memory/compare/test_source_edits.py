@@ -1,10 +1,8 @@
-"""Edits of source files: donated arguments, names of policies, decorators; the patch is one that git applies."""
-
-import subprocess
+"""Edits of source files: donated arguments, names of policies, decorators."""
 
 import pytest
 
-from bytescope.memory.fixes.source_edits import SourceFile, changed_text, unified_diff
+from bytescope.memory.compare.source_edits import SourceFile, changed_text
 
 pytestmark = pytest.mark.quick
 
@@ -101,16 +99,3 @@ def test_a_decorator(tmp_path):
     assert edited(tmp_path, text * 2, "checkpoint", "layer") == ""
     with pytest.raises(ValueError, match="is not Python"):
         edited(tmp_path, "def (:\n", "checkpoint", "layer")
-
-
-@pytest.mark.parametrize("end", ["\n", ""])
-def test_git_applies_the_patch(tmp_path, end):
-    path = tmp_path / "steps.py"
-    path.write_bytes(f"import jax\r\ndef program():\r\n    # \x0c\r\n    return step, args{end}".encode())
-    source = SourceFile(path)
-    new = changed_text(source, source.donate("program", (0,)))
-    patch = unified_diff({path: new}, tmp_path)
-    subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
-    subprocess.run(["git", "apply", "--check", "-"], cwd=tmp_path, check=True, input=patch.encode())
-    subprocess.run(["git", "apply", "-"], cwd=tmp_path, check=True, input=patch.encode())
-    assert path.read_bytes() == new.encode() and b'{"donate_argnums": (0,)}' in new.encode()

@@ -8,8 +8,8 @@ from jax.lax import with_sharding_constraint
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bytescope.memory.fixes import constraint_trials
-from bytescope.memory.fixes.constraint_trials import try_constraints
+from bytescope.memory.compare import constraint_trials
+from bytescope.memory.compare.constraint_trials import try_constraints
 from support.described import described
 
 TARGET = "h100:8"

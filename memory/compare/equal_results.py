@@ -10,8 +10,7 @@ float dtype in the program, but at most `_MAX_TOLERANCE`.
     compare_results(before, after)       # Equality("equal", 3.1e-07, "[1]['w']", "all 12 results are equal ...")
     compare_with_remat_off(make)         # does the step compute the same without jax.checkpoint?
 
-`bytescope audit --fix` runs each version in its own process (`run_version`), because a module that is imported once
-keeps its old code.
+`run_version` runs a version in its own process, because a module that is imported once keeps its old code.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.compare.grids import split_values
+from bytescope.memory.compare.patched_program import use_changed_files
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.program_factory import load_factory
 from bytescope.memory.devices import platform, targets
 from bytescope.memory.errors import ReportError
-from bytescope.memory.fixes.patched_program import use_changed_files
 from bytescope.memory.jaxprs import distinct_jaxprs
 from bytescope.memory.program import program_arguments, user_program
 from bytescope.memory.program.roles import WEIGHTS
@@ -274,24 +272,6 @@ def _random_array(info: Any, path: str, role: str, rounding: float) -> Any:
 
 
 # ---- a version of the source files, run in a process of its own ----------------------------------------------------
-
-
-def parse_small(text: str) -> dict[str, str]:
-    """Parses the value of --small, `KEY=VALUE,...`, into a dict: parameter of the --program function, or dotted key of
-    a config -> its value as text.
-
-    Raises ReportError if the text does not have this form.
-    """
-    small = {}
-    for item in split_values(text):
-        key, equals, value = item.partition("=")
-        if not all(part.isidentifier() for part in key.strip().split(".")) or not equals or not value.strip():
-            raise ReportError(
-                f"--small={text} is not a list of keys and values: write --small KEY=VALUE,..., such as "
-                "--small layers=2,width=64 for --program, and --small model.n_layers=2,data.seq_len=64 for a config"
-            )
-        small[key.strip()] = value.strip()
-    return small
 
 
 def run_version(

@@ -1,4 +1,4 @@
-"""Changes Python source text at the positions of its syntax tree, and returns the changes as a unified diff.
+"""Changes Python source text at the positions of its syntax tree. No file is written.
 
 Only literal values are changed: a tuple of argument numbers, a list of checkpoint names, a keyword argument. If the
 program computes the value, no edit is returned. In addition, a decorator `@jax.checkpoint` can be added.
@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 DONATE = "donate_argnums"
@@ -227,28 +226,6 @@ def changed_text(source: SourceFile, edits: Iterable[Edit]) -> str:
     for edit in sorted(edits, key=lambda edit: -edit.start):
         data = data[: edit.start] + edit.text.encode() + data[edit.end :]
     return data.decode("utf-8")
-
-
-def unified_diff(changed: Mapping[Path, str], folder: Path) -> str:
-    """Returns the changes of source files as a patch that `git apply` accepts in `folder`.
-
-    Args:
-        changed: path of a file -> its new text. The old text is read from disk.
-        folder: folder to which the paths in the patch are relative. Files outside of it have absolute paths.
-    """
-    parts = []
-    for path, new in changed.items():
-        name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
-        old = path.read_bytes().decode("utf-8")
-        lines = difflib.unified_diff(_git_lines(old), _git_lines(new), f"a/{name}", f"b/{name}")
-        for line in lines:
-            parts.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
-    return "".join(parts)
-
-
-def _git_lines(text: str) -> list[str]:
-    """Returns the lines of a text with their line ends. Only a line feed ends a line, as for git."""
-    return re.findall(r"[^\n]*\n|[^\n]+", text)
 
 
 def _literal_texts(node: ast.expr | None) -> list[str] | None:

@@ -8,18 +8,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bytescope.memory.compare.equal_results import (
+    SmallRun,
+    compare_results,
+    compare_with_remat_off,
+    run_small,
+    run_version,
+)
 from bytescope.memory.compare.prepared_program import prepare
 from bytescope.memory.compare.program_factory import load_factory
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
-from bytescope.memory.fixes.equal_results import (
-    SmallRun,
-    compare_results,
-    compare_with_remat_off,
-    parse_small,
-    run_small,
-    run_version,
-)
 from bytescope.memory.program.user_program import UserProgram
 
 SOURCE = '''
@@ -185,13 +184,6 @@ def test_rounding_and_other_differences():
     assert outcome({"['n']": np.array(4)}) == "differs"
     assert outcome({"['w']": np.arange(5.0)}) == "not checked"
     assert outcome({}, repeats=False) == "not checked"
-
-
-def test_small_sizes_are_parsed():
-    assert parse_small("layers=2, width=16,shape=(1,2)") == {"layers": "2", "width": "16", "shape": "(1,2)"}
-    for text in ("layers", "=2", "layers=", "a b=1"):
-        with pytest.raises(ReportError, match="write --small KEY=VALUE"):
-            parse_small(text)
 
 
 def test_a_failing_version_is_one_line(file):

@@ -2,7 +2,7 @@
 
 The command runs in a child process, because a process that has imported a module keeps the module's old code.
 
-    python -m bytescope.memory.fixes.patched_program CHANGED.json report --program=steps.py:program h100:8 --json=-
+    python -m bytescope.memory.compare.patched_program CHANGED.json report --program=steps.py:program h100:8 --json=-
 """
 
 from __future__ import annotations

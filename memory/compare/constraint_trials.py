@@ -16,13 +16,13 @@ from typing import Any
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.audit.partitioner import equation_line
+from bytescope.memory.compare.equal_results import DIFFERS, NOT_CHECKED, SmallRun, compare_results, run_small
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings.evidence import spec_words
-from bytescope.memory.fixes.equal_results import DIFFERS, NOT_CHECKED, SmallRun, compare_results, run_small
 from bytescope.memory.hlo.sharding_text import mesh_axes_of, parse_sharding
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr, with_parameters
 from bytescope.memory.program import retarget
