@@ -29,7 +29,7 @@ if __name__ == "__main__":
     if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
         from bytescope.train.cli import COMMANDS
 
-        names = [name for name, command in COMMANDS.items() if command.group != "train" and name != "completion"]
+        names = [name for name, command in COMMANDS.items() if command.group != "train"]
         print(f"usage: python -m bytescope.memory COMMAND ...: one of {', '.join(names)}; see bytescope --help")
         sys.exit(0)
     words = sys.argv[1:]

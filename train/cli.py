@@ -17,7 +17,7 @@ from bytescope.memory.commands.json_output import only_json
 from bytescope.memory.errors import exit_code_of
 from bytescope.memory.processes import supervise
 from bytescope.memory.view.console import settle_stdout
-from bytescope.train.commands import registry, trainer_packages
+from bytescope.train.commands import completion, registry, trainer_packages
 from bytescope.train.commands.registry import COMMANDS, GROUPS, TOOLS
 from bytescope.train.launch.signals import INTERRUPTED, end_quietly
 from bytescope.train.user_errors import UserError
@@ -45,7 +45,8 @@ def overview() -> str:
             *lines,
             "",
             "bytescope COMMAND --help shows its arguments and examples.",
-            "bytescope --version shows the versions.",
+            "bytescope --version shows the versions, and --print-completion bash a script",
+            "that completes command lines in bash (or zsh, tcsh, fish).",
             "",
             EXIT_CODES,
         ]
@@ -112,6 +113,9 @@ def run(argv: Sequence[str]) -> int:
     """
     args = None
     try:
+        if argv[0].partition("=")[0] == completion.FLAG:
+            completion.print_completion(argv[0].partition("=")[2] or "".join(argv[1:2]))
+            return 0
         args = registry.parse(argv)
         command = COMMANDS[args.command]
         if command.group != "train":  # commands other than training print tables, which need a fixed width

@@ -86,8 +86,8 @@ def simple_commands(words):
 
 
 def parsed(argv):
-    """The command's arguments by the parser that runs it; of its version or help none."""
-    if argv and argv[-1] in ("--version", "--help"):
+    """The command's arguments by the parser that runs it; of its version, help or completion none."""
+    if argv and (argv[-1] in ("--version", "--help") or argv[0] == "--print-completion"):
         return argparse.Namespace()
     return cli.parse(argv)
 

@@ -75,7 +75,7 @@ ORACLES = {
     "precommit": (_plugin("pre_commit"), "pre-commit is not installed: pip install -e '.[test]'"),
     "maxtext": (_has_maxtext, "MaxText is not installed: set MAXTEXT_PYTHON to a Python with MaxText and bytescope"),
     "chromium": (lambda: CHROMIUM is not None, "chromium is not installed (apt install chromium)"),
-    **{shell: (partial(_on_the_path, shell), f"{shell} is not installed") for shell in ("bash", "zsh", "fish")},
+    "zsh": (partial(_on_the_path, "zsh"), "zsh is not installed"),
 }
 required: set[str] = set()  # from --require-oracles, by conftest.py
 

@@ -9,6 +9,7 @@ from bytescope.train.user_errors import UserError
 _BY_HAND = "nothing writes into source files; make the change that the sentence below the table names"
 # "COMMAND" or "COMMAND --flag" -> what to use instead, as the end of a one-line message.
 GONE: Mapping[str, str] = {
+    "completion": "bytescope --print-completion bash prints the script for bash; zsh, tcsh and fish are the others",
     "audit --fix": _BY_HAND,
     "audit --write": _BY_HAND,
     "audit --small": _BY_HAND,

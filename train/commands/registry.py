@@ -283,12 +283,6 @@ COMMANDS: Mapping[str, Subcommand] = {
         reads="reads no config",
         is_list=True,
     ),
-    "completion": Subcommand(
-        "train.commands.completion_command",
-        "list",
-        "print a script that completes commands in bash, zsh or fish",
-        is_tool=True,
-    ),
 }
 # The commands that `bytescope list NAME` runs, and the commands that other programs run.
 FLAGS = ("--help", "--version")  # without a command

@@ -1,6 +1,8 @@
 """The one front: every command reachable, config and target by position, mistakes in a line, lists without jax."""
 
+import argparse
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,8 @@ from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, ma
 from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick
+
+PARSERS = {name: make_parser(name) for name in COMMANDS}
 
 
 def test_every_command_is_in_the_overview_once(capsys):
@@ -110,7 +114,7 @@ def test_each_list_has_two_spellings(name, capsys):
 
 
 def test_every_command_with_figures_writes_json():
-    without = {"train", "prepare", "generate", "export", "page", "completion", "init-program", "mcp"}
+    without = {"train", "prepare", "generate", "export", "page", "init-program", "mcp"}
     with_json = {name for name in COMMANDS if "--json" in make_parser(name)._option_string_actions}
     assert with_json == set(COMMANDS) - without
 
@@ -173,3 +177,66 @@ def test_names_that_are_not_utf8_are_printed(tmp_path):
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )
     assert (done.returncode, done.stderr) == (0, b"") and done.stdout.startswith(b"\\udcff: 2 shards")
+
+
+# Flags whose help says more than one thing -> what each help has to say.
+MEANINGS = {
+    "--budget": "memory (budget )?per device",
+    "--config": "the training step of a config|the same as the argument CONFIG",
+    "--config.KEY": "(set a|override a) (config )?key",
+    "--dtype": "float32, bfloat16 or float16",
+    "--force": "replace OUT",
+    "--formulas": "published formulas predict",
+    "--function": "the function that (is|returns) the step",
+    "--hlo": "compare the failure with an XLA dump|report on an XLA dump",
+    "--html": "page",
+    "--json": "as JSON",
+    "--layers": "layers of the model",
+    "--length": "tokens per (calibration )?sequence",
+    "--lora": "LoRA adapters instead of the weights",
+    "--measure": "on this machine",
+    "--out": "write|append|new or empty",
+    "--program": "your own (step|programs|model) instead of a config|compare the failure with your step",
+    "--target": "the same as the argument TARGET|devices of the failed job",
+    "--report": "memory report",
+    "--step": "the checkpoint of step N",
+    "--timeout": "maximum seconds to wait for all processes|stop the script after",
+    "--verbose": "the reason for each chosen setting",
+    "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
+}
+
+
+def test_a_flag_means_the_same_in_every_command():
+    flags = {}
+    for command, parser in PARSERS.items():
+        for action in parser._actions:
+            if action.help != argparse.SUPPRESS:
+                for flag in action.option_strings:
+                    flags.setdefault(flag, {})[command] = action
+    for flag, by_command in flags.items():
+        where = f"{flag} of {', '.join(by_command)}"
+        assert len({(action.nargs, action.type) for action in by_command.values()}) == 1, where
+        helps = {action.help for action in by_command.values()}
+        if len(helps) > 1:
+            assert all(re.search(MEANINGS.get(flag, "one help for all"), text) for text in helps), (where, helps)
+
+
+@pytest.mark.parametrize(
+    ("command", "old", "now"),
+    [
+        (["fit", "tiny"], "--timeout=7", "--max-seconds=7"),
+        (["front", "tiny"], "--offload", "--auto-offload"),
+        (["levers", "tiny"], "--stages=bf16", "--savings=bf16"),
+        (["quantize", "wide"], "--plan=cpu:1", "--target=cpu:1"),
+        (["quantize", "wide", "cpu:1"], "--limit=1GiB", "--budget=1GiB"),
+        (["estimate", "--params=7b"], "--width=64", "--d-model=64"),
+        (["estimate", "--params=7b"], "--head-width=8", "--d-head=8"),
+        (["estimate", "--params=7b"], "--mlp-width=96", "--d-ff=96"),
+        (["estimate", "--params=7b"], "--sequence=32", "--length=32"),
+    ],
+)
+def test_an_old_name_of_a_flag_is_taken_with_a_note(command, old, now, capsys):
+    assert vars(cli.parse([*command, old])) == vars(cli.parse([*command, now]))
+    name, other = old.partition("=")[0], now.partition("=")[0]
+    assert capsys.readouterr().err == f"note: {name} is now {other}; the next version no longer has the old name\n"
+    assert f" {name} " not in PARSERS[command[0]].format_help()

@@ -83,9 +83,7 @@ WORKING = [
     "fit --program=my.py:program cpu --budget=1GiB --json=-",
     "init-program script.py",
     "mcp --skill",
-    "completion bash",
-    "completion zsh",
-    "completion fish",
+    "--print-completion bash",
 ]
 # Wrong command lines whose message must not be about the trainer: line -> part of the message.
 REFUSED = {

@@ -167,6 +167,9 @@ MISTAKES = {
         (LONE, "unknown command"),
         ("--jobs", "no command"),
         ("--versoin", "unknown flag '--versoin': did you mean --version?"),
+        ("completion bash", "completion is gone: bytescope --print-completion bash prints the script"),
+        ("--print-completion=bsh", "did you mean bash?"),
+        ("--print-completion", "choose one of bash, zsh, tcsh"),
     ],
     "report": [
         ("tiny --tensor=2", "--tensor=2 is only valid with --generate"),
@@ -505,12 +508,6 @@ MISTAKES = {
         ("--config.data.seq_len=8", "takes the config in each call"),
     ],
     "keys": [("--grep", "expected one argument")],
-    "completion": [
-        ("", "required"),
-        ("bsh", "did you mean bash?"),
-        ("powershell", "choose one of bash"),
-        ("bash --config.train.steps=1", "unrecognized"),
-    ],
     "policies": [("full", "unrecognized")],
     "train": [
         ("tyni", "did you mean tiny?"),

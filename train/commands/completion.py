@@ -1,0 +1,73 @@
+"""`bytescope --print-completion SHELL`: shtab makes a completion script from the parsers of all commands."""
+
+from __future__ import annotations
+
+import argparse
+
+from bytescope.memory.errors import remedy_for
+from bytescope.train.commands import trainer_packages
+from bytescope.train.user_errors import UserError
+
+FLAG = "--print-completion"
+_CONFIGS = ("config_here", "config")
+_TARGETS = ("target_here", "target")
+_FOLDERS = ("trace", "workdir", "run", "out", "source")  # names of positional arguments
+
+
+def print_completion(shell: str) -> None:
+    """Prints the script that completes command lines of bytescope in a shell.
+
+    Imports the parsers of all commands. Raises UserError for a shell that shtab does not know.
+    """
+    import shtab
+
+    if shell not in shtab.SUPPORTED_SHELLS:
+        raise UserError(f"{FLAG}={shell} is not a shell: {remedy_for(shell, shtab.SUPPORTED_SHELLS)}")
+    print(shtab.complete(make_root_parser(), shell))
+
+
+def make_root_parser() -> argparse.ArgumentParser:
+    """Returns a parser of the whole command line, with the completion of each value. Commands whose parser needs the
+    trainer's packages are left out if these are not installed."""
+    import shtab
+
+    from bytescope.memory.devices.chips import CHIPS
+    from bytescope.train.commands.registry import COMMANDS, make_parser
+    from bytescope.train.source import shipped
+
+    configs = [path.stem for path in shipped()]
+    values = {name: _names_or_files(configs) for name in _CONFIGS} | dict.fromkeys(_FOLDERS, shtab.DIRECTORY)
+    metavars = {"FILE": shtab.FILE, "FILE|DIR": shtab.FILE, "DIR": shtab.DIRECTORY}
+    root = argparse.ArgumentParser(prog="bytescope")
+    root.add_argument("--version", action="version", help="print the versions")
+    root.add_argument(FLAG, choices=shtab.SUPPORTED_SHELLS, help="print a script that completes command lines")
+    commands = root.add_subparsers()
+    for name, command in COMMANDS.items():
+        try:
+            parser = make_parser(name)
+        except ModuleNotFoundError as error:
+            if not trainer_packages.needs_trainer(error):
+                raise
+            continue
+        for action in commands.add_parser(name, parents=[parser], add_help=False, help=command.summary)._actions:
+            if action.dest in _TARGETS:
+                action.choices = ["local", "cpu", *CHIPS]
+            elif action.dest in values or action.metavar in metavars:
+                action.complete = values.get(action.dest) or metavars[action.metavar]
+            elif "--config.KEY" in action.option_strings:
+                action.help = argparse.SUPPRESS
+    return root
+
+
+def _names_or_files(names: list[str]) -> dict[str, object]:
+    """The completion of a value that is one of `names` or a path, as shtab takes it."""
+    words = " ".join(names)
+    bash = f'_bytescope_config_file() {{ compgen -W "{words}" -- "$1"; compgen -f -- "$1"; }}'
+    zsh = f"_bytescope_config_file() {{ compadd -- {words}; _files; }}"
+    return {
+        "bash": "_bytescope_config_file",
+        "zsh": "_bytescope_config_file",
+        "tcsh": f"({words})",
+        "fish": words,
+        "preamble": {"bash": bash, "zsh": zsh},
+    }
