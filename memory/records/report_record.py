@@ -30,7 +30,6 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `runtime_overheads`: memory that the runtime takes and the compiler's report does not contain: CUDA context, NCCL
   buffers, rounding of the allocator and others (`RuntimeOverhead`; the table is in peak/runtime_overheads.py).
   `peak_bytes` and `allocated_bytes` do not include them.
-- `unseen`: the same list under its key of version 0.1. This version still writes it, the next version will not.
 - `predicted_bytes`: allocated bytes plus the runtime overheads inside the allocator's pool.
 - `limit_bytes`: bytes that are available on the device; null without a target.
 - `fits`: true if `predicted_bytes` are at most `limit_bytes`, and if the rest of the GPU holds what is outside of its
@@ -72,7 +71,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -291,12 +289,6 @@ class JudgedProgram(PeakAccount):
         """
         return self.allocated_bytes + self.overhead(POOL)
 
-    @property
-    def unseen(self) -> tuple[RuntimeOverhead, ...]:
-        """Deprecated former name of `runtime_overheads`. Reading it emits a DeprecationWarning."""
-        warnings.warn("report.unseen is now report.runtime_overheads", DeprecationWarning, stacklevel=2)
-        return self.runtime_overheads
-
     def overhead(self, where: str) -> int:
         """Returns the bytes that the runtime takes in the allocator's pool (`POOL`) or outside of it (`CARD`)."""
         return overhead_bytes(self.runtime_overheads, where)
@@ -374,8 +366,6 @@ class ReportRecord(JudgedProgram):
             out[key] = schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key))
             if key == "host_memory" and self.host_memory is not None:
                 out[key] = self.host_memory.to_json()
-            if key == "runtime_overheads":
-                out["unseen"] = out[key]  # the key of version 0.1
         out["predicted_bytes"] = self.predicted_bytes
         out["xla_limit_bytes"] = self.xla_budget.limit_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
@@ -405,8 +395,11 @@ class ReportRecord(JudgedProgram):
                 f"the report has schema {value.get('schema')!r}, but this version reads schema {SCHEMA}: "
                 "write it again with bytescope report --json=FILE"
             )
-        if "runtime_overheads" not in value and "unseen" in value:  # written by version 0.1
-            value = {**value, "runtime_overheads": value["unseen"]}
+        if "runtime_overheads" not in value and "unseen" in value:  # its figures would be too low
+            raise ReportError(
+                "the report has the key unseen, which is now runtime_overheads: write it again with bytescope report "
+                "--json=FILE"
+            )
         try:
             return cls(**{key: _read_field(key, value[key]) for key in KEYS if key in value})
         except (TypeError, ValueError, AttributeError) as error:

@@ -45,7 +45,7 @@ def report_schema() -> dict[str, Any]:
     """Returns the JSON Schema of a report's keys."""
     hints = typing.get_type_hints(ReportRecord)
     keys: dict[str, Any] = {key: hints[key] for key in KEYS} | {"schedule": list[Any]}
-    keys |= {"unseen": keys["runtime_overheads"], "predicted_bytes": int, "unplaced_bytes": int}
+    keys |= {"predicted_bytes": int, "unplaced_bytes": int}
     keys["xla_limit_bytes"] = int | None
     keys |= {"command_memory": NotRequired[hints["host_memory"]]}
     keys |= {"batch": NotRequired[str], "formula": NotRequired[Values | None]}

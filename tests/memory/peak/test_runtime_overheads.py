@@ -91,7 +91,7 @@ def test_a_report_keeps_them_in_its_json(tmp_path):
     report.save(tmp_path / "r.json")
     value = json.loads((tmp_path / "r.json").read_text())
     assert value["predicted_bytes"] == 1030 and value["allocated_bytes"] == 1000
-    assert value["unseen"] == value["runtime_overheads"] == [dataclasses.asdict(row) for row in ROWS]
+    assert value["runtime_overheads"] == [dataclasses.asdict(row) for row in ROWS]
     assert load(tmp_path / "r.json").runtime_overheads == ROWS
     with pytest.raises(ReportError, match="RuntimeOverhead"):
         ReportRecord.from_json({**value, "runtime_overheads": DAMAGED})
@@ -99,20 +99,12 @@ def test_a_report_keeps_them_in_its_json(tmp_path):
     assert overheads(made()) == ""
 
 
-@pytest.mark.parametrize("key", ["runtime_overheads", "unseen"])
-def test_a_file_with_only_one_of_the_two_keys_is_read(tmp_path, key):
+def test_a_file_without_them_or_with_their_earlier_name():
     value = made(runtime_overheads=ROWS).to_json()
-    kept = {name: item for name, item in value.items() if name not in ("runtime_overheads", "unseen")}
-    (tmp_path / "r.json").write_text(json.dumps({**kept, key: value[key]}))
-    assert memory.load(tmp_path / "r.json").runtime_overheads == ROWS
-    assert ReportRecord.from_json(kept).runtime_overheads == ()
-    with pytest.raises(ReportError, match="RuntimeOverhead"):
-        ReportRecord.from_json({**kept, key: DAMAGED})
-
-
-def test_the_former_name_of_the_attribute_emits_a_warning():
-    with pytest.warns(DeprecationWarning, match=r"report\.unseen is now report\.runtime_overheads"):
-        assert made(runtime_overheads=ROWS).unseen == ROWS
+    overheads = value.pop("runtime_overheads")
+    assert ReportRecord.from_json(value).runtime_overheads == ()
+    with pytest.raises(ReportError, match="unseen, which is now runtime_overheads: write it again"):
+        ReportRecord.from_json({**value, "unseen": overheads})
 
 
 def test_a_program_for_a_card_that_is_not_here_has_the_cards_items():
