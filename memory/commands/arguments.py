@@ -6,11 +6,10 @@ import argparse
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import NoReturn
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
@@ -47,9 +46,8 @@ class Parser(argparse.ArgumentParser):
                 raise ReportError(f"{message}: {self.remedies[flag[1]]}")
             if self.keys_named and "--config.KEY" in self._option_string_actions:
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
-            known = [name for name, action in self._option_string_actions.items() if not isinstance(action, OldFlag)]
-            near = near or nearest(flag[1], known)
-            if not near and self.keys_named is None and "--grid" in known:
+            near = near or nearest(flag[1], self._option_string_actions)
+            if not near and self.keys_named is None and "--grid" in self._option_string_actions:
                 near = [f"--grid={message.split()[2].lstrip('-')}"]
         raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
 
@@ -68,45 +66,6 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, f"{value!r} is not an allowed value: {remedy_for(str(value), map(str, action.choices))}"
             )
-
-
-class OldFlag(argparse.Action):
-    """The argparse action for a flag that was renamed, added under its old spelling. It is hidden in the help. Using it
-    prints the new spelling and then does what the new flag does."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, renamed: argparse.Action) -> None:
-        super().__init__(
-            option_strings,
-            dest,
-            renamed.nargs,
-            default=argparse.SUPPRESS,
-            type=cast("Callable[[str], Any] | None", renamed.type),
-            choices=renamed.choices,
-            help=argparse.SUPPRESS,
-            metavar=renamed.metavar,
-        )
-        self.renamed = renamed
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Prints the new spelling of the flag, then runs the action of the flag."""
-        print(
-            f"note: {option_string} is now {self.renamed.option_strings[0]}; the next version no longer has the old "
-            "name",
-            file=sys.stderr,
-        )
-        self.renamed(parser, namespace, values, option_string)
-
-
-def keep_old_flag(parser: argparse.ArgumentParser, old: str, now: str) -> None:
-    """Makes `parser` accept `old` as another spelling of the renamed flag `now`. Old spellings are removed one version
-    later."""
-    parser.add_argument(old, action=OldFlag, renamed=parser._option_string_actions[now])
 
 
 def user_path(text: str) -> Path:

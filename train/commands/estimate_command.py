@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.commands.arguments import (
     add_json,
     check_files,
-    keep_old_flag,
     user_path,
     write,
 )
@@ -76,8 +75,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(f"--{flag}", type=part.kind, metavar="N", help=f"with --params: {part.summary}")
     for flag, summary in WORK.items():
         parser.add_argument(f"--{flag}", type=int, metavar="N", help=summary)
-    for old, now in (("width", "d-model"), ("head-width", "d-head"), ("mlp-width", "d-ff"), ("sequence", "length")):
-        keep_old_flag(parser, f"--{old}", f"--{now}")
     parser.add_argument(
         "--zero",
         type=int,

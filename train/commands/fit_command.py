@@ -19,7 +19,6 @@ from bytescope.memory.commands.arguments import (
     add_compiling,
     add_settings,
     check,
-    keep_old_flag,
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
@@ -77,7 +76,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="seconds after which no new compilation starts (default: no limit)",
     )
-    keep_old_flag(parser, "--timeout", "--max-seconds")
     parser.add_argument(
         "--measure",
         action="store_true",

@@ -11,7 +11,6 @@ from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_compiling,
     check,
-    keep_old_flag,
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
@@ -72,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "FLOPs (default: time)",
     )
     parser.add_argument("--auto-offload", action="store_true", help="allow plans to move tensors to pinned host memory")
-    keep_old_flag(parser, "--offload", "--auto-offload")
     add_lora(parser)
     add_compiling(parser, "the front")
     parser.set_defaults(measure=False)

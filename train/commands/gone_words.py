@@ -9,6 +9,17 @@ from bytescope.train.user_errors import UserError
 _BY_HAND = "nothing writes into source files; make the change that the sentence below the table names"
 # "COMMAND" or "COMMAND --flag" -> what to use instead, as the end of a one-line message.
 GONE: Mapping[str, str] = {
+    "estimate --width": "use --d-model",
+    "estimate --head-width": "use --d-head",
+    "estimate --mlp-width": "use --d-ff",
+    "estimate --sequence": "use --length",
+    "fit --timeout": "use --max-seconds",
+    "front --offload": "use --auto-offload",
+    "generate --limit": "use --budget",
+    "levers --stages": "use --savings",
+    "quantize --limit": "use --budget",
+    "quantize --plan": "use --target",
+    "score --limit": "use --budget",
     "completion": "bytescope --print-completion bash prints the script for bash; zsh, tcsh and fish are the others",
     "audit --fix": _BY_HAND,
     "audit --write": _BY_HAND,

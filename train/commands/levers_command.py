@@ -14,7 +14,6 @@ from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_compiling,
     check,
-    keep_old_flag,
     shares_accelerator,
     write,
 )
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory savings to add one by one, in this order (default: "
         f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.OPTIONAL)})",
     )
-    keep_old_flag(parser, "--stages", "--savings")
     add_compiling(parser, "the stages")
     parser.set_defaults(measure=False)
 

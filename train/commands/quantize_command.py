@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 
-from bytescope.memory.commands.arguments import Parser, add_json, check_files, keep_old_flag, user_path
+from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.host.process_memory import return_large_arrays
@@ -57,7 +57,6 @@ def make_parser() -> argparse.ArgumentParser:
         "which need not be present, and write nothing; a config is also accepted",
     )
     parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
-    keep_old_flag(parser, "--plan", "--target")
     parser.add_argument(
         "--calibrate",
         type=user_path,
@@ -105,7 +104,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="memory per device, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
-    keep_old_flag(parser, "--limit", "--budget")
     parser.add_argument(
         "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
     )

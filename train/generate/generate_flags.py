@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from bytescope.memory.commands.arguments import keep_old_flag, user_path
+from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -112,7 +112,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory per device, such as 20GiB (default: all available memory; on a CPU, half of it)",
     )
-    keep_old_flag(parser, "--limit", "--budget")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

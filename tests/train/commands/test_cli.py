@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bytescope.train import cli
+from bytescope.train.commands.gone_words import GONE, refuse_gone
 from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, make_parser
 from support.json_results import read_result, result_of
 
@@ -150,7 +151,6 @@ def test_from_any_folder_beside_files_of_ones_own(tmp_path):
     for command in (
         [str(script), "configs"],
         [sys.executable, "-m", "bytescope.memory", "configs"],
-        [sys.executable, "-m", "bytescope.train", "--help"],
     ):
         done = subprocess.run(command, cwd=tmp_path, env=python, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), command
@@ -221,22 +221,15 @@ def test_a_flag_means_the_same_in_every_command():
             assert all(re.search(MEANINGS.get(flag, "one help for all"), text) for text in helps), (where, helps)
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "now"),
-    [
-        (["fit", "tiny"], "--timeout=7", "--max-seconds=7"),
-        (["front", "tiny"], "--offload", "--auto-offload"),
-        (["levers", "tiny"], "--stages=bf16", "--savings=bf16"),
-        (["quantize", "wide"], "--plan=cpu:1", "--target=cpu:1"),
-        (["quantize", "wide", "cpu:1"], "--limit=1GiB", "--budget=1GiB"),
-        (["estimate", "--params=7b"], "--width=64", "--d-model=64"),
-        (["estimate", "--params=7b"], "--head-width=8", "--d-head=8"),
-        (["estimate", "--params=7b"], "--mlp-width=96", "--d-ff=96"),
-        (["estimate", "--params=7b"], "--sequence=32", "--length=32"),
-    ],
-)
-def test_an_old_name_of_a_flag_is_taken_with_a_note(command, old, now, capsys):
-    assert vars(cli.parse([*command, old])) == vars(cli.parse([*command, now]))
-    name, other = old.partition("=")[0], now.partition("=")[0]
-    assert capsys.readouterr().err == f"note: {name} is now {other}; the next version no longer has the old name\n"
-    assert f" {name} " not in PARSERS[command[0]].format_help()
+@pytest.mark.parametrize("words", GONE)
+def test_a_command_or_flag_that_is_gone_names_the_new_one(words, capsys):
+    """With the value behind "=" or as the next word. Behind "--" the word is another program's."""
+    command, _, flag = words.partition(" ")
+    for argv in ([command, flag, "7"], [command, f"{flag}=7"]):
+        assert cli.main([word for word in argv if word]) == 2
+        assert capsys.readouterr() == ("", f"error: {words} is gone: {GONE[words]}\n")
+    if command in COMMANDS:
+        assert flag not in PARSERS[command]._option_string_actions
+        refuse_gone(command, ["--", flag])
+    else:
+        assert not flag
