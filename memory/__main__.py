@@ -26,14 +26,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:] or sys.argv[1] in ("-h", "--help"):
-        from bytescope.train.cli import COMMANDS
-
-        names = [name for name, command in COMMANDS.items() if command.group != "train"]
-        print(f"usage: python -m bytescope.memory COMMAND ...: one of {', '.join(names)}; see bytescope --help")
-        sys.exit(0)
     words = sys.argv[1:]
-    if words[0] == SERVED:  # the command ends with the server
+    if words[:1] == [SERVED]:  # the command ends with the server
         from bytescope.memory.processes import end_with_parent
 
         end_with_parent(signal.SIGTERM)

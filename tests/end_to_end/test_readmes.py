@@ -71,8 +71,6 @@ def commands(text):
                 words = words[1:]
             if words and Path(words[0]).name == "bytescope":
                 found.append(words[1:])
-            elif words[1:3] == ["-m", "bytescope.train"]:
-                found.append(["train", *words[3:]])
             elif words[1:3] == ["-m", "bytescope.memory"]:
                 found.append(words[3:])
     return found

@@ -71,7 +71,6 @@ LAYERS = {
         ("train.run",),
         ("train.commands",),
         ("train.cli",),
-        ("train.__main__",),
         ("train",),
     ),
 }
