@@ -102,7 +102,7 @@ def run_process(argv: Sequence[str]) -> int:
 def supervised(argv: Sequence[str]) -> int:
     """Runs a command line and returns its exit code. A command that executes a user's code runs in a child process."""
     own = [*itertools.takewhile(lambda word: word != "--", argv)]
-    has_code = own[:1] in (["check"], ["init-program"]) or any(word.startswith("--prog") for word in own)
+    has_code = own[:1] == ["check"] or any(word.startswith("--prog") or word.endswith(".py") for word in own)
     return supervise(lambda: main(argv)) if has_code and not {"-h", "--help"} & {*own} else main(argv)
 
 
@@ -134,7 +134,8 @@ def run(argv: Sequence[str]) -> int:
         if not trainer_packages.needs_trainer(error):
             raise
         config = vars(args).get("config") if args else None
-        subject = f"bytescope {args.command if args else argv[0]}{f' with the config {config}' if config else ''}"
+        called = registry.spelling_of(args.command) if args else argv[0]
+        subject = f"bytescope {called}{f' with the config {config}' if config else ''}"
         return exit_code_of(UserError(trainer_packages.message(subject))) or 2
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:

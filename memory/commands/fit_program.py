@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 AS_WRITTEN = "as written"
 # Flags of `bytescope fit` that search configs, and so cannot be used with a user's program.
-CONFIG_FLAGS = ("batch_tokens", "levers", "lora", "measure", "max_compiles", "max_seconds", "jobs", "no_cache")
+CONFIG_FLAGS = ("batch_tokens", "vary", "lora", "measure", "max_compiles", "max_seconds", "jobs", "no_cache")
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:

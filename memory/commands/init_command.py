@@ -1,6 +1,7 @@
-"""bytescope init-program: writes a file with a program for `bytescope report` from a training script.
+"""bytescope report SCRIPT: reports on the training step of a script, without its data.
 
-The script runs in a child process, because it may end, crash or hang. The child answers in a file.
+The script runs in a child process, because it may end, crash or hang. The child answers in a file: the source of a
+program that `bytescope report --program` reads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.commands.arguments import Parser, show_written, user_path, write
+from bytescope.memory.commands import report_command
+from bytescope.memory.commands.arguments import Parser, check_files, show_written, user_path, write
 from bytescope.memory.errors import ReportError, in_one_line, message_of
 from bytescope.memory.files import write_whole
 from bytescope.memory.program import program_file
@@ -28,23 +30,24 @@ _CHILD = "import sys; from bytescope.memory.commands.init_command import answer;
 
 _DESCRIPTION = """\
 Runs a training script up to its first training step, without its data and
-without an accelerator, and writes a file for bytescope report --program.
-Or prints what is missing, with file and line."""
+without an accelerator, and reports on this step. Or prints what is missing,
+with file and line."""
 _EXAMPLES = """\
 examples:
-  bytescope init-program train.py h100:8
-  bytescope init-program train.py h100:8 -- --config=small
-  bytescope init-program train.py --value='train.py:40=int32[8,1024]'
+  bytescope report train.py h100:8
+  bytescope report train.py h100:8 -- --config=small
+  bytescope report train.py h100 --value='train.py:40=int32[8,1024]'
+  bytescope report train.py h100:8 --save-program=program.py
 
-exit codes: 0 the file was written, 1 pieces are missing, which are printed,
-2 a mistake in the command or its files, 130 stopped by Ctrl-C"""
+exit codes: 0 done, 1 pieces are missing, which are printed, 2 a mistake in the
+command or its files, 3 does not fit, 130 stopped by Ctrl-C"""
 
 
 def make_parser() -> Parser:
-    """Returns the parser of `bytescope init-program`, without the arguments of the script, which follow `--`."""
+    """Returns the parser of `bytescope report SCRIPT`, without the arguments of the script, which follow `--`."""
     parser = Parser(
-        prog="bytescope init-program",
-        usage="bytescope init-program SCRIPT [TARGET] [options] [-- SCRIPT ARGUMENTS]",
+        prog="bytescope report",
+        usage="bytescope report SCRIPT [TARGET] [options] [-- SCRIPT ARGUMENTS]",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -58,11 +61,10 @@ def make_parser() -> Parser:
         help="the devices for which the script runs, such as h100:8; the script sees as many devices (default h100)",
     )
     parser.add_argument(
-        "--out",
+        "--save-program",
         metavar="FILE",
         type=user_path,
-        default=Path("bytescope_program.py"),
-        help="the file to write (default bytescope_program.py)",
+        help="also write a Python file with the step and its arguments, for bytescope report --program=FILE:program",
     )
     parser.add_argument(
         "--value",
@@ -93,6 +95,7 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--timeout", metavar="SECONDS", type=float, default=600.0, help="stop the script after SECONDS (default 600)"
     )
+    report_command.add_output(parser)
     return parser
 
 
@@ -108,11 +111,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope init-program`. Returns 0 if the file was written; 1 if the script needs something that is
+    """Runs `bytescope report SCRIPT`. Returns the exit code of the report; or 1 if the script needs something that is
     missing, such as the shape of a batch. All missing pieces are printed."""
+    check_files(args)
+    if not os.path.isfile(args.script):
+        raise ReportError(f"the script {args.script} does not exist: give the path of a Python file")
+    if args.save_program is not None:
+        _check_saved(args.save_program)
+        return _report(args, args.save_program)
+    with tempfile.TemporaryDirectory() as folder:
+        return _report(args, Path(folder) / "program.py")
+
+
+def _report(args: argparse.Namespace, file: Path) -> int:
     from bytescope.memory.devices import targets
 
-    _check(args)
     request = {
         "script": args.script,
         "argv": args.argv,
@@ -120,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         "without": args.without,
         "step": args.function,
         "auto_axes": args.auto_axes,
-        "out": str(args.out),
+        "out": str(file),
         "target": args.target,
         "devices": targets.parse(args.target).n_devices,
     }
@@ -128,27 +141,23 @@ def run(args: argparse.Namespace) -> int:
     if "error" in result:
         raise ReportError(result["error"])
     if "missing" in result:
-        print(f"{args.script}: no program was written; missing:")
+        print(f"{args.script}: the step was not reached; missing:")
         for place, text in result["missing"]:
             print(f"  {place or args.script}: {in_one_line(text)}")
         return _MISSING
-    write(args.out, result["text"])
+    write(file, result["text"])
     print(f"found {result['step']}")
-    show_written(args.out)
-    print(f"next: bytescope report --program={args.out}:program {args.target}")
-    return 0
+    show_written(args.save_program)
+    args.program, args.hlo, args.config, args.settings = f"{file}:program", None, None, []
+    return report_command.run(args)
 
 
-def _check(args: argparse.Namespace) -> None:
-    if not os.path.isfile(args.script):
-        raise ReportError(f"the script {args.script} does not exist: give the path of a Python file")
-    folder = args.out.absolute().parent
+def _check_saved(path: Path) -> None:
+    folder = path.absolute().parent
     if not folder.is_dir():
-        raise ReportError(f"cannot write {args.out}: there is no folder {folder}; create it or give another file")
-    if args.out.exists() and not (
-        args.out.is_file() and args.out.read_text(errors="replace").startswith(program_file.MARK)
-    ):
-        raise ReportError(f"{args.out} exists and init-program did not write it: give another file with --out")
+        raise ReportError(f"cannot write {path}: there is no folder {folder}; create it or give another file")
+    if path.exists() and not (path.is_file() and path.read_text(errors="replace").startswith(program_file.MARK)):
+        raise ReportError(f"{path} exists and bytescope did not write it: give another file with --save-program")
 
 
 def _split_value(text: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""bytescope trace: shows where the time of profiled updates went, from a profiler's trace files."""
+"""bytescope report --trace: shows where the time of profiled updates went, from a profiler's trace files."""
 
 from __future__ import annotations
 
@@ -13,31 +13,27 @@ from bytescope.memory.seconds import step_prediction
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `bytescope trace`: the trace, the report whose prediction is compared, and the output
-    files."""
+    """Adds the arguments of `bytescope report --trace`: the trace, the report whose prediction is compared, and
+    the output files."""
     parser.add_argument(
-        "trace",
-        metavar="DIR",
-        help="one file *.xplane.pb, or a folder written by bytescope train --profile or jax.profiler, whose newest "
-        "trace is read",
-    )
-    parser.add_argument(
-        "--report",
-        metavar="FILE",
+        "subject",
+        metavar="TRACE|REPORT",
         type=user_path,
-        help="memory report of the traced program, such as memory.json in the run directory; its predicted time is "
-        "shown next to the measured time, also for each kind of work (products, attention, copies)",
+        help="a trace: a file *.xplane.pb, or a folder that bytescope train --profile or jax.profiler wrote, whose "
+        "newest trace is read. With --trace: the report of the traced program, a JSON file or a run directory; its "
+        "predicted time is shown next to the measured time, also for each kind of work (products, attention, copies)",
     )
+    parser.add_argument("--trace", metavar="DIR", help="the trace, if the first argument is a report")
     add_rates(parser)
     add_json(parser, "the time of each operation category")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope trace`: reads a profiler trace, prints the measured time of each operation category and writes
-    the requested files. jax is not started."""
+    """Reads a profiler trace, prints the measured time of each operation category and writes the requested files. jax
+    is not started."""
     check_files(args)
-    trace = xplane.read(xplane.find(args.trace))
-    report = report_record.load(args.report) if args.report else None
+    trace = xplane.read(xplane.find(args.trace or args.subject))
+    report = report_record.load(args.subject) if args.trace else None
     op_scopes = OpScopes(trace)
     measured = breakdown.find(trace, max(report.subject.calls, 1) if report else 1, op_scopes)
     predicted = prediction(report) if report else None

@@ -1,4 +1,4 @@
-"""The text of the file that `bytescope init-program` writes for a captured training step."""
+"""The text of the file that `bytescope report SCRIPT --save-program` writes for a captured training step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bytescope.memory.units import human
 # Maximum number of arrays that the file lists for one argument of the step.
 _MAX_ARRAYS = 24
 # The first line of a written file, by which the command recognizes it.
-MARK = '"""A training step for bytescope report, written by bytescope init-program.'
+MARK = '"""A training step for bytescope report, written by bytescope report --save-program.'
 _WIDTH = 110
 
 

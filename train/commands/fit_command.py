@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per optimizer update, summed over all devices (default: from the config)",
     )
     parser.add_argument(
-        "--levers", metavar="L,L", help=f"settings that the search may change (default: {', '.join(fit_space.LEVERS)})"
+        "--vary", metavar="L,L", help=f"settings that the search may change (default: {', '.join(fit_space.LEVERS)})"
     )
     add_lora(parser, "; also find the longest sequence and the largest micro-batch that fit at each rank")
     parser.add_argument(
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     space = fit_space.space_of(
         flat,
         given,
-        fit_space.choose_levers(args.levers),
+        fit_space.choose_levers(args.vary),
         target.n_devices,
         target.devices_per_host,
         args.batch_tokens,

@@ -1,4 +1,4 @@
-"""bytescope front: finds the remat plan with the least recomputation for each of several memory budgets.
+"""bytescope fit --budgets: finds the remat plan with the least recomputation for each of several memory budgets.
 
 By default the smallest budget is the peak memory with remat policy `full`, the largest the peak memory with `none`.
 """
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope front` to the parser."""
     add_subject(parser, "set a config key in every program, except remat.* keys, which the plans set")
     parser.add_argument(
-        "--points",
+        "--budgets",
         metavar="N",
         type=int,
         default=10,
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     overrides = with_lora(args, args.overrides)
     check_config(args.config, overrides)  # mistakes in it are reported before a worker starts
     compiled_for = targets.to_compile_for(target, TRAIN_FRACTION)
-    workers = worker_pool.worker_count(args.points, args.jobs)
+    workers = worker_pool.worker_count(args.budgets, args.jobs)
     env = worker_pool.environment_for(compiled_for)
     with progress(None) as tell, worker_pool.Pool(workers, env=env) as pool:
         trials = Trials(
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             with tell.aside():
                 put(frontier_view.line(budget, plan))
 
-        front = frontier.Front(trials, args.points, ends, args.cost, args.auto_offload, workers, show)
+        front = frontier.Front(trials, args.budgets, ends, args.cost, args.auto_offload, workers, show)
         front.run()
     _show_and_write(args, front)
     return INTERRUPTED if front.stopped else 0
@@ -118,8 +118,8 @@ def _check_arguments(args: argparse.Namespace) -> tuple[str, tuple[int | None, i
     Raises ReportError if an argument is wrong.
     """
     require_config(args)
-    if args.points < 2:
-        raise ReportError(f"--points={args.points} is too small: give 2 or more")
+    if args.budgets < 2:
+        raise ReportError(f"--points={args.budgets} is too small: give 2 or more")
     for key, text in args.overrides:
         if key in OWN:
             raise ReportError(

@@ -1,4 +1,4 @@
-"""`bytescope quantize`: writes the model of a run or a folder with 4-bit weights."""
+"""`bytescope export --awq`: writes the model of a run or a folder with 4-bit weights."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from bytescope.train.user_errors import UserError
 
 EPILOG = """\
 examples:
-  bytescope quantize smollm/ smollm-awq/ --group=64 --calibrate=text.txt
-  bytescope quantize runs/mine mine-4bit/ --calibrate=rows.jsonl
-  bytescope quantize big/ out/ --calibrate=text.txt --format=compressed-tensors
-  bytescope quantize llama_70b h100        show only the memory, for any config
+  bytescope export smollm/ smollm-awq/ --awq=text.txt --group=64
+  bytescope export runs/mine mine-4bit/ --awq=rows.jsonl
+  bytescope export big/ out/ --awq=text.txt --format=compressed-tensors
+  bytescope export llama_70b h100 --awq    show only the memory, for any config
 
 Calibrate on text like the text that the model will read. Without --held-out,
 the end of the text is used to measure perplexity instead of to calibrate. Only
@@ -32,13 +32,13 @@ GROUPS, FORMATS = (32, 64, 128), ("awq", "compressed-tensors")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the argument parser of `bytescope quantize`."""
+    """Returns the argument parser of `bytescope export --awq`."""
     parser = Parser(
-        prog="bytescope quantize",
+        prog="bytescope export --awq",
         allow_abbrev=False,
         epilog=EPILOG,
-        usage="%(prog)s RUN_OR_FOLDER OUT --calibrate=TEXT [...]\n"
-        "       bytescope quantize RUN_OR_FOLDER_OR_CONFIG TARGET [...]",
+        usage="bytescope export RUN_OR_FOLDER OUT --awq=TEXT [...]\n"
+        "       bytescope export RUN_OR_FOLDER_OR_CONFIG TARGET --awq [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write a model with 4-bit weights, scaled by the activations of a calibration\ntext (AWQ).",
     )
@@ -53,22 +53,23 @@ def make_parser() -> argparse.ArgumentParser:
         type=user_path,
         metavar="OUT|TARGET",
         nargs="?",
-        help="OUT: folder to write, new or empty. TARGET, without --calibrate: show the memory use on this device, "
+        help="OUT: folder to write, new or empty. TARGET, with --awq alone: show the memory use on this device, "
         "which need not be present, and write nothing; a config is also accepted",
     )
-    parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
     parser.add_argument(
-        "--calibrate",
+        "--awq",
+        dest="calibrate",
         type=user_path,
+        nargs="?",
         metavar="TEXT",
-        help="text whose activations determine the scales: each row of a .jsonl file is a text, any other file is one "
-        "text",
+        help="quantize to 4 bits, with scales that the activations of this text determine: each row of a .jsonl file "
+        "is a text, any other file is one text",
     )
     parser.add_argument(
         "--held-out",
         type=user_path,
         metavar="TEXT",
-        help="text to measure perplexity on (default: the end of the text of --calibrate)",
+        help="text to measure perplexity on (default: the end of the text of --awq)",
     )
     parser.add_argument(
         "--group",
@@ -117,14 +118,15 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line of `bytescope quantize`. The result has `shard_bytes`, the maximum bytes per
-    file.
+    """Parses and checks the command line of `bytescope export --awq`. The result has `shard_bytes`, the maximum
+    bytes per file.
 
     Raises:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
-    if args.target is None and args.calibrate is None and args.out is not None:
+    args.target = None
+    if args.calibrate is None and args.out is not None:
         args.target, args.out = _check_target(str(args.out)), None
     if args.target is not None:
         for flag in ("out", "calibrate", "held_out", "json"):
@@ -153,7 +155,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_target(text: str) -> str:
-    # Without --calibrate, the command only predicts memory for a target.
+    # Without a text, the command only predicts memory for a target.
     from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
@@ -161,7 +163,7 @@ def _check_target(text: str) -> str:
         near = did_you_mean(text, names())
         raise UserError(
             f"{text} is not a target{f' ({near})' if near else ''}: to write it as a folder, give "
-            "--calibrate=TEXT, a file of text like what the model will read"
+            "--awq=TEXT, a file of text like what the model will read"
         )
     return text
 

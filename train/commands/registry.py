@@ -46,6 +46,8 @@ class Subcommand:
         examples: arguments of example calls, used if the module has no parser of its own.
         reads: what a command without a config reads, such as "reads a trace"; "" for a command with a config. It is
           part of the error message about --config.KEY.
+        part_of: for an ability of another command, how it is called, such as "report --names". The last word is the
+          flag that selects it, or a placeholder if the subject does.
         is_list: whether `bytescope list NAME` runs the command. The overview then leaves the command out.
         is_tool: whether other programs run the command, such as a shell. The overview then names it below the groups.
         without_target: what to give instead of a target, if users may expect that the command takes one.
@@ -56,9 +58,16 @@ class Subcommand:
     summary: str
     examples: tuple[str, ...] = ()
     reads: str = ""
+    part_of: str = ""
     is_list: bool = False
     is_tool: bool = False
     without_target: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The flag that selects this ability of another command, such as "--names"; "" if the subject selects it."""
+        word = self.part_of.rpartition(" ")[2]
+        return word if word.startswith("--") else ""
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"bytescope.{self.module}")
@@ -76,9 +85,13 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.score_command",
         "train",
         "compute log-probabilities and perplexity of texts",
+        part_of="generate --score",
     ),
     "quantize": Subcommand(
-        "train.commands.quantize_command", "train", "quantize a model to 4-bit weights, calibrated on a text (AWQ)"
+        "train.commands.quantize_command",
+        "train",
+        "write 4-bit weights, calibrated on a text (AWQ)",
+        part_of="export --awq",
     ),
     "export": Subcommand(
         "train.commands.export_command", "train", "write the model of a run as a folder that transformers loads"
@@ -97,8 +110,9 @@ COMMANDS: Mapping[str, Subcommand] = {
     "init-program": Subcommand(
         "memory.commands.init_command",
         "measure",
-        "write a program for report from a training script, without data",
+        "report on the training step of a script, without its data",
         reads="reads a script",
+        part_of="report SCRIPT",
     ),
     "explain": Subcommand(
         "train.commands.explain_config",
@@ -122,23 +136,26 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
     "trace": Subcommand(
         "memory.commands.trace_command",
-        "runs",
+        "measure",
         "show where a step's time went, from a profiler trace",
-        ("runs/tiny/profile", "runs/tiny/profile --report=runs/tiny/memory.json"),
+        ("runs/tiny/profile", "runs/tiny --trace=runs/tiny/profile"),
         reads="reads a trace",
+        part_of="report --trace",
     ),
-    "page": Subcommand(
-        "train.commands.page_command",
-        "runs",
-        "write an HTML page of a run: loss, memory, report, trace",
-        ("runs/tiny", "runs/tiny runs/other --html=both.html"),
-        reads="reads a run directory",
+    "saved": Subcommand(
+        "train.commands.saved_command",
+        "measure",
+        "show a run directory or a saved report",
+        ("runs/tiny --html=run.html", "report.json"),
+        reads="reads a run directory or a saved report",
+        part_of="report RUN",
     ),
     "names": Subcommand(
         "train.commands.names_command",
         "measure",
         "list the tensors that remat policies can save, with bytes",
         ("llama_8b h200:8", "--program=my_package.train:loss h200:8 --json=names.json"),
+        part_of="report --names",
     ),
     "diff": Subcommand(
         "memory.commands.diff_command",
@@ -157,6 +174,7 @@ COMMANDS: Mapping[str, Subcommand] = {
             "--hlo=step.after_optimizations.hlo.pb",
             "maxtext:llama2-7b h100:8 remat_policy=minimal",
         ),
+        part_of="report --audit",
     ),
     "bisect": Subcommand(
         "train.commands.bisect_config",
@@ -187,14 +205,14 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
     "calibrate": Subcommand(
         "train.commands.calibrate_runs",
-        "runs",
+        "machine",
         "measure the speeds of this machine's devices for predictions",
         ("--out=rates.json", "--seconds=20", "--from-runs=runs --out=rates.json"),
         reads="measures devices",
     ),
     "validate": Subcommand(
         "train.commands.validate_command",
-        "runs",
+        "measure",
         "compare predictions with published or your own measured runs",
         (
             "--set=playbook --gpus=8 --html=validate.html",
@@ -219,12 +237,14 @@ COMMANDS: Mapping[str, Subcommand] = {
         "plan",
         "show the bytes saved and time lost by each memory saving",
         ("llama_8b h200 --html=levers.html", "llama_8b rtx4090 --savings=bf16,full,offload"),
+        part_of="compare --levers",
     ),
     "front": Subcommand(
         "train.commands.front_command",
         "plan",
         "find the remat plan with the least cost per memory budget",
         ("llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload"),
+        part_of="fit --budgets",
     ),
     "fit": Subcommand(
         "train.commands.fit_command",
@@ -232,7 +252,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "find the fastest configuration that fits a memory budget",
         (
             "llama_8b h100:8 --batch-tokens=4194304",
-            "llama_8b rtx4090 --budget=20GiB --levers=remat,micro",
+            "llama_8b rtx4090 --budget=20GiB --vary=remat,micro",
             "--program=my_package.train:program h100:8 --budget=60GiB",
             "maxtext:llama3-8b h100:8 max_target_length=8192",
         ),
@@ -246,41 +266,45 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
     "list": Subcommand(
         "train.commands.list_command",
-        "list",
+        "machine",
         "list configs, targets, keys and policies",
         ("configs", "targets --grep=H100"),
         reads="reads no config",
     ),
     "configs": Subcommand(
         "train.commands.listings",
-        "list",
+        "machine",
         "list the shipped configs",
         ("", "--grep=llama"),
         reads="reads no config",
+        part_of="list configs",
         is_list=True,
     ),
     "targets": Subcommand(
         "memory.commands.targets_command",
-        "list",
+        "machine",
         "list the devices to compile for, with memory and speeds",
         ("", "--grep=H100"),
         reads="reads no config",
+        part_of="list targets",
         is_list=True,
     ),
     "keys": Subcommand(
         "train.commands.listings",
-        "list",
+        "machine",
         "list every config key with its default and meaning",
         ("", "--grep=remat"),
         reads="reads no config",
+        part_of="list keys",
         is_list=True,
     ),
     "policies": Subcommand(
         "train.commands.listings",
-        "list",
+        "machine",
         "list every remat policy and the tensors that it saves",
         ("", "--grep=offload"),
         reads="reads no config",
+        part_of="list policies",
         is_list=True,
     ),
 }
@@ -293,34 +317,78 @@ HEADINGS: Mapping[str, str] = {
     "measure": "see what uses memory",
     "plan": "choose what fits",
     "train": "train and use a model",
-    "runs": "look at runs and check predictions",
-    "list": "look up",
+    "machine": "look up and set up",
 }
 # Heading -> the commands below it.
 GROUPS: Mapping[str, list[str]] = {
     heading: [
         name
         for name, command in COMMANDS.items()
-        if command.group == group and not (command.is_list or command.is_tool)
+        if command.group == group and not (command.part_of or command.is_tool)
     ]
     for group, heading in HEADINGS.items()
 }
 
 
+def spelling_of(name: str) -> str:
+    """Returns how the row `name` of COMMANDS is called, such as "report --names"."""
+    return COMMANDS[name].part_of or name
+
+
+def abilities_of(name: str) -> list[str]:
+    """Returns the rows of COMMANDS that are abilities of the command `name`."""
+    return [ability for ability, command in COMMANDS.items() if command.part_of.partition(" ")[0] == name]
+
+
+def find_ability(name: str, argv: Sequence[str]) -> str:
+    """Returns the row of COMMANDS that a command line runs: the ability that a flag or the subject selects, or the
+    command `name` itself.
+
+    argv: the arguments after the command. Those after "--" belong to another program.
+    """
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    flags = {argument.partition("=")[0] for argument in own}
+    for ability in abilities_of(name):
+        if COMMANDS[ability].flag and COMMANDS[ability].flag in flags:
+            return ability
+    if name == "report" and own and not own[0].startswith("-"):
+        from bytescope.train.commands.report_subjects import ability_of_subject
+
+        return ability_of_subject(own[0]) or name
+    return name
+
+
 def make_parser(name: str) -> Parser:
-    """Returns the argument parser of the command `name`."""
+    """Returns the argument parser of the row `name` of COMMANDS."""
     command = COMMANDS[name]
     module = command.load()
-    if hasattr(module, "make_parser"):
-        return module.make_parser()
+    parser = module.make_parser() if hasattr(module, "make_parser") else _parser_of(name, module)
+    if command.flag and command.flag not in parser._option_string_actions:
+        parser.add_argument(command.flag, action="store_true", help=f"{command.summary} (selects what this page shows)")
+    _add_abilities(parser, name)
+    return parser
+
+
+def _add_abilities(parser: Parser, name: str) -> None:
+    """Adds the flags of a command that select another ability. Each has arguments of its own."""
+    group = parser.add_argument_group("other results, each with a --help of its own")
+    for ability in map(COMMANDS.__getitem__, abilities_of(name)):
+        if ability.flag:
+            group.add_argument(ability.flag, action="store_true", help=f"{ability.summary}: {ability.part_of} --help")
+
+
+def _parser_of(name: str, module: ModuleType) -> Parser:
+    command = COMMANDS[name]
+    called, _, selected = command.part_of.partition(" ")
+    words = f"{called} {{}} {selected}" if command.flag else f"{called or name} {{}}"
     lines = [
         line
         for example in command.examples
-        for line in wrap_command(f"bytescope {name} {example}".rstrip(), HELP_WIDTH, 2)
+        for line in wrap_command(f"bytescope {words.format(example)}".rstrip(), HELP_WIDTH, 2)
     ]
     examples = "\n".join(lines)
     parser = Parser(
-        prog=f"bytescope {name}",
+        prog=f"bytescope {spelling_of(name) if command.flag else called or name}",
         description=command.summary,
         epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -338,8 +406,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     name, *rest = argv or [""]
     refuse_gone(name, rest)
-    if name not in COMMANDS:
+    if name not in COMMANDS or COMMANDS[name].part_of:
         raise UserError(f"{_unknown_command_message(name)}; see bytescope --help")
+    name = find_ability(name, rest)
     module = COMMANDS[name].load()
     if hasattr(module, "parse"):
         args = module.parse(rest)
@@ -364,14 +433,15 @@ def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     settle_subject(args)
     args.overrides = overrides
     if overrides and (reads := COMMANDS[name].reads):
-        raise ReportError(f"{name} takes no --config.{overrides[0][0]}: the command {reads}; leave the flag out")
+        key = overrides[0][0]
+        raise ReportError(f"{spelling_of(name)} takes no --config.{key}: the command {reads}; leave the flag out")
     return args
 
 
 def _unknown_command_message(name: str) -> str:
-    listed = ", ".join(itertools.chain.from_iterable(GROUPS.values()))
+    commands = [*itertools.chain.from_iterable(GROUPS.values()), *TOOLS]
     if near := did_you_mean(name, FLAGS) if name.startswith("-") else "":
         return f"unknown flag {name!r}: {near}"
     if not name or name.startswith("-"):
-        return f"no command is given: give one of {listed}"
-    return f"unknown command {name!r}: {did_you_mean(name, COMMANDS) or 'choose one of ' + listed}"
+        return f"no command is given: give one of {', '.join(commands)}"
+    return f"unknown command {name!r}: {did_you_mean(name, commands) or 'choose one of ' + ', '.join(commands)}"

@@ -1,10 +1,11 @@
-"""`bytescope score`: computes log-probabilities and perplexity of texts under the model of a run or a folder."""
+"""`bytescope generate --score`: computes log-probabilities and perplexity of texts under a model."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,34 +20,36 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 examples:
-  bytescope score runs/mine --text="def train(model):"
-  bytescope score smollm/ --texts=held_out.txt
-  bytescope score smollm/ --texts=rows.jsonl --out=scores.jsonl
+  bytescope generate smollm/ --score=held_out.txt
+  bytescope generate smollm/ --score=rows.jsonl --out=scores.jsonl
+  echo "def train(model):" | bytescope generate runs/mine --score=-
 
 Each row of a .jsonl file has text, tokens or messages; any other file is one
 text. A text longer than --length is split into windows, which are scored
 independently. Perplexity is exp(mean of -log p) over all tokens except the
 first token of each window.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
+STDIN = "-"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Returns the argument parser of `bytescope score`."""
+    """Returns the argument parser of `bytescope generate --score`."""
     parser = Parser(
-        prog="bytescope score",
+        prog="bytescope generate --score",
         allow_abbrev=False,
         epilog=EPILOG,
-        usage="%(prog)s RUN_OR_FOLDER --text=TEXT | --texts=FILE [...]",
+        usage="bytescope generate RUN_OR_FOLDER --score=FILE [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Compute the log-probabilities and the perplexity of texts.",
     )
     generate_flags.add_model(parser)
-    parser.add_argument("--text", help="text to score; the log-probability of each token is shown")
     parser.add_argument(
-        "--texts",
+        "--score",
         type=user_path,
         metavar="FILE",
-        help="file to score: each row of a .jsonl file is a text, any other file is one text",
+        required=True,
+        help="file to score: each row of a .jsonl file is a text, any other file is one text; - for standard input, "
+        "of which the log-probability of each token is shown",
     )
     parser.add_argument(
         "--out",
@@ -59,15 +62,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Parses and checks the command line of `bytescope score`.
+    """Parses and checks the command line of `bytescope generate --score`.
 
     Raises:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
     generate_flags.check(args)
-    if (args.text is None) == (args.texts is None):
-        raise UserError("score needs exactly one of --text and --texts: give --text=TEXT or --texts=FILE")
     check_files(args, ("out", "json"))
     return args
 
@@ -109,7 +110,7 @@ def score(args: argparse.Namespace) -> int:
     for scored_window in scorer.score(params, [window for _, window in windows]):
         parts.setdefault(windows[scored_window.number][0], {})[scored_window.number] = scored_window
     scored = {number: [own[place] for place in sorted(own)] for number, own in sorted(parts.items())}
-    if args.text is not None:
+    if str(args.score) == STDIN:
         _show_tokens(source, scored[0])
     _show(scored)
     rows = _rows(scored)
@@ -123,9 +124,9 @@ def _tokenize_texts(args: argparse.Namespace, source: Source) -> list[tuple[int,
     from bytescope.train.generate.text import Prompts, read_texts
 
     with Prompts(source, chat=False) as prompts:
-        if args.text is not None:
-            return [prompts.of_row({"text": args.text}, "--text")]
-        return read_texts(prompts, args.texts, "--texts")
+        if str(args.score) == STDIN:
+            return [prompts.of_row({"text": sys.stdin.read()}, "standard input")]
+        return read_texts(prompts, args.score, "--score")
 
 
 def mean_of(windows: Sequence[ScoredText]) -> tuple[int, float]:

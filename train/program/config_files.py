@@ -151,7 +151,7 @@ def _call_get_config(path: Path) -> ConfigDict:
             raise UserError(
                 f"{path} has no get_config(), so it is not a config: define get_config(), which returns "
                 "bytescope.configs.base.get_config() with changes; for a training script of your own, run "
-                f"bytescope init-program {path}"
+                f"bytescope report {path}"
             )
         config = module.get_config()
     except UserError:

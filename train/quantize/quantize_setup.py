@@ -122,7 +122,7 @@ def read_windows(args: argparse.Namespace, source: Source) -> tuple[np.ndarray, 
       UserError: a file cannot be read, or has too little text.
     """
     length = min(args.length, source.length)
-    windows = _cut_into_windows(source, args.calibrate, "--calibrate", length)
+    windows = _cut_into_windows(source, args.calibrate, "--awq", length)
     if args.held_out:
         held_out = _cut_into_windows(source, args.held_out, "--held-out", length)
         _require(held_out, 1, args.held_out, length)

@@ -38,9 +38,9 @@ from bytescope.memory.view.frame import page
 from bytescope.train.plan.config_facts import CAPACITY
 from bytescope.train.run.run_directory import PAGE, RunDirectory, read
 
-# Maximum number of points of a curve, of findings, and of keys in which runs differ. A longer curve keeps the minimum
+# Maximum number of points of a curve, and of findings. A longer curve keeps the minimum
 # and the maximum of each stretch.
-MAX_POINTS, MAX_FINDINGS, MAX_KEYS = 1200, 4, 12
+MAX_POINTS, MAX_FINDINGS = 1200, 4
 # Curve -> the column of a row that it shows.
 CURVES = {
     "loss": "loss",
@@ -58,12 +58,8 @@ BALANCE, MORE_ROOM = 0.01, 1.5
 BESIDE = {"memory.html": "the full report of the step"}
 
 
-def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -> RunDirectory:
-    """Writes the HTML page of a run directory to `out`, by default index.html in the directory. Returns the contents
-    of the directory.
-
-    Args:
-      others: other run directories, whose loss curves are drawn in the same plot.
+def write(workdir: Path, out: Path | None = None) -> None:
+    """Writes the HTML page of a run directory to `out`, by default index.html in the directory.
 
     Raises:
       ReportError: the folder is not a run directory.
@@ -71,24 +67,21 @@ def write(workdir: Path, out: Path | None = None, others: Sequence[Path] = ()) -
     """
     out = out or workdir / PAGE
     run = read(workdir)
-    compared = [read(other) for other in others]
-    write_whole(out, render(run, os.path.relpath(workdir.absolute(), out.absolute().parent), compared))
-    return run
+    write_whole(out, render(run, os.path.relpath(workdir.absolute(), out.absolute().parent)))
 
 
-def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] = ()) -> str:
+def render(run: RunDirectory, folder: str = ".") -> str:
     """Returns the HTML page of a run as text.
 
     Args:
       folder: path of the run directory relative to the page, for links.
-      others: other runs, whose loss curves are drawn in the same plot.
     """
     report, trace = run.report, run.breakdown
     prefix = "" if folder == "." else f"{folder}/"
     return page(
         "run",
         f"{run.name} · run",
-        page_data(run, others),
+        page_data(run),
         heading=run.name,
         figures=_figures(run),
         where=subject(report) if report else "no report",
@@ -109,16 +102,15 @@ def render(run: RunDirectory, folder: str = ".", others: Sequence[RunDirectory] 
             "cells": trace_tables.cells(trace),
             "operations": trace_tables.operations(trace),
         },
-        runs=_runs_table((run, *others)) if others else None,
         commands=_commands_for_run(run, prefix),
         config=_config_sections(run.config),
-        has_rows=any(one.rows or one.evaluations for one in (run, *others)),
+        has_rows=bool(run.rows or run.evaluations),
     )
 
 
-def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[str, Any]:
+def page_data(run: RunDirectory) -> dict[str, Any]:
     """Returns the data that the page's script draws, as JSON values: curves of the metrics, the memory limit, the
-    traced time, and the loss curves of `others`. A curve is (steps, values). Memory is in bytes, losses are in nats per
+    and the traced time. A curve is (steps, values). Memory is in bytes, losses are in nats per
     token."""
     curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
@@ -129,9 +121,6 @@ def page_data(run: RunDirectory, others: Sequence[RunDirectory] = ()) -> dict[st
         "shared": run.report is not None and _on_cpu(run.report),
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
         "trace": run.breakdown and trace_tables.page_data(run.breakdown),
-        "others": [
-            {"name": other.name, "loss": _curve(other, "loss"), "held_out": _held_out(other)} for other in others
-        ],
     }
 
 
@@ -294,42 +283,14 @@ def _host_table(run: RunDirectory) -> PageTable | None:
     columns = (
         ("phase", "name", lambda row: row.phase),
         ("happens", "text", lambda row: HOST_PHASES.get(row.phase, "")),
-        ("predicted", "num", lambda row: _number_cell(row.predicted, "bytes")),
-        ("measured", "num", lambda row: _number_cell(row.measured, "bytes")),
+        ("predicted", "num", lambda row: _bytes_cell(row.predicted)),
+        ("measured", "num", lambda row: _bytes_cell(row.measured)),
     )
     return table(columns, host_view.phase_rows(run.host))
 
 
-def _runs_table(runs: Sequence[RunDirectory]) -> PageTable:
-    keys = dict.fromkeys(key for run in runs for key in run.config)
-    differing = [key for key in keys if len({_format_value(run.config.get(key, "")) for run in runs}) > 1]
-    left = [f"and {len(differing) - MAX_KEYS} more keys"] if len(differing) > MAX_KEYS else []
-
-    def last(run: RunDirectory, field: str, rows: Sequence[Mapping[str, float]]) -> float | None:
-        return next((row[field] for row in reversed(rows) if field in row), None)
-
-    columns = (
-        ("run", "name", lambda run: run.name),
-        ("steps", "num", lambda run: f"{run.step:,}"),
-        ("held-out loss", "num", lambda run: _number_cell(last(run, "eval_loss", run.evaluations), ".4f")),
-        ("train loss", "num", lambda run: _number_cell(last(run, "loss", run.rows), ".4f")),
-        ("tokens/s", "num", lambda run: _number_cell(last(run, "tokens_per_s", run.rows), ",.0f")),
-        ("measured", "num", lambda run: _number_cell(last(run, "memory.peak_bytes", run.rows), "bytes")),
-        (
-            "what differs",
-            "text",
-            lambda run: "\n".join(
-                [*(f"{key} {_format_value(run.config.get(key, ''))}" for key in differing[:MAX_KEYS]), *left]
-            ),
-        ),
-    )
-    return table(columns, runs)
-
-
-def _number_cell(value: float | None, form: str) -> Cell:
-    if value is None:
-        return Cell("")
-    return Cell(human(value) if form == "bytes" else format(value, form), value=value)
+def _bytes_cell(value: float | None) -> Cell:
+    return Cell("") if value is None else Cell(human(value), value=value)
 
 
 # ---- links and commands ---------------------------------------------------------------------------------------

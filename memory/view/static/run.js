@@ -14,17 +14,9 @@
   const line = (name, [x, y], color, more) => ({ kind: "line", name, x, y, color, say: short,
     symbol: x.length < 40 ? "circle" : undefined, size: 6, ...more });
 
-  // Each of the other runs has a colour. Its train loss is a thin line, its held-out loss has points.
-  const COLORS = ["optimizer", "gradients", "logits_loss", "workspace", "accumulator", "collectives"];
-  const overlaid = () => data.others.flatMap(({ name, loss, held_out }, k) => {
-    const color = `var(--c-${COLORS[k % COLORS.length]})`;
-    return [line(`${name}, train`, loss, color, { width: 1.2, symbol: undefined }),
-      line(`${name}, held out`, held_out, color, { symbol: "diamond", size: 9, dash: "dash" })];
-  });
   const loss = () => {
-    const mine = data.others.length ? `${data.name}, ` : "";
-    const lines = [line(`${mine}train`, curves.loss, "var(--c-params)"),
-      line(`${mine}held out`, curves.held_out, "var(--c-residuals)", { symbol: "circle", size: 9 }), ...overlaid()];
+    const lines = [line("train", curves.loss, "var(--c-params)"),
+      line("held out", curves.held_out, "var(--c-residuals)", { symbol: "circle", size: 9 })];
     charts.xy("loss", { x: steps(), y: { title: "nats per token" }, series: lines.filter((one) => one.x.length),
       cross: cross(lines), zoom: true });
   };

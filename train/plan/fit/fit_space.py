@@ -14,7 +14,7 @@ from bytescope.train.plan.lever_catalogue import SAVINGS
 
 Keys = dict[str, str]
 
-# Lever of `fit --levers` -> what the search may change.
+# Lever of `fit --vary` -> what the search may change.
 LEVERS: Mapping[str, str] = {
     "remat": "the tensors that blocks save (remat.*)",
     "micro": "sequences per rank and micro-batch (batch.micro)",
@@ -78,7 +78,7 @@ class Squeeze:
 
     @property
     def levers(self) -> tuple[str, ...]:
-        """The kinds of change ("levers") that the flag `fit --levers` must all allow for this set of savings to be
+        """The kinds of change ("levers") that the flag `fit --vary` must all allow for this set of savings to be
         tried, such as "offload"."""
         groups = [SAVINGS[name].group for name in self.savings]
         if self.blocks_to_host:
@@ -355,7 +355,7 @@ def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
 
 
 def choose_levers(text: str | None) -> frozenset[str]:
-    """Parses the flag `--levers=a,b,c`, which lists what `bytescope fit` may change ("levers", such as "remat" or
+    """Parses the flag `--vary=a,b,c`, which lists what `bytescope fit` may change ("levers", such as "remat" or
     "sharding"). If `text` is None, returns all levers.
 
     Raises:
@@ -364,7 +364,7 @@ def choose_levers(text: str | None) -> frozenset[str]:
     names = list(LEVERS) if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in LEVERS:
-            raise ReportError(f"--levers={text}: unknown lever {name!r}: {remedy_for(name, LEVERS)}")
+            raise ReportError(f"--vary={text}: unknown lever {name!r}: {remedy_for(name, LEVERS)}")
     return frozenset(names)
 
 
