@@ -1,8 +1,8 @@
 """Every config key with its meaning and its default.
 
 A config file returns `get_config()`. On the command line `--config=FILE` chooses the file and `--config.KEY=VALUE`
-overrides a key. `bytescope keys` lists all keys. The comment at a key is its documentation. Keys that are not listed
-in this file are refused.
+overrides a key. `bytescope list keys` lists all keys. The comment at a key is its documentation. Keys that are not
+listed in this file are refused.
 """
 
 from ml_collections import ConfigDict
@@ -133,7 +133,7 @@ def _precision_group() -> ConfigDict:
 
 
 def _remat_group() -> ConfigDict:
-    # `bytescope policies` and `bytescope names` list the possible values.
+    # `bytescope list policies` and `bytescope report --names` list the possible values.
     remat = ConfigDict()
     # none | full | selective | megatron | minimal | dots | dots_no_batch | sqrt | offload | offload_dots | custom
     # (remat.save, remat.offload) | auto (the least recomputation within remat.budget)

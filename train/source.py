@@ -185,11 +185,11 @@ def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) ->
             "or a folder with a config.json in the format of transformers"
         )
     if not text:
-        return "the name of the config is empty: give a file, or a name that bytescope configs lists"
+        return "the name of the config is empty: give a file, or a name that bytescope list configs lists"
     if is_folder and len(kinds) > 1:
         return (
             f"{text} is neither a run, a folder of weights nor a config: give the folder that bytescope train wrote, "
-            "a folder with a config.json in the format of transformers, or a name that bytescope configs lists"
+            "a folder with a config.json in the format of transformers, or a name that bytescope list configs lists"
         )
     if is_folder:
         hint = f", or {WEIGHTS}{text} to use the weights in the folder" if _find_weights(name) else ""

@@ -26,7 +26,8 @@ NOT_HONORED = 1
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope audit` except those that name the program: --strict, --passes, --xla, --json and
+    """Adds the flags of `bytescope report --audit` except those that name the program: --strict, --passes, --xla,
+    --json and
     --html."""
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
@@ -48,7 +49,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope audit` for a program that is given with --program, --hlo or as a program of an adapter:
+    """Runs `bytescope report --audit` for a program of --program, of --hlo or of an adapter:
     compiles it, prints the audit, and writes the files of --json and --html. Returns the exit code: 1 with --strict if
     a request was not honored, else 0."""
     program, subject = report_command.open_program(args)

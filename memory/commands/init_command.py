@@ -148,7 +148,8 @@ def _report(args: argparse.Namespace, file: Path) -> int:
     write(file, result["text"])
     print(f"found {result['step']}")
     show_written(args.save_program)
-    args.program, args.hlo, args.config, args.settings = f"{file}:program", None, None, []
+    args.command, args.program = "report", f"{file}:program"
+    args.hlo, args.config, args.settings = None, None, []
     return report_command.run(args)
 
 

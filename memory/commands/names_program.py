@@ -1,4 +1,4 @@
-"""bytescope names --program: lists the values of a user's loss function that remat policies can save.
+"""bytescope report --names: lists the values of a user's loss function that remat policies can save.
 
 `train.commands.names_command` lists the named tensors of a config's model.
 """
@@ -32,8 +32,8 @@ def add_program(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope names --program`: prints the values that the layers of the loss can keep for the backward pass,
-    and writes the file of --json. Returns the exit code.
+    """Prints the values that the layers of the loss can keep for the backward pass, and writes the file of --json.
+    Returns the exit code.
 
     The loss is traced, but not compiled.
 

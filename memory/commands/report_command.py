@@ -38,6 +38,12 @@ if TYPE_CHECKING:
     from bytescope.memory.allocators.program_events import ProgramCall
 
 
+VERBOSE = (
+    "also print the memory timeline, the largest buffers, the training state, memory traffic, and the reason for each "
+    "chosen setting"
+)
+
+
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that name a program: --program and --hlo."""
     parser.add_argument(
@@ -61,8 +67,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also print the memory timeline, the largest buffers, the training state, memory traffic, "
-        "and the reason for each chosen setting",
+        help=VERBOSE,
     )
     add_xla(parser)
     parser.add_argument(

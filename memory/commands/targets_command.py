@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope targets`: prints the devices of this machine, and the chips for which programs can be compiled
+    """Prints the devices of this machine, and the chips for which programs can be compiled
     without having one.
 
     Columns are per device: memory in GiB, bandwidth in TB/s, compute rate in TFLOP/s.
@@ -63,7 +63,7 @@ def show_listing(
             values.append(dict(record))
     if not matches:
         raise ReportError(
-            f"--grep={args.grep}: no row that bytescope {args.command} prints contains this word; give another word"
+            f"--grep={args.grep}: no row that bytescope list {args.command} prints contains this word; give another one"
         )
     show(headings, matches)
     write_json(args, {args.command: values}, caveats=caveats)

@@ -1,7 +1,7 @@
 """The columns of a comparison, for the terminal table and for the page.
 
 A record is one entry of `rows` in the JSON of a comparison: the fields of a `compare_rows.Row`. The tables of
-`bytescope levers`, `bytescope fit` and `bytescope front` consist of records with the same fields, and share some of
+`bytescope compare --levers` and `bytescope fit` consist of records with the same fields, and share some of
 these columns.
 """
 

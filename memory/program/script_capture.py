@@ -125,9 +125,7 @@ def captured_step(
     except MissingPiece as missing:
         place, text = missing.pieces[0]
         more = f" (and {len(missing.pieces) - 1} more)" if len(missing.pieces) > 1 else ""
-        raise ReportError(
-            f"{place or script}: {text}{more}; bytescope report SCRIPT lists them all"
-        ) from None
+        raise ReportError(f"{place or script}: {text}{more}; bytescope report SCRIPT lists them all") from None
 
 
 def capture(

@@ -197,7 +197,7 @@ BASES: Mapping[str, Base | None] = {
         lambda codes_OI, scale_O: {"codes": codes_OI.T, "scales": scale_O},
     ),
 }
-# BASES and the formats that `bytescope quantize` and AWQ write, one per group size.
+# BASES and the formats that `bytescope export --awq` and AWQ write, one per group size.
 FORMATS: Mapping[str, Format | None] = {
     **BASES,
     **{

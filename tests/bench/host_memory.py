@@ -144,13 +144,7 @@ CASES = (
     Case(
         "quantize_half_gib",
         "quantize",
-        "quantize {WORK}/folder140m {OUT}/awq --calibrate={WORK}/text5mb.txt --samples=8 --length=64 --dtype=float32",
-        ("export_140m",),
-    ),
-    Case(
-        "quantize_rounding",
-        "quantize",
-        "quantize {WORK}/folder140m {OUT}/awq --calibrate={WORK}/text5mb.txt --samples=8 --length=64 --method=rounding",
+        "export {WORK}/folder140m {OUT}/awq --awq={WORK}/text5mb.txt --samples=8 --length=64 --dtype=float32",
         ("export_140m",),
     ),
     Case(

@@ -229,9 +229,9 @@ ERRORS = [
         "diff_kind": "diff rates.json rates.json",
         "grid": "compare tiny cpu --grid=remat.polcy=none",
         "budget": "fit tiny cpu --budget=72",
-        "levers": "fit tiny cpu --levers=remat,magic",
+        "levers": "fit tiny cpu --vary=remat,magic",
         "savings": "levers tiny cpu --savings=fp32,magic",
-        "points": "front tiny cpu --points=many",
+        "points": "front tiny cpu --budgets=many",
         "params": "estimate --params=seven",
         "pipeline": "pipeline --stages=0 --micro-batches=4",
         "schedule": "pipeline --stages=2 --micro-batches=4 --schedule=2f2b",
@@ -344,12 +344,12 @@ PLANS = [
          "--json=targets.json --html=targets.html --jobs=1"),
     case("levers", "levers small.py h200 --savings=fp32,bf16,loss,full,adamw_8bit,offload --json=levers.json "
          "--html=levers.html --jobs=1", widths=(80, 120)),
-    case("front", "front small.py h100 --points=3 --json=front.json --html=front.html --jobs=1", widths=(80, 120)),
-    case("front_flops", "front small.py h100 --points=2 --cost=flops --auto-offload --jobs=1"),
+    case("front", "front small.py h100 --budgets=3 --json=front.json --html=front.html --jobs=1", widths=(80, 120)),
+    case("front_flops", "front small.py h100 --budgets=2 --cost=flops --auto-offload --jobs=1"),
     case("fit", "fit small.py h100:2 --batch-tokens=65536 --budget=2GiB --max-compiles=6 --json=fit.json "
          "--html=fit.html --jobs=1"),
-    case("fit_levers", "fit small.py rtx4090 --levers=micro --json=fit_levers.json --jobs=1", widths=(80, 120)),
-    case("fit_nothing", "fit llama_8b rtx4090 --budget=1GiB --levers=remat --max-compiles=2 --jobs=1 "
+    case("fit_levers", "fit small.py rtx4090 --vary=micro --json=fit_levers.json --jobs=1", widths=(80, 120)),
+    case("fit_nothing", "fit llama_8b rtx4090 --budget=1GiB --vary=remat --max-compiles=2 --jobs=1 "
          "--config.model.n_layers=2 --json=nothing.json --html=nothing.html"),
     case("fit_lora", "fit small.py l4 --lora --max-compiles=2 --jobs=1"),
 ]  # fmt: skip

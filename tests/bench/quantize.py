@@ -46,12 +46,12 @@ def quantized(folder: Path, out: Path) -> dict[str, dict]:
     for name in READERS:
         code = cli.main(
             [
-                "quantize",
+                "export",
                 str(folder),
                 str(out / name),
                 f"--group={GROUP}",
                 f"--length={WINDOW}",
-                f"--calibrate={out / 'calibration.jsonl'}",
+                f"--awq={out / 'calibration.jsonl'}",
                 f"--held-out={out / 'held_out.jsonl'}",
                 f"--format={name}",
                 f"--json={out / name}.json",

@@ -51,7 +51,7 @@ def stale_pages() -> list[Path]:
 
 def commands_page() -> str:
     """Every command with its arguments, from the parsers."""
-    from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, make_parser
+    from bytescope.train.commands.registry import COMMANDS, GROUPS, call_of
 
     lines = [
         "# Commands",
@@ -64,25 +64,38 @@ def commands_page() -> str:
     for group, names in GROUPS.items():
         links = ", ".join(f"[{name}](#{name})" for name in names)
         lines.append(f"- **{group}**: {links}")
-    links = ", ".join(f"[{name}](#{name})" for name in LISTS)
-    lines.append(f"- other spellings of `bytescope list NAME`: {links}")
     for name, command in COMMANDS.items():
-        parser = make_parser(name)
-        lines += ["", f"## {name}", "", f"{sentence(command.summary)}", ""]
-        rows = []
-        for action in parser._actions:
-            if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
-                continue
-            rows.append((f"`{argument_name(action)}`", argument_help(action)))
+        if command.is_list:
+            continue
+        rows = rows_of(name)
+        lines += ["", f"## {command.part_of or name}", "", f"{sentence(command.summary)}", ""]
+        if command.part_of:
+            base = command.part_of.partition(" ")[0]
+            shared = [row for row in rows if row in rows_of(base)]
+            rows = [row for row in rows if row not in shared]
+            if shared:
+                lines += [f"Arguments as of {base}: {', '.join(name for name, _ in shared)}.", ""]
         if rows:
             lines += table(("argument", "meaning"), rows)
         else:
             lines.append("No arguments.")
         if command.examples:
-            examples = [f"bytescope {name} {example}".rstrip() for example in command.examples]
+            examples = [call_of(name, example) for example in command.examples]
             lines += ["", "```", *examples, "```"]
     lines += ["", "# JSON", "", *json_section()]
     return HEADER + "\n".join(lines) + "\n"
+
+
+def rows_of(name: str) -> list[tuple[str, str]]:
+    """The arguments of a command with their meaning."""
+    from bytescope.train.commands.registry import make_parser
+
+    shown = (
+        action
+        for action in make_parser(name)._actions
+        if not isinstance(action, argparse._HelpAction) and action.help != argparse.SUPPRESS
+    )
+    return [(f"`{argument_name(action)}`", argument_help(action)) for action in shown]
 
 
 def json_section() -> list[str]:
@@ -141,7 +154,7 @@ def keys_page() -> str:
         "# Config keys",
         "",
         "Every key of [configs/base.py](../../configs/base.py). `--config.KEY=VALUE` changes one on the command line;",
-        "`bytescope keys --grep=WORD` prints the keys that mention a word.",
+        "`bytescope list keys --grep=WORD` prints the keys that mention a word.",
     ]
     for group, rows in groups.items():
         lines += ["", f"## {group}", "", *table(("key", "default", "meaning"), rows)]

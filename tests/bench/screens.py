@@ -41,7 +41,7 @@ COMMANDS = (
     "compare --config=tiny --target=cpu --remat=none,full,dots --html={}/compare.html",
     "levers --config=tiny --target=cpu --html={}/levers.html",
     "fit --config=tiny --target=cpu --budget=64MiB --max-compiles=12 --html={}/fit.html",
-    "front --config=tiny --target=cpu --points=3 --html={}/front.html",
+    "front --config=tiny --target=cpu --budgets=3 --html={}/front.html",
     "estimate llama_8b --html={}/estimate.html",
 )
 FILTER = """<svg width="0" height="0" style="position:absolute">

@@ -23,6 +23,7 @@ from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.validation import measured_rows, validation_runs
+from support.command_line import called
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "tests" / "support" / "kept"
@@ -100,7 +101,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(run_directory):
 
 @pytest.mark.quick
 def test_a_page_of_a_run_of_an_earlier_version(run_directory, tmp_path):
-    assert cli.main(["page", str(run_directory), f"--html={tmp_path / 'page.html'}"]) == 0
+    assert cli.main(["report", str(run_directory), f"--html={tmp_path / 'page.html'}"]) == 0
     assert "<html" in (tmp_path / "page.html").read_text()
 
 
@@ -128,11 +129,11 @@ def test_pytest_finds_the_plugin_and_can_do_without_it(tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", COMMANDS)
 def test_python_m_bytescope_memory_has_every_command(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["bytescope.memory", name, "--help"])
+    monkeypatch.setattr(sys, "argv", ["bytescope.memory", *called(name, []), "--help"])
     monkeypatch.delitem(sys.modules, "bytescope.memory.__main__", raising=False)
     with pytest.raises(SystemExit) as done:
         runpy.run_module("bytescope.memory", run_name="__main__")
-    assert done.value.code == 0 and capsys.readouterr().out.startswith(f"usage: bytescope {name} ")
+    assert done.value.code == 0 and capsys.readouterr().out.startswith(f"usage: bytescope {called(name, [])[0]} ")
 
 
 @pytest.mark.exhaustive

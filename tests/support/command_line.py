@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from bytescope.train import cli
+from bytescope.train.commands.registry import COMMANDS
 
 
 def prepare(words: Sequence[str]) -> int:
@@ -11,3 +12,14 @@ def prepare(words: Sequence[str]) -> int:
 
 def train(words: Sequence[str]) -> int:
     return cli.main(["train", *words])
+
+
+def called(name: str, words: Sequence[str]) -> list[str]:
+    """The command line of a row of COMMANDS: of an ability of another command, with the flag that selects it."""
+    command, _, selected = (COMMANDS[name].part_of or name).partition(" ")
+    if COMMANDS[name].is_list:
+        return [command, selected, *words]
+    flag = COMMANDS[name].flag
+    missing = flag and not any(word.partition("=")[0] == flag for word in words) and name != "trace"
+    value = {"front": "=10", "score": "=text.txt"}.get(name, "")
+    return [command, *words, *([flag + value] if missing else [])]

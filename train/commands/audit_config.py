@@ -1,4 +1,4 @@
-"""bytescope audit: compares what a config's step, or any program, asks jax and XLA to do with what XLA compiles.
+"""bytescope report --audit: compares what a step, or any program, asks jax and XLA to do with what XLA compiles.
 
 This module audits bytescope's own configs. `memory.commands.audit_command` audits all other programs.
 """
@@ -17,7 +17,7 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line arguments of `bytescope audit` to the parser."""
+    """Adds the command-line arguments of `bytescope report --audit` to the parser."""
     add_subject(parser)
     add_settings(parser)
     report_command.add_program(parser)
@@ -25,9 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope audit`: compiles the program, prints what it asks jax and XLA to do (recompute, save, offload,
-    donate, keep sharded) and whether XLA does it, and writes the files of --json and --html. Returns the exit code: 1
-    with --strict if a request was not honored, else 0.
+    """Compiles the program, prints what it asks jax and XLA to do (recompute, save, offload, donate, keep sharded) and
+    whether XLA does it, and writes the files of --json and --html. Returns the exit code: 1 with --strict if a request
+    was not honored, else 0.
 
     Raises ReportError for flags that cannot be combined, and for a program that cannot be compiled.
     """

@@ -22,7 +22,7 @@ from bytescope.train.commands.config_arguments import XLA_FLAGS, add_subject, re
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope bisect` to the parser."""
-    add_subject(parser, "set a config key in every program; bytescope keys lists the keys")
+    add_subject(parser, "set a config key in every program; bytescope list keys lists the keys")
     add_settings(parser)
     bisect_command.add_arguments(parser)
 

@@ -20,7 +20,7 @@ from bytescope.train.plan.config_grid import POLICY, given_flags
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope compare` to the parser."""
-    add_subject(parser, "set a config key in every combination; bytescope keys lists the keys")
+    add_subject(parser, "set a config key in every combination; bytescope list keys lists the keys")
     add_settings(parser)
     compare_command.add_program(parser)
     parser.add_argument(

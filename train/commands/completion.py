@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 
 from bytescope.memory.errors import remedy_for
 from bytescope.train.commands import trainer_packages
@@ -32,7 +33,7 @@ def make_root_parser() -> argparse.ArgumentParser:
     import shtab
 
     from bytescope.memory.devices.chips import CHIPS
-    from bytescope.train.commands.registry import COMMANDS, make_parser
+    from bytescope.train.commands.registry import COMMANDS, abilities_of
     from bytescope.train.source import shipped
 
     configs = [path.stem for path in shipped()]
@@ -43,13 +44,16 @@ def make_root_parser() -> argparse.ArgumentParser:
     root.add_argument(FLAG, choices=shtab.SUPPORTED_SHELLS, help="print a script that completes command lines")
     commands = root.add_subparsers()
     for name, command in COMMANDS.items():
-        try:
-            parser = make_parser(name)
-        except ModuleNotFoundError as error:
-            if not trainer_packages.needs_trainer(error):
-                raise
+        if command.part_of:
             continue
-        for action in commands.add_parser(name, parents=[parser], add_help=False, help=command.summary)._actions:
+        parsers = [parser for parser in map(_parser_or_none, (name, *abilities_of(name))) if parser is not None]
+        if not parsers:
+            continue
+        parser = commands.add_parser(name, parents=parsers[:1], add_help=False, help=command.summary)
+        for action in itertools.chain.from_iterable(ability._actions for ability in parsers[1:]):
+            if action.option_strings and not parser._option_string_actions.keys() & set(action.option_strings):
+                parser._add_action(action)
+        for action in parser._actions:
             if action.dest in _TARGETS:
                 action.choices = ["local", "cpu", *CHIPS]
             elif action.dest in values or action.metavar in metavars:
@@ -57,6 +61,17 @@ def make_root_parser() -> argparse.ArgumentParser:
             elif "--config.KEY" in action.option_strings:
                 action.help = argparse.SUPPRESS
     return root
+
+
+def _parser_or_none(name: str) -> argparse.ArgumentParser | None:
+    from bytescope.train.commands.registry import make_parser
+
+    try:
+        return make_parser(name)
+    except ModuleNotFoundError as error:
+        if not trainer_packages.needs_trainer(error):
+            raise
+        return None
 
 
 def _names_or_files(names: list[str]) -> dict[str, object]:

@@ -17,7 +17,7 @@ from bytescope.train.user_errors import UserError
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
 XLA_FLAGS = "xla.flags"
-SET_KEY = "set a config key; bytescope keys lists the keys"
+SET_KEY = "set a config key; bytescope list keys lists the keys"
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
@@ -33,7 +33,7 @@ def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> N
         nargs="?",
         metavar="TARGET",
         help="devices to compile for, such as h200:8, h100:2x8 (hosts x devices), v5e:4x4 or cpu:8 "
-        "(default: local, the devices of this machine); bytescope targets lists the chips",
+        "(default: local, the devices of this machine); bytescope list targets lists the chips",
     )
     parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
     parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
@@ -57,7 +57,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         "config_here",
         nargs="?",
         metavar="CONFIG",
-        help="config file, or name of a shipped config; bytescope configs lists the names",
+        help="config file, or name of a shipped config; bytescope list configs lists the names",
     )
     parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 

@@ -41,7 +41,7 @@ OWN = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line arguments of `bytescope front` to the parser."""
+    """Adds the command-line arguments of `bytescope fit --budgets` to the parser."""
     add_subject(parser, "set a config key in every program, except remat.* keys, which the plans set")
     parser.add_argument(
         "--budgets",
@@ -119,7 +119,7 @@ def _check_arguments(args: argparse.Namespace) -> tuple[str, tuple[int | None, i
     """
     require_config(args)
     if args.budgets < 2:
-        raise ReportError(f"--points={args.budgets} is too small: give 2 or more")
+        raise ReportError(f"--budgets={args.budgets} is too small: give 2 or more")
     for key, text in args.overrides:
         if key in OWN:
             raise ReportError(

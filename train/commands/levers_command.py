@@ -1,4 +1,4 @@
-"""bytescope levers: shows the bytes that each memory saving saves and the time that it costs.
+"""bytescope compare --levers: shows the bytes that each memory saving saves and the time that it costs.
 
 The savings are added one by one, and the program is compiled after each.
 """
@@ -31,7 +31,7 @@ from bytescope.train.plan.levers import Level
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line arguments of `bytescope levers` to the parser."""
+    """Adds the command-line arguments of `bytescope compare --levers` to the parser."""
     add_subject(parser, "set a config key in all programs; memory savings that would change this key are left out")
     parser.add_argument(
         "--savings",

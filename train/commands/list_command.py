@@ -1,7 +1,4 @@
-"""bytescope list: prints the shipped configs, the targets, the config keys or the remat policies; alone, the lists.
-
-`bytescope list keys` runs the command `keys`, whose short spelling is `bytescope keys`.
-"""
+"""bytescope list: prints the shipped configs, the targets, the config keys or the remat policies; alone, the lists."""
 
 from __future__ import annotations
 

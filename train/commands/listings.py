@@ -1,4 +1,4 @@
-"""bytescope configs | keys | policies: lists the shipped configs, the config keys and the remat policies.
+"""bytescope list configs | keys | policies: lists the shipped configs, the config keys and the remat policies.
 
 The commands do not start jax.
 """

@@ -1,4 +1,4 @@
-"""bytescope names: lists the checkpoint names of tensors, which a remat policy may save, offload or recompute."""
+"""bytescope report --names: lists the checkpoint names that a remat policy may save, offload or recompute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line arguments of `bytescope names` to the parser."""
+    """Adds the command-line arguments of `bytescope report --names` to the parser."""
     add_subject(parser)
     names_program.add_program(parser)
     add_json(parser, "the names")

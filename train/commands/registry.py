@@ -138,7 +138,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "memory.commands.trace_command",
         "measure",
         "show where a step's time went, from a profiler trace",
-        ("runs/tiny/profile", "runs/tiny --trace=runs/tiny/profile"),
+        ("runs/tiny --trace=runs/tiny/profile", "report.json --trace=profile"),
         reads="reads a trace",
         part_of="report --trace",
     ),
@@ -243,7 +243,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.front_command",
         "plan",
         "find the remat plan with the least cost per memory budget",
-        ("llama_8b h100:8 --html=front.html", "llama_8b h100:8 --to=42GiB --cost=flops --auto-offload"),
+        ("llama_8b h100:8 --budgets=10 --html=f.html", "llama_8b h100:8 --budgets=4 --to=42GiB --auto-offload"),
         part_of="fit --budgets",
     ),
     "fit": Subcommand(
@@ -335,6 +335,13 @@ def spelling_of(name: str) -> str:
     return COMMANDS[name].part_of or name
 
 
+def call_of(name: str, arguments: str) -> str:
+    """Returns the command line that calls the row `name` of COMMANDS with `arguments`."""
+    command = COMMANDS[name]
+    flag = "" if command.flag in arguments else command.flag
+    return " ".join(filter(None, ["bytescope", command.part_of.partition(" ")[0] or name, arguments, flag]))
+
+
 def abilities_of(name: str) -> list[str]:
     """Returns the rows of COMMANDS that are abilities of the command `name`."""
     return [ability for ability, command in COMMANDS.items() if command.part_of.partition(" ")[0] == name]
@@ -379,16 +386,10 @@ def _add_abilities(parser: Parser, name: str) -> None:
 
 def _parser_of(name: str, module: ModuleType) -> Parser:
     command = COMMANDS[name]
-    called, _, selected = command.part_of.partition(" ")
-    words = f"{called} {{}} {selected}" if command.flag else f"{called or name} {{}}"
-    lines = [
-        line
-        for example in command.examples
-        for line in wrap_command(f"bytescope {words.format(example)}".rstrip(), HELP_WIDTH, 2)
-    ]
+    lines = [line for example in command.examples for line in wrap_command(call_of(name, example), HELP_WIDTH, 2)]
     examples = "\n".join(lines)
     parser = Parser(
-        prog=f"bytescope {spelling_of(name) if command.flag else called or name}",
+        prog=f"bytescope {command.part_of if command.flag else command.part_of.partition(' ')[0] or name}",
         description=command.summary,
         epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,

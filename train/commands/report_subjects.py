@@ -4,6 +4,7 @@ training scripts."""
 from __future__ import annotations
 
 import ast
+import os
 from pathlib import Path
 
 from bytescope.memory.profile.xplane import SUFFIX
@@ -18,14 +19,15 @@ def ability_of_subject(word: str) -> str:
     A `.py` file is not run: it is a config if it defines `get_config`, else a script. Names of shipped configs come
     before folders.
     """
-    path = Path(word).expanduser()
-    if path.suffix == ".py" and path.is_file():
+    path = Path(os.path.expanduser(word))
+    is_file = os.path.isfile(path)  # False for a name that is too long for the file system
+    if path.suffix == ".py" and is_file:
         return "" if _defines(path, "get_config") else "init-program"
     if word.endswith(SUFFIX):
         return "trace"
-    if path.suffix == ".json" and path.is_file():
+    if path.suffix == ".json" and is_file:
         return "saved"
-    if not path.is_dir() or _is_config(word):
+    if not os.path.isdir(path) or _is_config(word):
         return ""
     if is_run(path):
         return "saved"

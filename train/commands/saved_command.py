@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
+from bytescope.memory.commands.report_command import VERBOSE
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_record
 from bytescope.train.source import MEMORY, is_run
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=user_path,
         help="run directory that bytescope train wrote, also of an unfinished run, or a report that --json wrote",
     )
-    parser.add_argument("--verbose", action="store_true", help="also print the sections that report --verbose prints")
+    parser.add_argument("--verbose", action="store_true", help=VERBOSE)
     parser.add_argument(
         "--html",
         metavar="FILE",

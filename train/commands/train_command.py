@@ -47,7 +47,7 @@ def make_parser() -> Parser:
     parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--config.KEY", dest="unused", metavar="VALUE", help="set a config key; bytescope keys lists the keys"
+        "--config.KEY", dest="unused", metavar="VALUE", help="set a config key; bytescope list keys lists the keys"
     )
     parser.add_argument(
         "--workdir",

@@ -44,7 +44,7 @@ def add_weights(parser: argparse._ActionsContainer) -> None:
         metavar="NAME",
         default="",
         help="storage format of the block weights, which are dequantized layer by layer: "
-        f"{', '.join(STORED_WEIGHTS)}; bytescope quantize writes the int4 formats (default: unquantized in --dtype)",
+        f"{', '.join(STORED_WEIGHTS)}; export --awq writes these formats (default: unquantized in --dtype)",
     )
 
 

@@ -85,7 +85,7 @@ def policy_keys(text: str) -> dict[str, str]:
     if not save and not offload:
         raise ReportError(
             f"{text} is not a remat policy: write custom(NAME,NAME), custom(NAME)+offload(NAME) or "
-            "custom+offload(NAME); bytescope names lists the names"
+            "custom+offload(NAME); report --names lists the names"
         )
     return {POLICY: "custom", SAVE: f"({','.join(save)})", OFFLOAD: f"({','.join(offload)})"}
 

@@ -34,7 +34,7 @@ class Saving:
             frees, 0.0 to 1.0.
         why: the effect and the cost of the saving, for the table of `levers`.
         costs: the cost only, for advice; "" if the cost is negligible.
-        group: the word in the flag `fit --levers=...` that allows the saving, such as "offload".
+        group: the word in the flag `fit --vary=...` that allows the saving, such as "offload".
         same_curve: whether the loss curve stays the same.
         one_micro_batch: whether an update must consist of one micro-batch, without accumulation.
         needs: the name of another saving whose keys are set too; "" for none.

@@ -140,7 +140,7 @@ def load(name: str, overrides: Sequence[tuple[str, str]] = ()) -> ConfigDict:
 def _call_get_config(path: Path) -> ConfigDict:
     if path.suffix != ".py":
         raise UserError(
-            f"{path} is not a config: give a Python file with get_config(), or a name that bytescope configs lists"
+            f"{path} is not a config: give a Python file with get_config(), or a name of bytescope list configs"
         )
     spec = importlib.util.spec_from_file_location(f"bytescope_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
@@ -189,7 +189,7 @@ def _check_keys_match_base(config: ConfigDict, path: Path) -> None:
 
 def _suggest_keys(key: str, valid: dict[str, Any]) -> str:
     near = _most_similar_keys(key, valid)
-    return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope keys lists the keys"
+    return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope list keys lists the keys"
 
 
 def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:

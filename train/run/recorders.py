@@ -96,7 +96,7 @@ class RunPage:
         except OSError as error:
             self._tell(
                 f"warning: no {run_directory_page.PAGE}: {error.strerror}; "
-                f"bytescope page {self._workdir} writes it later"
+                f"bytescope report {self._workdir} --html=FILE writes it later"
             )
         except ReportError:  # the directory has no files of a run yet
             return

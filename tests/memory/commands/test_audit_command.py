@@ -24,7 +24,7 @@ def program(size=512):
 def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "steps.py").write_text(STEP)
-    words = ["audit", "--program=steps.py:program", "cpu", "--json=audit.json", "--html=audit.html"]
+    words = ["report", "--audit", "--program=steps.py:program", "cpu", "--json=audit.json", "--html=audit.html"]
     assert cli.main(words) == 0 and cli.main([*words, "--strict"]) == 1
     text = capsys.readouterr().out
     assert "1 of 2 requests honored" in text and "another\n  donated array" in text
@@ -42,7 +42,7 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
 
 
 def test_a_config_and_its_remedies(tmp_path, capsys):
-    assert cli.main(["audit", "tiny", "cpu", "--strict", f"--json={tmp_path / 'a.json'}"]) == 0
+    assert cli.main(["report", "--audit", "tiny", "cpu", "--strict", f"--json={tmp_path / 'a.json'}"]) == 0
     rows = read_result(tmp_path / "a.json")["requests"]
     assert {row["done"] for row in rows if row["kind"] == "donation"} == {"reused"}
     assert "requests honored" in capsys.readouterr().out

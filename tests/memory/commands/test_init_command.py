@@ -3,6 +3,7 @@
 import pytest
 
 from bytescope.train import cli
+from support.json_results import read_result
 
 SCRIPT = """
 import argparse, sys
@@ -33,40 +34,40 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_missing_pieces_then_a_file_that_report_reads(folder, capsys):
-    assert cli.main(["init-program", "train.py"]) == 1
+    assert cli.main(["report", "train.py"]) == 1
     printed = capsys.readouterr().out
     assert "train.py:17: the argument x of the call at train.py:18 comes from next(no_such_loader.Loader())" in printed
-    assert not (folder / "bytescope_program.py").exists()
-    words = ["init-program", "train.py", "h100", "--value=train.py:17=float32[4,16]", "--", "--width=32"]
-    assert cli.main(words) == 0
-    out = capsys.readouterr().out
-    assert "found step (train.py:10), called at train.py:18" in out
-    assert "next: bytescope report --program=bytescope_program.py:program h100" in out
-    assert "#   w  float32[16,32]\n#   x  float32[4,16]\n" in (folder / "bytescope_program.py").read_text()
     (folder / "train.py").write_text(SCRIPT.replace("== 1", ">= 1"))  # as many devices as these tests have
-    assert cli.main(["report", "--program=bytescope_program.py:program", "h100", "--json=report.json"]) == 0
+    words = ["report", "train.py", "h100", "--value=train.py:17=float32[4,16]", "--save-program=program.py"]
+    assert cli.main([*words, "--json=script.json", "--", "--width=32"]) == 0
+    out = capsys.readouterr().out
+    assert "found step (train.py:10), called at train.py:18" in out and "jit_step on h100" in out
+    assert "#   w  float32[16,32]\n#   x  float32[4,16]\n" in (folder / "program.py").read_text()
+    assert cli.main(["report", "--program=program.py:program", "h100", "--json=program.json"]) == 0
     captured = capsys.readouterr()
     assert "jit_step on h100" in captured.out and "traced" not in captured.out
+    script, program = (read_result(folder / name) for name in ("script.json", "program.json"))
+    assert script["peak_bytes"] == program["peak_bytes"] > 0
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope.py"], "the script nope.py does not exist"),
+        (["nope.py"], "no config file"),
         (["train.py", "h1000"], "h1000"),
         (["train.py", "--value=int32[8]"], "names no line"),
-        (["train.py", "--out=nowhere/p.py"], "there is no folder"),
-        (["train.py", "--out=train.py"], "init-program did not write it"),
+        (["train.py", "--save-program=nowhere/p.py"], "there is no folder"),
+        (["train.py", "--save-program=train.py"], "bytescope did not write it"),
     ],
 )
 def test_mistakes_exit_with_2(folder, capsys, words, message):
-    assert cli.main(["init-program", *words]) == 2
+    assert cli.main(["report", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
 
 
 def test_a_script_that_crashes_its_process(folder, capsys):
     (folder / "train.py").write_text("import os\nprint('the last words', flush=True)\nos._exit(7)\n")
-    assert cli.main(["init-program", "train.py"]) == 2
+    assert cli.main(["report", "train.py"]) == 2
     error = capsys.readouterr().err
     assert "the last words" in error and "exit code 7" in error

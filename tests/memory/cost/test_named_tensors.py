@@ -1,4 +1,4 @@
-"""`bytescope names`: shapes, copies, bytes and the cost of making a name again, by hand counts."""
+"""`bytescope report --names`: shapes, copies, bytes and the cost of making a name again, by hand counts."""
 
 import pytest
 
@@ -63,7 +63,8 @@ def test_the_command_divides_over_the_mesh(capsys, tmp_path):
     out = tmp_path / "names.json"
     code = main(
         [
-            "names",
+            "report",
+            "--names",
             "--config=tiny",
             "--config.mesh.fsdp=4",
             "--config.mesh.data=1",
@@ -81,5 +82,5 @@ def test_the_command_divides_over_the_mesh(capsys, tmp_path):
 
 
 def test_a_mistake_is_one_line(capsys):
-    assert main(["names", "--config=tinny"]) == 2
+    assert main(["report", "--names", "--config=tinny"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

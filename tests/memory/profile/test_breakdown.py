@@ -155,7 +155,7 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
         ("launch and other", 1100, 100),
         ("wait_for_data", 400, 400),
     ][::-1]
-    assert main(["trace", str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "update 4, us per update" in out and "transfers hidden behind compute" in out and named["dot"] in out
 
@@ -220,13 +220,13 @@ def test_mistakes_are_one_line(tmp_path, capsys):
         (many / f"{name}.xplane.pb").write_bytes(b"")
     (tmp_path / "text.xplane.pb").write_text("not a trace at all")
     for flags, message in (
-        ([str(empty)], "no *.xplane.pb in"),
-        ([str(tmp_path / "nowhere")], "there is no file or folder"),
+        (["a.json", f"--trace={empty}"], "no *.xplane.pb in"),
+        (["a.json", f"--trace={tmp_path / 'nowhere'}"], "there is no file or folder"),
         ([str(many)], "contains 2 traces"),
         ([str(tmp_path / "text.xplane.pb")], "is not a profiler trace"),
         ([str(many / "a.xplane.pb")], "contains no device operations"),
-        ([str(empty), "--config.seed=1"], "takes no --config.seed"),
+        ([str(many), "--config.seed=1"], "takes no --config.seed"),
     ):
-        assert main(["trace", *flags]) == 2
+        assert main(["report", *flags]) == 2
         error = capsys.readouterr().err
         assert message in error and error.startswith("error: ") and error.count("\n") == 1

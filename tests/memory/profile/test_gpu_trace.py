@@ -173,7 +173,7 @@ def test_the_report_of_another_program_is_not_compared(llama):
 def test_the_command_compares_kinds(tmp_path, capsys):
     (tmp_path / "a.xplane.pb").write_bytes(gzip.decompress((TRACES / f"{LLAMA}.xplane.pb.gz").read_bytes()))
     out = tmp_path / "trace.json"
-    assert main(["trace", str(tmp_path), f"--report={TRACES / LLAMA}.report.json", f"--json={out}"]) == 0
+    assert main(["report", f"{TRACES / LLAMA}.report.json", f"--trace={tmp_path}", f"--json={out}"]) == 0
     text = capsys.readouterr().out
     assert "2 updates without numbers" in text
     row = next(line.split() for line in text.splitlines() if line.startswith("products"))

@@ -12,18 +12,22 @@ import pytest
 from bytescope.train import cli
 from bytescope.train.commands.gone_words import GONE, refuse_gone
 from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, make_parser
+from support.command_line import called
 from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick
 
 PARSERS = {name: make_parser(name) for name in COMMANDS}
+# Abilities of report that a subject selects -> a subject.
+SUBJECTS = {"saved": ["report.json"], "init-program": ["script.py"], "trace": ["card.xplane.pb"]}
 
 
 def test_every_command_is_in_the_overview_once(capsys):
     assert cli.main([]) == cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     names = [name for group in GROUPS.values() for name in group]
-    assert sorted([*names, *LISTS, *TOOLS]) == sorted(COMMANDS) and len(names) <= 25
+    assert sorted([*names, *TOOLS]) == sorted(name for name, row in COMMANDS.items() if not row.part_of)
+    assert len(names) + len(TOOLS) <= 14
     assert all(f"\n  {name} " in text for name in (*names, *TOOLS)) and max(map(len, text.splitlines())) <= 80
     assert "\n  list         list configs, targets, keys and policies\n" in text
     assert not any(f"\n  {name} " in text for name in LISTS)
@@ -34,17 +38,19 @@ def test_help_of_every_command(name, capsys, monkeypatch):
     """Within 80 columns, with two examples, and without lists of choices in braces."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as done:
-        cli.main([name, "--help"])
+        cli.main([*called(name, SUBJECTS.get(name, [])), "--help"])
     text = capsys.readouterr().out
-    assert done.value.code == 0 and text.startswith(f"usage: bytescope {name}")
+    command = called(name, [])[0]
+    assert done.value.code == 0 and text.startswith(f"usage: bytescope {command}")
     assert max(map(len, text.splitlines())) <= 80 and "{" not in text
-    assert text.partition("examples:\n")[2].count(f"  bytescope {name}") >= 2
+    assert text.partition("examples:\n")[2].count(f"  bytescope {command}") >= 2
 
 
 def test_examples_of_the_help_parse():
     for name, subcommand in COMMANDS.items():
         for example in subcommand.examples:
-            assert cli.parse([name, *example.split()]).command == name
+            if name not in SUBJECTS and not subcommand.is_list:  # a file or folder that is there selects these
+                assert cli.parse(called(name, example.split())).command == name
 
 
 @pytest.mark.parametrize(
@@ -70,14 +76,13 @@ def test_the_trainers_config_by_position():
     ("words", "message"),
     [
         (["reprot"], "unknown command 'reprot': did you mean report?"),
-        (["xyzzy"], "of report, init-program, explain, "),
+        (["xyzzy"], "choose one of report, explain, "),
         (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
         (["train", "tiny", "--config=char"], "config is given twice"),
         (["fit"], "no config: give --config=FILE"),
         (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see --help"),
-        (["keys", "--grep=qqq"], "--grep=qqq: no row that bytescope keys prints contains this word"),
-        (["list", "keys", "--grep=qqq"], "--grep=qqq: no row that bytescope keys prints contains this word"),
-        (["configs", "--config.a=1"], "takes no --config.a"),
+        (["list", "keys", "--grep=qqq"], "--grep=qqq: no row that bytescope list keys prints contains this word"),
+        (["list", "configs", "--config.a=1"], "takes no --config.a"),
         (["prepare"], "required"),
         (["compare", "--jobs=x"], "--jobs"),
     ],
@@ -91,12 +96,12 @@ def test_mistakes_are_one_line(words, message, capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["configs"], "llama_8b"),
         (["list"], "policies  list every remat policy"),
-        (["targets"], "h100"),
-        (["policies"], "selective"),
-        (["keys", "--grep=remat.budget"], "bytes"),
-        (["keys", "--grep=model.norm"], "rmsnorm"),
+        (["list", "configs"], "llama_8b"),
+        (["list", "targets"], "h100"),
+        (["list", "policies"], "selective"),
+        (["list", "keys", "--grep=remat.budget"], "bytes"),
+        (["list", "keys", "--grep=model.norm"], "rmsnorm"),
         (["--version"], "jax "),
     ],
 )
@@ -105,23 +110,15 @@ def test_lists(words, expected, capsys):
     assert expected in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_each_list_has_two_spellings(name, capsys):
-    lists = []
-    for words in ([name], ["list", name]):
-        assert cli.main(words) == 0
-        lists.append(capsys.readouterr().out)
-    assert lists[0] == lists[1] != ""
-
-
 def test_every_command_with_figures_writes_json():
-    without = {"train", "prepare", "generate", "export", "page", "init-program", "mcp"}
+    without = {"train", "prepare", "generate", "export", "saved", "mcp"}
     with_json = {name for name in COMMANDS if "--json" in make_parser(name)._option_string_actions}
     assert with_json == set(COMMANDS) - without
 
 
 @pytest.mark.parametrize(
-    ("words", "key"), [("keys --grep=remat.policy", "keys"), ("list policies", "policies"), ("configs", "configs")]
+    ("words", "key"),
+    [("list keys --grep=remat.policy", "keys"), ("list policies", "policies"), ("list configs", "configs")],
 )
 def test_lists_as_json(words, key, tmp_path, capsys):
     assert cli.main([*words.split(), "--json=-"]) == cli.main([*words.split(), f"--json={tmp_path / 'a.json'}"]) == 0
@@ -149,8 +146,8 @@ def test_from_any_folder_beside_files_of_ones_own(tmp_path):
     script = Path(sys.executable).with_name("bytescope")
     python = {**os.environ, "JAX_PLATFORMS": "cpu"}
     for command in (
-        [str(script), "configs"],
-        [sys.executable, "-m", "bytescope.memory", "configs"],
+        [str(script), "list", "configs"],
+        [sys.executable, "-m", "bytescope.memory", "list", "configs"],
     ):
         done = subprocess.run(command, cwd=tmp_path, env=python, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), command
@@ -207,10 +204,10 @@ MEANINGS = {
 
 
 def test_a_flag_means_the_same_in_every_command():
-    flags = {}
+    flags, selecting = {}, {row.flag for row in COMMANDS.values()}
     for command, parser in PARSERS.items():
         for action in parser._actions:
-            if action.help != argparse.SUPPRESS:
+            if action.help != argparse.SUPPRESS and not selecting & set(action.option_strings):
                 for flag in action.option_strings:
                     flags.setdefault(flag, {})[command] = action
     for flag, by_command in flags.items():
@@ -228,8 +225,8 @@ def test_a_command_or_flag_that_is_gone_names_the_new_one(words, capsys):
     for argv in ([command, flag, "7"], [command, f"{flag}=7"]):
         assert cli.main([word for word in argv if word]) == 2
         assert capsys.readouterr() == ("", f"error: {words} is gone: {GONE[words]}\n")
-    if command in COMMANDS:
+    if flag:
         assert flag not in PARSERS[command]._option_string_actions
         refuse_gone(command, ["--", flag])
     else:
-        assert not flag
+        assert command not in COMMANDS or COMMANDS[command].part_of

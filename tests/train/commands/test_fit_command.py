@@ -39,7 +39,7 @@ SMALL = [
         (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
         (["--budget=x"], "--budget: 'x' is not a valid size"),
         (["--budget=100GiB"], "--budget=100GiB is out of range: a device has 72.78 GiB available"),
-        (["--levers=remat,rmat"], "unknown lever 'rmat': did you mean remat"),
+        (["--vary=remat,rmat"], "unknown lever 'rmat': did you mean remat"),
         (["--batch-tokens=5"], "--batch-tokens=5 is not a multiple of the sequence length 16: give a multiple of 16"),
         (["--batch-tokens=0"], "--batch-tokens=0 is too small: give 1 or more"),
         (["--batch-tokens=32"], "over 1 ranks with batch.micro=8: give --batch-tokens=128"),
@@ -74,7 +74,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     def fit(budget, code):
         files = [f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]
         assert (
-            command.main(["fit", *SMALL, "--target=cpu:1", "--jobs=1", "--levers=remat", f"--budget={budget}", *files])
+            command.main(["fit", *SMALL, "--target=cpu:1", "--jobs=1", "--vary=remat", f"--budget={budget}", *files])
             == code
         )
         assert "<html" in (tmp_path / "f.html").read_text()
@@ -149,7 +149,7 @@ class Refusing(Worker):
 def test_on_a_terminal_the_bar_and_the_walk_never_share_a_line(monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", Refusing)
     with terminal(monkeypatch, 80) as written:
-        code = command.main(["fit", *SMALL, "--target=h100", "--budget=2GiB", "--levers=remat", "--no-cache"])
+        code = command.main(["fit", *SMALL, "--target=h100", "--budget=2GiB", "--vary=remat", "--no-cache"])
     lines = seen(written[0], 80)
     assert code == 0 and "compiling" in written[0] and not any("compiling" in line for line in lines)
     assert [line[0] for line in lines if line.startswith(("baseline", "mesh"))] == ["b", "m"]
@@ -167,7 +167,7 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
         *SMALL,
         "--target=h100",
         "--budget=2GiB",
-        "--levers=remat",
+        "--vary=remat",
         "--no-cache",
         f"--json={tmp_path / 'f.json'}",
         f"--html={tmp_path / 'f.html'}",
@@ -190,7 +190,7 @@ def test_an_option_of_xla_is_found_where_little_memory_is_missing(tmp_path, monk
     assert command.main(["compare", *words, "--remat=full", f"--json={tmp_path / 'c.json'}"]) == 0
     row = read_result(tmp_path / "c.json")["rows"][0]
     budget = int(row["allocated_bytes"] / 1.015)
-    asked = [f"--budget={budget}B", "--levers=remat,xla", f"--json={tmp_path / 'f.json'}"]
+    asked = [f"--budget={budget}B", "--vary=remat,xla", f"--json={tmp_path / 'f.json'}"]
     assert command.main(["fit", *words, *asked]) == 0
     out = read_result(tmp_path / "f.json")
     tried = [step for step in out["walk"] if step["stage"] == "compiler"]

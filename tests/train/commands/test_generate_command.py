@@ -246,7 +246,8 @@ def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch
     assert ours[0] == 0 and len(ours[1]) > 5 and ours == generate(capsys, "folder", *command)
     for path in (tmp_path / "folder").glob("tokenizer*"):  # of a vocabulary of 256: bytes, as in training
         path.unlink()
-    assert cli.main(["score", "folder", "--text=def"]) == 0 and "'e'" in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("def"))
+    assert cli.main(["generate", "folder", "--score=-"]) == 0 and "'e'" in capsys.readouterr().out
 
 
 def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch):
@@ -257,7 +258,7 @@ def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch)
     rng = np.random.default_rng(0)
     texts = [rng.integers(2, 97, length).tolist() for length in (2, 9, 17, 100, 64, 30)]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"tokens": text}) + "\n" for text in texts))
-    words = ["score", str(folder), "--texts=texts.jsonl", "--out=scores.jsonl", "--json=scores.json"]
+    words = ["generate", str(folder), "--score=texts.jsonl", "--out=scores.jsonl", "--json=scores.json"]
     assert cli.main(words) == 0
     lines = (tmp_path / "scores.jsonl").read_text().splitlines()
     assert read_result("scores.json")["texts"] == list(map(json.loads, lines))
@@ -273,25 +274,27 @@ def test_scores_are_those_of_transformers(folder, tmp_path, capsys, monkeypatch)
         every.extend(theirs)
     assert f"{np.exp(-np.mean(every)):,.4f}"[:5] in shown.splitlines()[-1]
     # A text longer than the windows: each from its own beginning.
-    assert cli.main(["score", str(folder), "--texts=texts.jsonl", "--out=windows.jsonl", "--length=48"]) == 0
+    assert cli.main(["generate", str(folder), "--score=texts.jsonl", "--out=windows.jsonl", "--length=48"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "windows.jsonl").read_text().splitlines()]
     assert [len(row["logprobs"]) for row in rows] == [1, 8, 16, 97, 62, 29]
 
 
-def test_a_text_is_scored_token_by_token(folder, capsys):
-    assert cli.main(["score", str(folder), "--text=the model is", "--out=/dev/full"]) == 2
+def test_a_text_is_scored_token_by_token(folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("the model is"))
+    assert cli.main(["generate", str(folder), "--score=-", "--out=/dev/full"]) == 2
     shown = capsys.readouterr()
     assert shown.err == "error: cannot write /dev/full: No space left on device; make room, or give another file\n"
     lines = shown.out.splitlines()
     assert [line.split()[1] for line in lines[2:5]] == ["'mo'", "'de'", "'l'"] and lines[-1].split()[:2] == ["all", "6"]
-    for words, message in (
-        (["--text="], "an empty prompt"),
-        (["--text=x"], "fewer than two tokens"),
-        (["--texts=missing.txt"], "cannot be read"),
-        (["--texts=/dev/zero"], "It is a device"),
-        (["--text=x y", "--out=no/such/folder"], "there is no folder no/such"),
-        (["--text=xy", "--length=999"], "--length=999"),
-        (["--text=x y", "--budget=100KiB"], "a shorter --length"),
+    for text, words, message in (
+        ("", ["--score=-"], "an empty prompt"),
+        ("x", ["--score=-"], "fewer than two tokens"),
+        ("", ["--score=missing.txt"], "cannot be read"),
+        ("", ["--score=/dev/zero"], "It is a device"),
+        ("x y", ["--score=-", "--out=no/such/folder"], "there is no folder no/such"),
+        ("xy", ["--score=-", "--length=999"], "--length=999"),
+        ("x y", ["--score=-", "--budget=100KiB"], "a shorter --length"),
     ):
-        assert cli.main(["score", str(folder), *words]) in (2, 3)
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
+        assert cli.main(["generate", str(folder), *words]) in (2, 3)
         assert message in capsys.readouterr().err

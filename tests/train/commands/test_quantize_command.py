@@ -24,7 +24,7 @@ from support.models import weights
 from support.models.generating import alone, engine_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-SHORT = ["--group=32", "--length=16", "--samples=8", "--calibrate=text.jsonl"]
+SHORT = ["--group=32", "--length=16", "--samples=8", "--awq=text.jsonl"]
 WIDTHS = {"F16": 2, "I32": 4, "I64": 8}
 
 
@@ -51,7 +51,7 @@ def here(home, monkeypatch):
 
 
 def quantize(capsys, *words):
-    code = cli.main(["quantize", *map(str, words)])
+    code = cli.main(["export", *map(str, words)])
     found = capsys.readouterr()
     return code, found.out, found.err
 
@@ -69,7 +69,7 @@ def made(home):
             assert (
                 cli.main(
                     [
-                        "quantize",
+                        "export",
                         "wide",
                         name,
                         *SHORT,
@@ -86,7 +86,7 @@ def made(home):
 
 def perplexity(capsys, folder):
     """That of our scorer, which reads the folder and runs the whole model."""
-    assert cli.main(["score", str(folder), "--texts=held.jsonl", "--length=16", f"--out={folder}.scores"]) == 0
+    assert cli.main(["generate", str(folder), "--score=held.jsonl", "--length=16", f"--out={folder}.scores"]) == 0
     capsys.readouterr()
     rows = map(json.loads, Path(f"{folder}.scores").read_text().splitlines())
     logprobs = [value for row in rows for value in row["logprobs"]]
@@ -119,8 +119,8 @@ def test_a_long_text_has_the_tokens_of_the_whole_text(kind, tmp_path, monkeypatc
     path = tmp_path / "long.txt"
     path.write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(100)))
     prompts = text.Prompts(SimpleNamespace(tokenizer=tokenizer, begin=(7,)), chat=False)
-    (whole,) = text.read_texts(prompts, path, "--calibrate")
-    tokens = text.read_tokens(prompts, path, "--calibrate")
+    (whole,) = text.read_texts(prompts, path, "--awq")
+    tokens = text.read_tokens(prompts, path, "--awq")
     assert tokens.dtype == np.int32 and tokens.tolist() == list(whole) and len(whole) > 2500
 
 
@@ -266,7 +266,7 @@ def test_the_plan_is_what_the_work_says(made, capsys):
         (["wide", "awq", *SHORT], "awq is not empty"),
         (["wide", "wide", *SHORT, "--force"], "the folder to quantize"),
         (
-            ["wide", "out", "--group=32", "--length=64", "--calibrate=one.jsonl"],
+            ["wide", "out", "--group=32", "--length=64", "--awq=one.jsonl"],
             "has 1 windows of 64 tokens, and at least",
         ),
         (["gpt2", "out", *SHORT], "but gpt2 stores"),

@@ -316,11 +316,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(block_description, "POLICIES", fixed)  # a program is compiled with each
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     words = [
-        "front",
+        "fit",
         "--config=tiny",
         *SMALL,
         "--target=cpu:1",
-        "--points=4",
+        "--budgets=4",
         "--cost=flops",
         f"--json={tmp_path / 'f.json'}",
         f"--html={tmp_path / 'f.html'}",
@@ -396,7 +396,7 @@ def test_points_that_are_settled_outlive_a_stop():
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "ask", lambda *about, **more: ({}, True))
-    assert command.main(["front", "--config=tiny", "--target=cpu:1", "--no-cache"]) == 130
+    assert command.main(["fit", "--budgets=10", "--config=tiny", "--target=cpu:1", "--no-cache"]) == 130
     assert "10 points left" in capsys.readouterr().out
 
 
@@ -404,7 +404,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     ("words", "message"),
     [
         ([], "no config"),
-        (["--config=tiny", "--points=1"], "--points=1 is too small: give 2 or more"),
+        (["--config=tiny", "--budgets=1"], "--budgets=1 is too small: give 2 or more"),
         (["--config=tiny", "--target=h300"], "h300"),
         (["--config=tiny", "--cost=bytes"], "choose one of time, flops"),
         (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
@@ -417,6 +417,6 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
 )
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", None)
-    assert command.main(["front", *words]) == 2
+    assert command.main(["fit", *words, *([] if "--budgets=1" in words else ["--budgets=10"])]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error

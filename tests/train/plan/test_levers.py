@@ -212,7 +212,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     monkeypatch.setitem(levers.STAGES, "full", dataclasses.replace(levers.STAGES["full"], keys={"remat.policy": "ful"}))
     words = [
-        "levers",
+        "compare",
+        "--levers",
         "--config=tiny",
         *SMALL,
         "--target=cpu:1",
@@ -236,7 +237,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "run", lambda jobs, **more: ({}, True))
-    assert command.main(["levers", "--config=tiny", "--target=cpu:1"]) == 130
+    assert command.main(["compare", "--levers", "--config=tiny", "--target=cpu:1"]) == 130
     assert "stages are missing" in capsys.readouterr().out
 
 
@@ -256,6 +257,6 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
 )
 def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", None)
-    assert command.main(["levers", *words]) == 2
+    assert command.main(["compare", "--levers", *words]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and message in error

@@ -103,7 +103,7 @@ def test_files_are_found_by_path_and_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1", "has no get_config.*bytescope init-program "),
+        ("x = 1", "has no get_config.*bytescope report "),
         ("get_config = 3", "has no get_config"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("import sys; sys.exit(7)", "SystemExit: 7"),

@@ -9,6 +9,7 @@ import pytest
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS
+from support.command_line import called
 from support.models.mistakes import LONE, LONG, OF_MODELS
 
 pytestmark = pytest.mark.quick
@@ -163,7 +164,7 @@ MISTAKES = {
         ("", "no command"),
         ("reprot", "did you mean report?"),
         ("REPORT", "did you mean report?"),
-        ("trane", "did you mean train or trace?"),
+        ("trane", "did you mean train?"),
         (LONE, "unknown command"),
         ("--jobs", "no command"),
         ("--versoin", "unknown flag '--versoin': did you mean --version?"),
@@ -190,13 +191,8 @@ MISTAKES = {
         ("", "no config"),
         ("llama8b", "did you mean llama_8b?"),
         ("notes.md", "not a config"),
-        ("exits.py", "SystemExit: 7"),
-        ("interrupts.py", "KeyboardInterrupt"),
-        ("empty.py", "no get_config"),
         ("three.py", "returns int"),
         ("syntax.py", "SyntaxError"),
-        ("imports.py", "no_such_module"),
-        ("two_lines.py", "two lines [/b]"),
         ("recursion.py", "RecursionError"),
         (".", "is a folder"),
         (LONG, "no config file"),
@@ -343,24 +339,20 @@ MISTAKES = {
         ("-- /no/such/program", "cannot run /no/such/program"),
     ],
     "trace": [
-        ("", "required"),
-        ("missing", "there is no file or folder missing: write a trace with"),
-        ("notes.md", "not a profiler trace"),
-        (".", "no *.xplane.pb"),
-        (LONG, "no file or folder"),
-        (LONE, "no file or folder"),
-        ("notes.md --report=", "--report"),
-        ("notes.md --json=/no/such/folder/x", "no folder"),
-        ("notes.md --config.train.steps=1", "takes no"),
+        ("--trace=missing", "required"),
+        ("missing.xplane.pb", "there is no file or folder missing.xplane.pb: write a trace with"),
+        ("foreign.json --trace=notes.md", "not a profiler trace"),
+        ("foreign.json --trace=.", "no *.xplane.pb"),
+        (f"foreign.json --trace={LONG}", "no file or folder"),
+        (f"foreign.json --trace={LONE}", "no file or folder"),
+        ("missing.xplane.pb --json=/no/such/folder/x", "no folder"),
+        ("missing.xplane.pb --config.train.steps=1", "report --trace takes no"),
     ],
-    "page": [
-        ("", "required"),
-        ("missing", "cannot read"),
-        (".", "is not a run directory"),
-        (LONG, "cannot read"),
-        (LONE, "cannot read"),
-        (". --html=", "--html"),
-        (". --config.train.steps=1", "takes no"),
+    "saved": [
+        ("foreign.json", "not a memory report"),
+        ("foreign.json --html=", "the name is empty"),
+        ("foreign.json --html=/no/such/folder/x", "no folder"),
+        ("foreign.json --config.train.steps=1", "report RUN takes no --config.train.steps"),
     ],
     "estimate": [
         ("", "no config"),
@@ -432,8 +424,8 @@ MISTAKES = {
     ],
     "front": [
         ("", "no config"),
-        ("tiny --points=1", "--points=1"),
-        ("tiny --points=many", "--points"),
+        ("tiny --budgets=1", "--budgets=1 is too small"),
+        ("tiny --budgets=many", "--budgets"),
         ("tiny --from=nan", "--from"),
         ("tiny --from=inf", "--from"),
         ("tiny --to=-3GiB", "--to"),
@@ -447,10 +439,10 @@ MISTAKES = {
     ],
     "fit": [
         ("", "no config"),
-        ("tiny --levers=", "--levers="),
-        ("tiny --levers=,", "--levers=,"),
+        ("tiny --vary=", "--vary="),
+        ("tiny --vary=,", "--vary=,"),
         ("tiny --lora --config.lora.rank=0", "leave one out"),
-        ("tiny --levers=remt", "did you mean remat?"),
+        ("tiny --vary=remt", "did you mean remat?"),
         ("tiny --budget=nan", "--budget"),
         ("tiny --budget=inf", "--budget"),
         ("tiny --budget=-3GiB", "--budget"),
@@ -495,10 +487,10 @@ MISTAKES = {
         ("--program=steps.py", "steps.py"),
         ("tiny h100 --stict", "did you mean --strict?"),
         ("--hlo=step.pb --passes", "--passes cannot be used with --hlo"),
-        ("tiny --fix", "audit --fix is gone: nothing writes into source files"),
+        ("tiny --fix", "report --fix is gone: nothing writes into source files"),
         ("tiny --fix-sharding", "put jax.lax.with_sharding_constraint"),
-        ("tiny --small=model.n_layers=2", "audit --small is gone"),
-        ("tiny --write", "audit --write is gone"),
+        ("tiny --small=model.n_layers=2", "report --small is gone"),
+        ("tiny --write", "report --write is gone"),
         ("tiny --json=missing/a.json", "there is no folder missing"),
         ("maxtext:llama2-7b --config.train.steps=1", "write a key of the trainer as a word"),
     ],
@@ -513,6 +505,10 @@ MISTAKES = {
         ("tyni", "did you mean tiny?"),
         ("notes.md", "not a config"),
         ("exits.py", "SystemExit: 7"),
+        ("interrupts.py", "KeyboardInterrupt"),
+        ("empty.py", "no get_config"),
+        ("imports.py", "no_such_module"),
+        ("two_lines.py", "two lines [/b]"),
         ("--config=", "is empty"),
         ("tiny h100:8", "h100:8 is a target, which bytescope train does not take: leave it out"),
         ("tiny --target=h100", "h100 is a target, which bytescope train does not take: leave it out"),
@@ -626,7 +622,7 @@ MISTAKES["validate"] += [
     ("--rates=rates.json", "measured on NVIDIA H200, but h100"),
     ("--set=jax --only=v100 --rates=rates.json", "measured on NVIDIA H200, but v100"),
 ]
-MISTAKES["trace"] += [(f"notes.md {words}", message) for words, message in OF_RATES]
+MISTAKES["trace"] += [(f"missing.xplane.pb {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [
     ("tiny --config.train.eval_prompts=missing", "train.eval_prompts=missing cannot be read"),
@@ -698,15 +694,13 @@ MISTAKES["check"] = [
     ("--pyproject=budgets.toml --githib", "did you mean --github?"),
 ]
 MISTAKES["init-program"] = [
-    ("", "the following arguments are required: SCRIPT"),
-    ("missing.py", "the script missing.py does not exist: give the path of a Python file"),
-    ("text.txt --out=/no/such/folder/x.py", "there is no folder /no/such/folder"),
-    ("text.txt --out=notes.md", "notes.md exists and init-program did not write it"),
-    ("text.txt --value=40", "--value=40 names no line"),
-    ("text.txt h101", "did you mean h100"),
-    ("text.txt --timeout=soon", "soon"),
-    ("text.txt --valeu=train.py:1=int32[8]", "did you mean --value?"),
-    ("text.txt --config.train.steps=1", "unrecognized arguments"),
+    ("step.py --save-program=/no/such/folder/x.py", "there is no folder /no/such/folder"),
+    ("step.py --save-program=notes.md", "notes.md exists and bytescope did not write it"),
+    ("step.py --value=40", "--value=40 names no line"),
+    ("step.py h101", "did you mean h100"),
+    ("step.py --timeout=soon", "soon"),
+    ("step.py --valeu=train.py:1=int32[8]", "did you mean --value?"),
+    ("step.py --config.train.steps=1", "unrecognized arguments"),
 ]
 MISTAKES["bisect"] = [
     ("--program=a:b", "no kind of change is given: give only one of --jax"),
@@ -774,7 +768,8 @@ def test_a_mistake_is_one_line(command, words, message, folder, monkeypatch, cap
     monkeypatch.setattr(worker_pool.Pool, "__init__", lambda *_, **__: pytest.fail("a worker was started"))
     monkeypatch.chdir(folder)
     before = written(folder)
-    code = cli.main([*filter(None, [command]), *words.split(" ")] if words or not command else [command])
+    given = words.split(" ") if words else []
+    code = cli.main(called(command, given) if command else words.split(" "))
     out, err = capsys.readouterr()
     assert (code, out) == (2, "") and err.startswith("error: ") and err.endswith("\n")
     assert len(err.splitlines()) == 1 and len(err) < 1000 and message in err, err

@@ -159,9 +159,9 @@ def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, ca
     assert (
         memory_main(
             [
-                "trace",
-                str(traced / "profile"),
-                f"--report={traced / 'memory.json'}",
+                "report",
+                str(traced),
+                f"--trace={traced / 'profile'}",
                 f"--json={tmp_path / 'again.json'}",
             ]
         )

@@ -177,10 +177,10 @@ def test_what_is_missing_or_damaged_is_a_word(tmp_path, capsys, name, content, s
     (place / name).unlink()
     if content is not None:
         (place / name).write_text(content)
-    assert main(["page", str(place)]) == 0
+    assert main(["report", str(place), f"--html={place / 'index.html'}"]) == 0
     out, err = capsys.readouterr()
-    assert out == f"{place / 'index.html'}\n" and err.startswith("warning: ") and said in err and err.count("\n") == 1
-    assert said in words_of((place / "index.html").read_text())
+    assert out.endswith(f"wrote {place / 'index.html'}\n") and err.startswith("warning: ") and err.count("\n") == 1
+    assert said in err and said in words_of((place / "index.html").read_text())
     plain_json((place / "index.html").read_text())
 
 
@@ -219,7 +219,7 @@ def test_any_damage_gives_a_page(folder, tmp_path, name, data):
 def test_folders_that_hold_no_run_are_one_line(tmp_path, capsys):
     (tmp_path / "thesis.tex").touch()
     for place in (tmp_path, tmp_path / "nowhere", tmp_path / "thesis.tex"):
-        assert main(["page", str(place)]) == 2
+        assert main(["report", str(place)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
     make_run(tmp_path / "one")
     with pytest.raises(
@@ -229,31 +229,11 @@ def test_folders_that_hold_no_run_are_one_line(tmp_path, capsys):
 
 
 def test_a_page_elsewhere_leads_to_the_run(folder, tmp_path):
-    assert main(["page", str(folder), f"--html={tmp_path / 'out.html'}"]) == 0
+    assert main(["report", str(folder), f"--html={tmp_path / 'out.html'}"]) == 0
     page = (tmp_path / "out.html").read_text()
     (link,) = re.findall(r'href="([^"]*memory.html)"', page)
     assert (tmp_path / link).resolve() == (folder / "memory.html").resolve()
-    assert main(["page", str(folder), f"--html={tmp_path / 'nowhere' / 'out.html'}"]) == 2
-
-
-def test_other_runs_are_drawn_over_it_and_compared(folder, tmp_path):
-    keys = {f"model.k{n:02}": n for n in range(20)}
-    other = make_run(tmp_path / "longer", steps=6, planned=6, config={"train.steps": 6, "seed": 0, **keys})
-    assert main(["page", str(folder), str(other), f"--html={tmp_path / 'both.html'}"]) == 0
-    text = (tmp_path / "both.html").read_text()
-    link = re.findall(r'href="([^"]*memory.html)"', text)
-    words = words_of(text, link)
-    for expected in (
-        "longer 6 3.0000 1.3333 600 6.00 GiB train.steps 6 model.d_ff none",
-        "tiny 4 1.0000 2.0000 400",
-        "and 10 more keys",
-    ):
-        assert expected in words, expected
-    (drawn,) = one_file(text, link).data["others"]
-    assert drawn["name"] == "longer" and drawn["loss"][0] == [1, 2, 3, 4, 5, 6] and drawn["held_out"][1] == [1, 1, 3]
-    seen = body(browse(tmp_path, text, options=["--dump-dom"]))
-    assert "tiny, held out" in seen and "longer, train" in seen
-    assert main(["page", str(folder), str(tmp_path / "nowhere")]) == 2
+    assert main(["report", str(folder), f"--html={tmp_path / 'nowhere' / 'out.html'}"]) == 2
 
 
 def test_no_name_can_break_the_page(tmp_path):

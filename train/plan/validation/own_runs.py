@@ -228,7 +228,7 @@ def _count_devices(target: str) -> int:
     if base not in CHIPS:
         names = ("cpu", *CHIPS)
         raise ReportError(
-            f"unknown target {target!r}: {did_you_mean(base, names) or 'bytescope targets lists the chips'}"
+            f"unknown target {target!r}: {did_you_mean(base, names) or 'bytescope list targets lists the chips'}"
             + ("; write the name of its chip" if base == "local" else "")
         )
     return targets.parse(target).n_devices

@@ -297,8 +297,8 @@ def test_levers_by_name(text, found):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("remat,rmat", "--levers=remat,rmat: unknown lever 'rmat': did you mean remat?"),
-        ("", "--levers=: unknown lever '': choose one of remat, micro"),
+        ("remat,rmat", "--vary=remat,rmat: unknown lever 'rmat': did you mean remat?"),
+        ("", "--vary=: unknown lever '': choose one of remat, micro"),
         ("remat,", "unknown lever ''"),
     ],
 )
