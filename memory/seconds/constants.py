@@ -3,8 +3,8 @@
 There are at most five constants, each with the runs on which it was fitted. Every other figure comes from
 microbenchmarks (`achieved`) or from the schedule. A constant of 1.0 means that nothing was fitted.
 
-tests/bench/fit_rates.py fitted all constants together on 30 measured runs of JAX programs. They are the runs in bf16
-and fp16 of `validation`, set `jax`, quality A, only the newest run of each source: MaxText Llama2-7B on 8 H100,
+tests/bench/validation/fit_rates.py fitted all constants together on 30 measured runs of JAX programs. They are the runs
+in bf16 and fp16 of its set `jax`, quality A, only the newest run of each source: MaxText Llama2-7B on 8 H100,
 Llama2-70B on 64 to 256, Llama3.1-70B on 256 H200, Pax GPT-126M, 5B and 175B on 64 and 256 A100 and H100 (2024-04), and
 Alpa's GPT on 1 to 8 V100. For the predictions, jax 0.10.2 compiled them on 2026-11-22 and 23, as 24 different programs.
 
@@ -17,7 +17,7 @@ of predicted/measured seconds):
   MaxText 7B at 0.84
 
 The bounds on MEMORY and COLLECTIVES were set after a first fit without them. Runs in fp8 are different programs here
-(`validation.measured_rows.refused`) and were left out after they had been predicted; with them, 84.6 % were within the
+and were left out after they had been predicted; with them, 84.6 % were within the
 range.
 """
 

@@ -1,9 +1,9 @@
 """The interval of predicted seconds in which four of five measured runs are expected, from the errors of earlier runs.
 
 `measured_ratios.csv` has the ratio predicted/measured seconds of every published run that has a prediction
-(`bytescope validate`); tests/bench/intervals.py writes it. A new run resembles the runs of its kind (`Kind`) by other
+(tests/bench/validation, whose intervals.py writes it). A new run resembles the runs of its kind (`Kind`) by other
 publishers, not further repetitions by one publisher. So a family (all sources of one publisher) weighs as the root of
-its number of programs, as in the fit of the constants (tests/bench/fit_rates.py), and its programs weigh alike.
+its number of programs, as in the fit of the constants (`fit_rates.py` there), and its programs weigh alike.
 
 The interval is [seconds / h, seconds * h], where |log(predicted/measured)| is at most log(h) for 80 % of this weight.
 This is split conformal prediction with groups, as pooled by Dunn, Wasserman and Ramdas 2018 (arXiv 1809.07441). Kinds

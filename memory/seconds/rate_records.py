@@ -68,7 +68,7 @@ class DeviceRates:
         attention_slowdown: seconds of an attention kernel in a training step divided by its seconds alone; None for
             `constants.ATTENTION`.
         memory_slowdown: the same ratio for a kernel that moves memory; None for `constants.MEMORY`.
-        run_factors: part of the rates (`run_fit.PARTS`) -> factor by which `bytescope calibrate --from-runs` multiplied
+        run_factors: part of the rates (`run_fit.PARTS`) -> factor by which `bytescope calibrate --runs` multiplied
             its seconds; {} without such runs. The curves above already contain the factors.
         run_ratios: predicted/measured seconds of the programs of these runs, each predicted without its own runs. The
             interval of predicted seconds is made of them (`run_fit.interval`).
@@ -264,7 +264,8 @@ def from_json(value: Any) -> DeviceRates:
             f"the rates have format {version!r:.40}, but this version reads format {FORMAT}: "
             "run bytescope calibrate again"
         )
-    unknown = next((key for key in value if key not in known and key != "format"), None)
+    # `calibrate --runs --json` adds the runs.
+    unknown = next((key for key in value if key not in known and key not in ("format", "runs")), None)
     if unknown is not None:
         raise ReportError(f"the rates are not valid: {unknown!r:.40} is an unknown field; use only {', '.join(known)}")
     read: dict[str, Any] = {}

@@ -82,6 +82,7 @@ def predict(
     model_flops: int | None = None,
     network: str = "",
     attention: str = "",
+    rates: DeviceRates | None = None,
 ) -> StepPrediction | None:
     """Returns the predicted seconds of a training update on a target; None if the schedule or the rates of the target
     are unknown, or if the schedule takes no time.
@@ -96,12 +97,14 @@ def predict(
             chip.
         attention: a name in `achieved.ATTENTION_KERNELS` of the attention kernel to assume; "" for the usual kernel of
             the chip.
+        rates: the rates of one device; None for the rates of `rates.select`.
 
     Raises ReportError if the schedule takes infinitely long or contains values that no program has.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
-    rates = device_rates.select(known) if steps else None
-    if rates is None:
+    if steps and rates is None:
+        rates = device_rates.select(known)
+    if not steps or rates is None:
         return None
     rates = chip_rates.with_network(rates, network) if network else rates
     rates = chip_rates.with_attention(rates, attention, str(known.get("kind"))) if attention else rates

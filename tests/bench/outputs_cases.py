@@ -160,7 +160,7 @@ NEEDS_INPUTS = "measured"  # the group that reads them
 
 COMMANDS = (
     *("train", "prepare", "generate", "score", "quantize", "export"),
-    *("report", "trace", "page", "names", "diff", "estimate", "calibrate", "validate"),
+    *("report", "trace", "page", "names", "diff", "estimate", "calibrate"),
     *("compare", "levers", "front", "fit", "pipeline"),
     *("list", "configs", "targets", "keys", "policies"),
 )
@@ -235,7 +235,6 @@ ERRORS = [
         "params": "estimate --params=seven",
         "pipeline": "pipeline --stages=0 --micro-batches=4",
         "schedule": "pipeline --stages=2 --micro-batches=4 --schedule=2f2b",
-        "set": "validate --set=absent",
         "grep": "keys --grep=zzzz",
         "shell": "--print-completion csh",
         "trace": "trace absent/",
@@ -354,11 +353,6 @@ PLANS = [
     case("fit_lora", "fit small.py l4 --lora --max-compiles=2 --jobs=1"),
 ]  # fmt: skip
 
-VALIDATION = [
-    case("tutorial", "validate --set=jax --only=transformer-1024 --folder=rows --jobs=1 --json=validate.json "
-         "--html=validate.html", widths=(80, 120)),
-]  # fmt: skip
-
 RUN = "train mine.py --workdir=run --rates=rates.json"
 TRAINING = [
     case("train", f"{RUN} --verbose", columns=200),
@@ -425,7 +419,6 @@ GROUPS: Mapping[str, list[Case]] = {
     "gpus": REPORTS_GPUS,
     "cpu": REPORTS_CPU,
     "programs": OTHER_PROGRAMS,
-    "validation": VALIDATION,
     "library": LIBRARY,
     "measured": MEASURED,
     "errors": ERRORS,

@@ -2,8 +2,8 @@
 
     python tests/bench/six_runs.py [--assert]
 
-For each config, `bytescope calibrate --from-runs` corrects the rates of the CPU by the five other runs, and `bytescope
-validate --runs` predicts the sixth. Printed: its interval and its measured seconds. The interval is meant for four of
+For each config, `bytescope calibrate --runs` corrects the rates of the CPU by the five other runs, and predicts
+the sixth with them. Printed: its interval and its measured seconds. The interval is meant for four of
 five runs; on a busy machine, whose load changes between the runs, it may hold for fewer. --assert: exit code 1 if it
 holds for fewer than four of the six. Takes about two minutes on two idle cores.
 """
@@ -73,10 +73,11 @@ def main() -> int:
         print("config  interval, ms            measured, ms  within")
         for sixth in SHAPES:
             others = ",".join(f"runs/{config}" for config in SHAPES if config != sixth)
-            bytescope("calibrate", f"--from-runs={others}", "--rates=cpu.json", "--out=rates.json")
-            bytescope("validate", f"--runs=runs/{sixth}", "--rates=rates.json", "--json=v.json")
-            (row,) = unwrap(json.loads((folder / "v.json").read_text()), "validate")["rows"]
-            low, measured, high = (1e3 * row[key] for key in ("seconds_low", "measured_seconds", "seconds_high"))
+            bytescope("calibrate", f"--runs={others}", "--rates=cpu.json", "--out=rates.json")
+            bytescope("calibrate", f"--runs=runs/{sixth}", "--rates=rates.json", "--json=v.json")
+            (row,) = unwrap(json.loads((folder / "v.json").read_text()), "calibrate")["runs"]["rows"]
+            seconds = (row["prediction"]["low"], row["run"]["seconds"], row["prediction"]["high"])
+            low, measured, high = (1e3 * each for each in seconds)
             held += low <= measured <= high
             print(f"{sixth:6}  {low:8.3g} to {high:8.3g}  {measured:12.3g}  {low <= measured <= high}")
     print(f"{held} of {len(SHAPES)} within their interval")

@@ -18,11 +18,8 @@ from pathlib import Path
 import pytest
 
 from bytescope import memory
-from bytescope.memory.compare import row_cache
 from bytescope.train import cli
 from bytescope.train.commands.registry import COMMANDS
-from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.validation import measured_rows, validation_runs
 from support.command_line import called
 
 ROOT = Path(__file__).parents[2]
@@ -103,17 +100,6 @@ def test_a_run_that_an_earlier_version_began_goes_on(run_directory):
 def test_a_page_of_a_run_of_an_earlier_version(run_directory, tmp_path):
     assert cli.main(["report", str(run_directory), f"--html={tmp_path / 'page.html'}"]) == 0
     assert "<html" in (tmp_path / "page.html").read_text()
-
-
-@pytest.mark.quick
-def test_rows_of_an_earlier_version_are_compiled_again(tmp_path):
-    """A row is found by a digest of all that made it; files of other digests are neither used nor in the way."""
-    rows = [row for row in measured_rows.rows("playbook") if not row.reason][:2]
-    jobs, _ = validation_runs.jobs_of(rows, FACTORY)
-    old = {key: f"playbook-{'0' * 16}-{job.name[-16:]}" for key, job in jobs.items()}
-    for name in old.values():
-        row_cache.write(tmp_path, name, {"status": "ok", "settled": {"batch": "1 x 2", "segments": []}})
-    assert validation_runs.finished(rows, FACTORY, tmp_path) == ({key: job.name for key, job in jobs.items()}, {})
 
 
 @pytest.mark.quick

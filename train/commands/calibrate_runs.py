@@ -1,5 +1,5 @@
 """bytescope calibrate: measures the rates of this machine's devices, or corrects rates by the user's own runs
-(--from-runs).
+(--runs).
 
 `memory.commands.calibrate_command` measures. This module reads the runs, which are of the trainer's configs.
 """
@@ -9,37 +9,68 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from bytescope.memory.commands import calibrate_command
 from bytescope.memory.commands.arguments import INTERRUPTED, add_rates
+from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds.rate_records import DeviceRates
+from bytescope.memory.view.console import put
+from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.progress_bar import progress
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import terminal_table
+from bytescope.memory.view.text_layout import Prose
+
+if TYPE_CHECKING:
+    from bytescope.train.run.run_correction import RunCorrection
+
+ROW_COLUMNS = (
+    ColumnView("setup", "your runs", path="run.setup"),
+    ColumnView("seconds", "measured s", "seconds", path="run.seconds"),
+    ColumnView("predicted", "predicted s", "seconds", path="prediction.seconds"),
+    ColumnView("interval", "interval", "value", read=lambda row: within(row.prediction.low, row.prediction.high)),
+    ColumnView("ratio", "pred./meas.", "ratio", digits=2),
+    ColumnView("peak_bytes", "peak", "bytes", path="run.peak_bytes", skip_zero=True),
+    ColumnView("allocated_bytes", "predicted", "bytes", skip_zero=True),
+)
+GROUP_COLUMNS = (
+    ColumnView("name", "by model"),
+    ColumnView("runs", "runs", "number"),
+    ColumnView("before", "pred./meas.", "ratio", digits=2),
+    ColumnView("after", "corrected", "ratio", digits=2),
+    ColumnView("cause", "likely cause", "value"),
+    ColumnView("cause_seconds", "adds", "share", skip_zero=True),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope calibrate` to the parser."""
     calibrate_command.add_arguments(parser)
     parser.add_argument(
-        "--from-runs",
+        "--runs",
         metavar="FILE|DIR",
-        help="correct rates by your own runs (as --runs of bytescope validate), so that their predictions are unbiased "
-        "and later intervals come from them. The rates are those of --rates; without it, a CPU is measured, and "
-        "another chip has its published rates",
+        help="compare predictions with your own runs, and correct the rates by them: CSV files, run directories of "
+        "bytescope train, or folders of them, separated by commas. Columns of a file: config (a shipped config, a run "
+        "directory or hf:FOLDER), target, seconds, bytes, notes, and config keys such as model.n_layers",
     )
     add_rates(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope calibrate`: measures rates, or corrects rates by the runs of --from-runs, prints them and writes
-    the files of --out and --json. Returns the exit code.
+    """Runs `bytescope calibrate`: measures rates, or corrects rates by the runs of --runs, prints them and writes the
+    files of --out and --json. Returns the exit code.
 
     Raises ReportError if an argument or a run is not valid.
     """
-    if args.from_runs is not None:
+    if args.runs is not None:
         return _correct_rates(args)
     if args.rates is not None:
-        raise ReportError(f"--rates={args.rates} is only valid with --from-runs, which corrects these rates: add it")
+        raise ReportError(f"--rates={args.rates} is only valid with --runs, which corrects these rates: add it")
     return calibrate_command.run(args)
 
 
@@ -47,46 +78,78 @@ def _correct_rates(args: argparse.Namespace) -> int:
     calibrate_command.check_arguments(args)
     from bytescope.memory.seconds import rates as device_rates
     from bytescope.memory.seconds import run_fit
-    from bytescope.memory.view.console import put
-    from bytescope.train.commands.validate_command import default_folder
-    from bytescope.train.plan.config_factory import FACTORY
-    from bytescope.train.plan.validation import own_fit, validation_runs, validation_view
-    from bytescope.train.run import run_rows
+    from bytescope.train.run import measured_runs, run_correction
 
-    rows = [row for row in run_rows.read_runs(args.from_runs) if row.measured_seconds]
-    chips = sorted({row.chip for row in rows})
-    if not chips:
-        raise ReportError(f"--from-runs={args.from_runs} has no run with measured seconds: add a column seconds")
+    runs = measured_runs.read_runs(args.runs)
+    chips = sorted({run.chip for run in runs})
+    if not any(run.seconds for run in runs):
+        raise ReportError(f"--runs={args.runs} has no run with measured seconds: add a column seconds")
     if len(chips) > 1:
         raise ReportError(
-            f"--from-runs={args.from_runs} has runs on {' and '.join(chips)}, but a rates file is of one chip: give "
-            "the runs of one chip"
+            f"--runs={args.runs} has runs on {' and '.join(chips)}, but rates are of one chip: give the runs of one"
         )
-    base = device_rates.load(args.rates) if args.rates is not None else None
-    if base is not None:
-        base = own_fit.rates_before(chips[0], base)
+    given = device_rates.load(args.rates) if args.rates is not None else None
+    base = None if chips == ["cpu"] and given is None else _rates_before(chips[0], given)
     with progress(None) as bar:
-        compiled = validation_runs.run(rows, FACTORY, default_folder(), progress=bar, expect=bar.expect)
-    if compiled.left:
+        compiled = run_correction.compile_runs(runs, bar)
+    if compiled is None:
         return INTERRUPTED
-    for row in rows:
-        if row.id in compiled.failed:
-            raise ReportError(f"{row.id} cannot be compiled ({compiled.failed[row.id]}): leave this run out")
-        if not compiled.answers[row.id].get("schedule"):
-            raise ReportError(f"{row.id} has no schedule, so its seconds cannot be predicted: leave this run out")
     if base is None:
-        measured = calibrate_command.measure_rates(args)[0] if chips == ["cpu"] else None
-        base = own_fit.rates_before(chips[0], measured)
-    steps = [own_fit.measured_steps(row, compiled.answers[row.id], compiled.programs[row.id], base) for row in rows]
-    own = own_fit.fit_chip(rows, steps)
-    put(validation_view.render_own_fit(dataclasses.asdict(own)))
-    found = _dated(run_fit.corrected_rates(base, own.fit, args.from_runs))
-    target = compiled.answers[rows[0].id]["target"]
-    calibrate_command.write_rates(args, found, target, "Rates were corrected by the user's own runs.")
+        base = calibrate_command.measure_rates(args)[0]
+    found = run_correction.correct_rates(runs, compiled, base)
+    put(render(found))
+    corrected = run_fit.corrected_rates(base, found.fit, args.runs)
+    today = {"runs": datetime.date.today().isoformat()}
+    corrected = dataclasses.replace(corrected, measured={**corrected.measured, **today})
+    target = compiled[runs[0].id][1]["target"]
+    caveat = "Rates were corrected by the user's own runs."
+    calibrate_command.write_rates(args, corrected, target, caveat, {"runs": dataclasses.asdict(found)})
     if not (args.out or args.json):
         print("no file was written: give --out=FILE, which other commands read with --rates=FILE")
     return 0
 
 
-def _dated(rates: DeviceRates) -> DeviceRates:
-    return dataclasses.replace(rates, measured={**rates.measured, "runs": datetime.date.today().isoformat()})
+def _rates_before(chip: str, rates: DeviceRates | None) -> DeviceRates:
+    """Returns the rates of a chip that are corrected: `rates` with the collectives that they lack, or else the built-in
+    rates of the chip."""
+    from bytescope.memory.seconds import chip_rates
+    from bytescope.memory.seconds import rates as device_rates
+
+    kind = "cpu" if chip == "cpu" else CHIPS[chip].kind
+    listed = chip_rates.rates_of_kind(kind)
+    if rates is None:
+        assert listed is not None  # every chip has rates
+        return dataclasses.replace(listed, measured={"device": kind, "platform": CHIPS[chip].platform})
+    device_rates.refuse(rates, {"name": chip, "kind": kind})
+    return rates.completed(listed, hosts=2) if listed is not None else rates
+
+
+def render(found: RunCorrection) -> RenderableType:
+    """Renders the runs with their predictions, how many are within their interval, the factors of the rates, the
+    interval of later predictions, and the groups of runs with the likely cause of their difference."""
+    fit = found.fit
+    factors = ", ".join(
+        f"{part} {factor:.2f}x" + ("" if part in fit.own else " (too few seconds for a factor of its own)")
+        for part, factor in fit.factors.items()
+    )
+    lines = [f"predicted seconds are multiplied by: {factors or 'nothing'}"]
+    if found.later:
+        low, high = found.later
+        lines.append(
+            f"four of five further runs are expected to take {low:.2f} to {high:.2f} times the predicted seconds, from "
+            "predictions of each program by rates of the others"
+        )
+    else:
+        lines.append(
+            "the interval of later predictions is as wide as without your runs, or as their largest error if that is "
+            "more: give runs of at least four different programs to base the width on them"
+        )
+    return Group(
+        terminal_table(TableView(ROW_COLUMNS, found.rows)),
+        Prose(f"{found.within} of {fit.runs} runs took a time within their interval; four of five are expected"),
+        Text.assemble(
+            (f"corrected rates of {found.chip}", "bold"), f" (measured runs: {fit.runs}, programs: {fit.programs})"
+        ),
+        *map(Prose, lines),
+        terminal_table(TableView(GROUP_COLUMNS, found.groups)),
+    )

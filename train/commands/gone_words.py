@@ -35,6 +35,8 @@ GONE: Mapping[str, str] = {
     "report --small": _BY_HAND,
     "report --fix-sharding": "put jax.lax.with_sharding_constraint on the array that the audit names, and compare the "
     "reports with bytescope diff",
+    "validate": "bytescope calibrate --runs=FILE|DIR compares predictions with your own runs",
+    "calibrate --from-runs": "write --runs=FILE|DIR",
 }
 
 

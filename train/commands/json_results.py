@@ -20,8 +20,8 @@ from bytescope.memory.records.report_record import KEYS, ReportRecord
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.train.generate.budget import Budget
-from bytescope.train.plan.validation.own_fit import OwnFit
 from bytescope.train.quantize.quantize_result import QuantizationResult
+from bytescope.train.run.run_correction import RunCorrection
 
 Values = dict[str, Any]
 
@@ -378,7 +378,7 @@ class FitProgramResult(TypedDict):
     rates: str
 
 
-# ---- estimate, pipeline, validate, calibrate, quantize, score
+# ---- estimate, pipeline, calibrate, quantize, score
 
 
 class PolicyKeys(TypedDict):
@@ -428,25 +428,9 @@ class PipelineResult(TypedDict):
     published: list[Values]
 
 
-class ValidateResult(TypedDict):
-    set: str
-    rates: str
-    versions: dict[str, str]
-    compiled: int
-    left: list[str]
-    elsewhere: list[tuple[str, int]]
-    own: list[OwnFit]
-    cohorts: list[Values]
-    sources: list[Values]
-    coverage: list[Values]
-    groups: list[Values]
-    rows: list[Values]
-    unsaid: list[Values]
-    choices: list[dict[str, str]]
-
-
 class RatesKeys(TypedDict):
     format: int
+    runs: NotRequired[RunCorrection]
 
 
 class PerplexityKeys(TypedDict):
@@ -566,7 +550,6 @@ RESULTS: Mapping[str, Any] = {
     "fit": FitResult | FitProgramResult,
     "estimate": EstimateResult,
     "pipeline": PipelineResult,
-    "validate": ValidateResult,
     "calibrate": Annotated[RatesKeys, DeviceRates],
     "quantize": Annotated[PerplexityKeys, QuantizationResult],
     "score": ScoreResult,

@@ -206,20 +206,9 @@ COMMANDS: Mapping[str, Subcommand] = {
     "calibrate": Subcommand(
         "train.commands.calibrate_runs",
         "machine",
-        "measure the speeds of this machine's devices for predictions",
-        ("--out=rates.json", "--seconds=20", "--from-runs=runs --out=rates.json"),
+        "measure device speeds, or correct predictions by your own runs",
+        ("--out=rates.json", "--seconds=20", "--runs=runs.csv", "--runs=runs/tiny,runs/other --out=rates.json"),
         reads="measures devices",
-    ),
-    "validate": Subcommand(
-        "train.commands.validate_command",
-        "measure",
-        "compare predictions with published or your own measured runs",
-        (
-            "--set=playbook --gpus=8 --html=validate.html",
-            "--set=playbook --only=tp2 --rates=rates.json",
-            "--runs=runs.csv",
-            "--runs=runs/tiny,runs/other",
-        ),
     ),
     "compare": Subcommand(
         "train.commands.compare_configs",

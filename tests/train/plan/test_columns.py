@@ -1,4 +1,4 @@
-"""Every column that compare, levers, fit, front, diff and validate show is declared once, for terminal and page."""
+"""Every column that compare, levers, fit, front and diff show is declared once, for terminal and page."""
 
 import dataclasses
 import html
@@ -18,10 +18,6 @@ from bytescope.train.plan import frontier, frontier_view, levers, levers_view
 from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_view
 from bytescope.train.plan.fit.fit_reach import Reach
-from bytescope.train.plan.validation import cohorts, validation_score, validation_view
-from bytescope.train.plan.validation.measured_rows import MeasuredRow
-from bytescope.train.plan.validation.validation_result import ValidationResult
-from bytescope.train.plan.validation.validation_score import ScoredRun
 from support.browser import Page, body, browse
 from support.fit_trials import as_json, walk
 from support.rows import GIB, make_report, row
@@ -126,67 +122,12 @@ def difference():
     return tables, ""
 
 
-def validation():
-    def scored(number, gpus, staged):
-        measured = MeasuredRow(
-            "s",
-            str(number),
-            "llama",
-            "h100",
-            gpus,
-            {},
-            "tiny",
-            "h100:8",
-            1.0 + number,
-            20 * GIB,
-            "A",
-            "pax: x",
-            setup=f"dp {number}",
-            stages=1 + staged,
-            host_bound=number > 2,
-            bytes_are="reserved",
-            cohort="A",
-            differs="why",
-            unreliable="network" if number == 3 else "",
-            framework_bytes={"buffers": GIB},
-        )
-        return ScoredRun(measured, *[1.5 + number**2] * 4, 10 * GIB, "products", {})
-
-    rows = [scored(number, 8, number % 2) for number in range(6)]
-    result = ValidationResult(
-        "set",
-        tuple(rows),
-        tuple(validation_score.groups(rows)),
-        (("why", (rows[0].row,)),),
-        (),
-        1,
-        "rates",
-        VERSIONS,
-        tuple(cohorts.by_cohort(rows)),
-        tuple(cohorts.by_source(rows)),
-    )
-    view, out = validation_view, result.to_json()
-    tables = [
-        ((*view.cohort_columns("rows"), *view.score_columns("claimed"), *view.COHORT_BYTES), BOTH),
-        ((*view.cohort_columns("source"), *view.score_columns("claimed"), *view.COHORT_BYTES), BOTH),
-        (view.GROUP_COLUMNS, BOTH),
-        (view.ROW_COLUMNS, BOTH),
-        (view.NOT_CLAIMED_COLUMNS, BOTH),
-        (view.NOT_COMPARED_COLUMNS, PAGE),
-        (view.CHOICE_COLUMNS, PAGE),
-    ]
-    view.render_text(out)
-    view.render_text({**out, "cohorts": [], "sources": []})
-    return tables, view.render_page(out)
-
-
 VIEWS = {
     "compare": comparison,
     "levers": staircase,
     "front": front,
     "fit": fit,
     "diff": difference,
-    "validate": validation,
 }
 
 

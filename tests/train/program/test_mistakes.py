@@ -69,18 +69,20 @@ OF_RUNS = [
     ("key.csv", "'model.layers' is neither a column nor a config key: did you mean"),
     ("twice.csv", "has the column target 2 times"),
     ("cells.csv", "cells.csv line 2 has not as many cells as the first line has columns (3)"),
-    ("text.csv", "text.csv line 2: seconds=soon is not a number above 0"),
-    ("zero.csv", "zero.csv line 3: seconds=0 is not a number above 0"),
+    ("text.csv", "text.csv line 2: seconds=soon is not valid: give measured seconds"),
+    ("zero.csv", "zero.csv line 3: seconds=0 is not valid"),
     ("nothing.csv", "nothing.csv line 2 has neither seconds nor bytes"),
-    ("size.csv", "size.csv line 2: bytes=72: "),
+    ("size.csv", "size.csv line 2: bytes=72 is not valid: give measured peak memory"),
     ("place.csv", "place.csv line 2: unknown target 'h101': did you mean h100"),
-    ("nowhere.csv", "nowhere.csv line 2: the cell target is empty"),
-    ("here.csv", "here.csv line 2: unknown target 'local'"),
+    ("nowhere.csv", "nowhere.csv line 2: target '' names no chip"),
+    ("here.csv", "here.csv line 2: target 'local' names no chip"),
     ("cpus.csv", "cpus.csv line 2: target 'cpu:0' is not valid"),
-    ("config.csv", "config.csv line 2: "),
+    ("config.csv", "config.csv line 2: config=tinny is neither a shipped config"),
     ("value.csv", "value.csv line 2: model.n_layers=two has the wrong type"),
     ("refused.csv", "refused.csv line 2: "),
-    ("program.csv", "program.csv line 2: framework=tensorflow is unknown"),
+    ("code.csv", "code.csv line 2: config=evil.py is neither a shipped config, a run directory nor hf:FOLDER"),
+    ("dotted.csv", "dotted.csv line 2: config=./evil is neither"),
+    ("experts.csv", "experts.csv line 2: config=experts is neither"),
 ]
 OTHER_DEVICE = ("measured on NVIDIA H200, but", "leave --rates out")
 STEPS = """
@@ -125,7 +127,10 @@ FILES = {
     "config.csv": "config,target,seconds\ntinny,h100,1\n",
     "value.csv": "config,target,seconds,model.n_layers\ntiny,h100,1,two\n",
     "refused.csv": "config,target,seconds,remat.policy\ntiny,h100,1,ful\n",
-    "program.csv": "config,target,seconds,framework\ntiny,h100,1,tensorflow\n",
+    "code.csv": "config,target,seconds\nevil.py,h100,1\n",
+    "dotted.csv": "config,target,seconds\n./evil,h100,1\n",
+    "experts.csv": "config,target,seconds\nexperts,h100,1\n",
+    "evil.py": "raise SystemExit('a row of a table was executed')\n",
     "no_report/metrics.jsonl": "",
     "short_run/config.json": '{"config": {"model.d_ff": 384}, "global_rows": 8, "data": "a"}',
     "short_run/metrics.jsonl": '{"step": 1, "loss": 1, "step_time_s": 1.0}\n',
@@ -171,6 +176,7 @@ MISTAKES = {
         ("completion bash", "completion is gone: bytescope --print-completion bash prints the script"),
         ("--print-completion=bsh", "did you mean bash?"),
         ("--print-completion", "choose one of bash, zsh, tcsh"),
+        ("validate --set=jax", "validate is gone: bytescope calibrate --runs=FILE|DIR compares"),
     ],
     "report": [
         ("tiny --tensor=2", "--tensor=2 is only valid with --generate"),
@@ -460,18 +466,6 @@ MISTAKES = {
         ("tiny --jobs=0", "--jobs=0"),
         ("tiny --config.optimizer.name=adam", "did you mean adamw"),
     ],
-    "validate": [
-        ("--set=playbok", "did you mean playbook?"),
-        ("--gpus=x", "--gpus=x"),
-        ("--gpus=", "--gpus="),
-        ("--gpus=0", "--gpus=0"),
-        ("--gpus=7", "no measured run of --set=playbook"),
-        ("--only=tp99", "no measured run of --set=playbook"),
-        ("--jobs=0", "--jobs=0"),
-        ("--html=/no/x/y", "no folder"),
-        ("--rates=/no/x", "/no/x"),
-        ("--config.model.n_layers=2", "leave it out"),
-    ],
     "list": [("--grep=qqq", "no row"), ("key", "did you mean keys?"), ("keys --grep=qqq", "no row")],
     "configs": [
         ("--grep=qqq", "--grep=qqq"),
@@ -596,7 +590,7 @@ for command in ("report", "names", "estimate", "compare", "levers", "front", "fi
 for command, words in (
     ("report", "tiny"),
     ("diff", "a b"),
-    ("trace", "notes.md"),
+    ("trace", "missing.xplane.pb"),
     ("explain", "notes.md"),
     ("estimate", "tiny"),
     ("compare", "tiny"),
@@ -605,23 +599,10 @@ for command, words in (
     ("fit", "tiny"),
     ("fit", "--program=step.py:update"),
     ("audit", "tiny"),
-    ("quantize", "missing out --calibrate=text.txt"),
 ):
     MISTAKES[command] += [(f"{words} --json=same --html=./same", "--json and --html both name ")]
 MISTAKES["compare"] += [("--grid=config=tiny,hf:missing", "no folder missing")]
 MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "measured on NVIDIA H200, but h100")]
-MISTAKES["validate"] += [
-    *OF_RATES,
-    *[(f"--runs={words}", message) for words, message in OF_RUNS],
-    ("--runs=good.csv --set=jax", "--set=jax cannot be used with --runs"),
-    ("--runs=good.csv --only=tp99", "no measured run of --runs=good.csv"),
-    ("--runs=good.csv --rates=rates.json", "measured on NVIDIA H200, but h100"),
-    ("--template=notes.md", "notes.md exists: give a new file"),
-    ("--template=/no/such/folder/x.csv", "no folder"),
-    ("--template=", "the name is empty"),
-    ("--rates=rates.json", "measured on NVIDIA H200, but h100"),
-    ("--set=jax --only=v100 --rates=rates.json", "measured on NVIDIA H200, but v100"),
-]
 MISTAKES["trace"] += [(f"missing.xplane.pb {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [
@@ -631,6 +612,7 @@ MISTAKES["train"] += [
 ]
 MISTAKES["train"] += [("tiny --config.train.steps=1 --rates=rates.json", message) for message in OTHER_DEVICE]
 MISTAKES["calibrate"] = [
+    ("--from-runs=good.csv", "calibrate --from-runs is gone: write --runs=FILE|DIR"),
     ("--seconds=0", "--seconds=0"),
     ("--seconds=nan", "--seconds=nan"),
     ("--seconds=inf", "--seconds=inf"),
@@ -642,15 +624,15 @@ MISTAKES["calibrate"] = [
     ("--out=same --json=same", "--json and --out both name same: give two different files"),
     ("tiny", "unrecognized"),
     ("--secnds=3", "did you mean --seconds?"),
-    ("--rates=rates.json", "only valid with --from-runs"),
+    ("--rates=rates.json", "only valid with --runs"),
     ("--config.train.steps=1", "takes no --config.train.steps"),
-    ("--from-runs=missing.csv", "missing.csv: No such file"),
-    ("--from-runs=two_chips.csv", "runs on a100-80g and h100, but a rates file is of one chip"),
-    ("--from-runs=only_bytes.csv", "no run with measured seconds"),
-    ("--from-runs=good.csv --rates=rates.json", "measured on NVIDIA H200, but h100"),
-    ("--from-runs=good.csv --rates=notes.md", "notes.md is not JSON"),
-    ("--from-runs=good.csv --out=/no/such/folder/x", "no folder"),
-    *[(f"--from-runs={words}", message) for words, message in OF_RUNS],
+    ("--runs=missing.csv", "missing.csv: No such file"),
+    ("--runs=two_chips.csv", "runs on a100-80g and h100, but rates are of one chip"),
+    ("--runs=only_bytes.csv", "no run with measured seconds"),
+    ("--runs=good.csv --rates=rates.json", "measured on NVIDIA H200, but h100"),
+    ("--runs=good.csv --rates=notes.md", "notes.md is not JSON"),
+    ("--runs=good.csv --out=/no/such/folder/x", "no folder"),
+    *[(f"--runs={words}", message) for words, message in OF_RUNS],
 ]
 MISTAKES["pipeline"] = [
     ("", "give --stages=N"),

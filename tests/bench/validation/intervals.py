@@ -1,7 +1,8 @@
 """Writes memory/seconds/measured_ratios.csv, and prints how often the intervals built from it contain a measured run.
 
-    for set in playbook jax torch; do bytescope validate --set=$set --folder=DIR; done    # compiles; resumable
-    python tests/bench/intervals.py --folder=DIR                                        # no compile
+    cd tests/bench/validation
+    for set in playbook jax torch; do python validate.py --set=$set --folder=DIR; done    # compiles; resumable
+    python intervals.py --folder=DIR                                                      # no compile
 
 The coverage of a source is measured with intervals from other publishers' runs only. A run without a prediction counts
 as missed. The last columns have the intervals that were used until 2026-11-27 (quantiles of 8 to 12 programs per
@@ -16,12 +17,15 @@ import math
 import statistics
 from pathlib import Path
 
+import measured_rows
+import validation_result
+import validation_runs
+from coverage import Coverage, by_source
+from validation_score import ScoredRun
+
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.seconds import intervals
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.validation import measured_rows, validation_result, validation_runs
-from bytescope.train.plan.validation.coverage import Coverage, by_source
-from bytescope.train.plan.validation.validation_score import ScoredRun
 
 TABLE = Path(intervals.__file__).parent / "measured_ratios.csv"
 COLUMNS = ("source", "family", "chip", "eager", "other", "sends", "limit", "program", "ratio")
@@ -93,7 +97,7 @@ def show(coverages: list[Coverage], scored: list[ScoredRun]) -> None:
 def main() -> None:
     """Writes the table, unless --check is given, and prints the coverage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="folder of bytescope validate --folder")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of validate.py --folder")
     parser.add_argument("--check", action="store_true", help="do not write the table")
     args = parser.parse_args()
     sets = {name: score(name, args.folder) for name in measured_rows.SETS}

@@ -11,12 +11,9 @@ from bytescope.memory.records.report_record import ReportRecord, Subject
 from bytescope.memory.seconds import chip_rates, rates, run_fit, step_schedule
 from bytescope.memory.seconds.schedule_walk import walk
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
-from bytescope.memory.view.console import plain_text
 from bytescope.train import cli
-from bytescope.train.plan.validation import own_runs, validation_view
 from bytescope.train.program import config_files
-from bytescope.train.run import run_rows
-from support.browser import HOSTILE, Page
+from bytescope.train.run import measured_runs
 from support.json_results import read_result
 
 pytestmark = pytest.mark.quick
@@ -93,9 +90,9 @@ def make_run(place, layers, micro, seconds, *, kind=KIND, devices=1, waiting=0.0
 
 
 def write_csv(path, shapes, extra=""):
-    lines = ["config,target,seconds,bytes,framework,notes,model.n_layers,batch.micro"]
+    lines = ["config,target,seconds,bytes,notes,model.n_layers,batch.micro"]
     for layers, micro, noise in shapes:
-        lines.append(f"tiny,h100,{seconds_of(layers, micro, noise):.6g},,,,{layers},{micro}")
+        lines.append(f"tiny,h100,{seconds_of(layers, micro, noise):.6g},,,{layers},{micro}")
     path.write_text("\n".join(lines) + "\n" + extra)
     return path
 
@@ -103,40 +100,56 @@ def write_csv(path, shapes, extra=""):
 # ---- files
 
 
-def test_the_example_of_the_template_works(tmp_path, capsys):
-    assert cli.main(["validate", "--template=mine.csv"]) == 0
-    assert "bytescope validate --runs=mine.csv" in capsys.readouterr().out
-    (row,) = own_runs.read_csv(tmp_path / "mine.csv")
-    assert (row.model, row.target, row.gpus, row.chip) == ("tiny", "cpu", 1, "cpu")
-    assert row.measured_seconds == 0.25 and row.measured_bytes == 87 << 20 and row.framework == "jax"
-    assert row.overrides == {"model.n_layers": "4", "data.seq_len": "128", "batch.micro": "16"}
-    assert set(own_runs.COLUMNS) < set((tmp_path / "mine.csv").read_text().splitlines()[0].split(","))
-
-
 def test_a_file_of_runs_is_read(tmp_path):
     path = tmp_path / "runs.csv"
     path.write_text(
-        "\ufefftarget,seconds,model.n_layers , framework,bytes,notes,mesh.tensor\r\n"
-        'h100:2x8,0.5,12,eager torch,61.5GiB,"slow, old",2\r\n'
-        ",,,,,,\r\n"
-        "cpu:2,,,,2000000,,\r\n"
+        "\ufefftarget,seconds,model.n_layers ,bytes,notes,mesh.tensor\r\n"
+        'h100:2x8,0.5,12,61.5GiB,"slow, old",2\r\n'
+        ",,,,,\r\n"
+        "cpu:2,,,2000000,,\r\n"
     )
-    one, other = own_runs.read_csv(path)
-    assert (one.config, one.gpus, one.tensor, one.framework) == ("base", 16, 2, "eager torch")
-    assert one.measured_bytes == int(61.5 * 2**30) and one.setup == "n_layers=12, tensor=2, slow, old"
-    assert (other.target, other.gpus, other.measured_seconds, other.measured_bytes) == ("cpu:2", 2, None, 2_000_000)
-    assert other.framework == "jax" and other.id == f"{path}:4" and other.overrides == {}
+    one, other = measured_runs.read_runs(str(path))
+    assert (one.config, one.chip, one.overrides) == ("base", "h100", {"model.n_layers": "12", "mesh.tensor": "2"})
+    assert one.peak_bytes == int(61.5 * 2**30) and one.setup == "n_layers=12, tensor=2, slow, old"
+    assert (other.target, other.chip, other.seconds, other.peak_bytes) == ("cpu:2", "cpu", None, 2_000_000)
+    assert other.id == f"{path}:4" and other.overrides == {}
+
+
+def test_a_row_names_a_shipped_config_a_run_or_weights(tmp_path):
+    make_run(tmp_path / "run", 3, 4, 0.5)
+    (tmp_path / "tiny.py").write_text("raise SystemExit('a row was executed')\n")
+    (tmp_path / "runs.csv").write_text("config,target,seconds,batch.micro\nrun,h100,1,8\ntiny,h100,1,8\n")
+    run, tiny = measured_runs.read_runs("runs.csv")
+    assert (run.model, run.config, run.overrides["model.n_layers"], run.overrides["batch.micro"]) == (
+        "run",
+        "base",
+        "3",
+        "8",
+    )
+    assert (tiny.model, tiny.config, tiny.overrides) == ("tiny", "tiny", {"batch.micro": "8"})
+
+
+@pytest.mark.parametrize("name", ["evil.py", "evil", "./evil.py", "{folder}/evil.py", "tiny.py"])
+def test_a_row_runs_no_python_file(tmp_path, name, capsys):
+    for file in ("evil.py", "tiny.py"):
+        (tmp_path / file).write_text("open('executed', 'w').close()\nraise SystemExit(0)\n")
+    name = name.format(folder=tmp_path)
+    (tmp_path / "runs.csv").write_text(f"config,target,seconds\n{name},h100,1\n")
+    assert cli.main(["calibrate", "--runs=runs.csv"]) == 2
+    assert (
+        f"line 2: config={name} is neither a shipped config, a run directory nor hf:FOLDER" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_run_directory_is_a_measured_run(tmp_path):
     make_run(tmp_path / "runs" / "a", 3, 4, 0.5, devices=16)
     make_run(tmp_path / "runs" / "b", 6, 4, 0.25, waiting=0.1)
     (tmp_path / "runs" / "notes").mkdir()
-    one, other = run_rows.read_runs(str(tmp_path / "runs"))
-    assert one.measured_seconds == 0.5 and one.measured_bytes == 3 << 30 and one.target == "h100:2x8"
-    assert one.model == "tiny" and one.setup == "a, model.n_layers=3" and not one.differs
-    assert other.measured_seconds == pytest.approx(0.25) and other.target == "h100:1"
-    assert other.differs == "the devices waited for data in 29% of the time"
+    one, other = measured_runs.read_runs(str(tmp_path / "runs"))
+    assert one.seconds == 0.5 and one.peak_bytes == 3 << 30 and one.target == "h100:2x8"
+    assert one.model == "tiny" and one.setup == "a, model.n_layers=3"
+    assert other.seconds == pytest.approx(0.25) and other.target == "h100:1"
     # The config of the run, without what decides nothing of its program.
     assert config_files.load_flat("base", [*one.overrides.items()]) == config_files.load_flat(
         "tiny",
@@ -147,75 +160,50 @@ def test_a_run_directory_is_a_measured_run(tmp_path):
             if "train." in key
         ],
     )
-    assert [row.id for row in run_rows.read_runs(f"{tmp_path}/runs/b,{tmp_path}/runs/a")] == [other.id, one.id]
+    assert [row.id for row in measured_runs.read_runs(f"{tmp_path}/runs/b,{tmp_path}/runs/a")] == [other.id, one.id]
 
 
 def test_a_chip_without_rates_is_refused(tmp_path, capsys):
     make_run(tmp_path / "a", 3, 4, 0.5, kind="Abacus")
-    assert cli.main(["validate", "--runs=a"]) == 2
+    assert cli.main(["calibrate", "--runs=a"]) == 2
     assert "ran on Abacus, which is not in bytescope targets" in capsys.readouterr().err
 
 
-# ---- the commands
+# ---- the command
 
 
-def test_validate_says_what_differs_and_proposes_rates(tmp_path, capsys):
-    write_csv(tmp_path / "runs.csv", SHAPES, f'"tiny",h100,,1GiB,,{HOSTILE[:9]},99,1\n')
-    words = ["validate", "--runs=runs.csv", "--json=v.json", "--html=v.html"]
-    assert cli.main(words) == 0
+def test_the_command_says_what_differs_and_corrects_rates(tmp_path, capsys):
+    write_csv(tmp_path / "runs.csv", SHAPES, "tiny,h100,,1GiB,,4,4\n")
+    assert cli.main(["calibrate", "--runs=runs.csv", "--json=v.json"]) == 0
     out = capsys.readouterr().out
-    assert "own runs: 6 measured runs, 6 compiled now" in out and "1: too large (tiny on 1)" in out
-    assert "proposed rates of h100 (measured runs: 6, programs: 6)" in out
-    assert "bytescope calibrate --from-runs=runs.csv --out=rates.json" in out
-    found = read_result("v.json")
-    (own,) = found["own"]
-    assert own["fit"]["factors"]["products"] == pytest.approx(1.5, rel=0.1)
-    assert own["fit"]["factors"]["memory"] == pytest.approx(0.9, rel=0.15)
-    (group,) = own["groups"]
-    assert group["name"] == "tiny on h100, jax" and group["cause"] == "products" and group["cause_seconds"] > 0.1
+    assert "corrected rates of h100 (measured runs: 6, programs: 6)" in out
+    found = read_result("v.json")["runs"]
+    assert found["fit"]["factors"]["products"] == pytest.approx(1.5, rel=0.1)
+    assert found["fit"]["factors"]["memory"] == pytest.approx(0.9, rel=0.15)
+    (group,) = found["groups"]
+    assert group["name"] == "tiny on h100" and group["cause"] == "products" and group["cause_seconds"] > 0.1
     assert group["before"] < 0.95 and group["after"] == pytest.approx(1, abs=0.03)
-    assert own["low"] < 1 < own["high"] < 1.2
-    page = Page((tmp_path / "v.html").read_text())
-    assert len(page.data["series"][0]["tips"]) == 6 and "Your runs" in (tmp_path / "v.html").read_text()
-    assert (
-        cli.main([*words[:2], "--only=n_layers=16"]) == 0
-        and "(measured runs: 1, programs: 1)" in capsys.readouterr().out
-    )
+    assert found["later"][0] < 1 < found["later"][1] < 1.2
+    last = found["rows"][-1]
+    assert (last["ratio"], last["run"]["peak_bytes"], last["allocated_bytes"]) == (None, 2**30, 2**30)
 
 
-def test_the_key_by_which_runs_differ_is_named(tmp_path):
-    lines = ["target,seconds,model.n_layers,batch.micro,framework"]
-    for layers, micro, framework, slower in [
-        (2, 2, "jax", 1),
-        (4, 4, "eager torch", 2),
-        (6, 6, "jax", 1),
-        (8, 8, "eager torch", 2),
-    ]:
-        lines.append(f"h100,{slower * seconds_of(layers, micro, 1.0)},{layers},{micro},{framework}")
-    (tmp_path / "runs.csv").write_text("\n".join(lines) + "\n")
-    assert cli.main(["validate", "--runs=runs.csv", "--json=v.json"]) == 0
-    found = read_result("v.json")
-    (own,) = found["own"]
-    assert own["differs"]["key"] == "framework"
-    (slow, two, low), (fast, _, high) = own["differs"]["values"]
-    assert (slow, two, fast) == ("eager torch", 2, "jax") and high / low == pytest.approx(2, rel=0.05)
-    assert {group["name"] for group in own["groups"]} == {"base on h100, jax", "base on h100, eager torch"}
-    assert "differs most by framework: eager torch" in plain_text(validation_view.render_text(found), 300)
+def test_runs_outside_their_interval_are_counted(tmp_path, capsys):
+    write_csv(tmp_path / "runs.csv", [(2, 8, 0.9), (4, 4, 0.75), (8, 1, 9.0)])
+    assert cli.main(["calibrate", "--runs=runs.csv"]) == 0
+    assert "2 of 3 runs took a time within their interval; four of five are expected" in capsys.readouterr().out
 
 
 def test_seconds_in_another_unit_are_refused(tmp_path, capsys):
     write_csv(tmp_path / "runs.csv", [(2, 8, 1000.0)])
-    for words in (["validate", "--runs=runs.csv"], ["calibrate", "--from-runs=runs.csv"]):
-        assert cli.main(words) == 2
-        assert (
-            "runs.csv:2: measured 4.71 s, predicted 0.0042 s" in (message := capsys.readouterr().err)
-            and "give seconds per update" in message
-        )
+    assert cli.main(["calibrate", "--runs=runs.csv"]) == 2
+    message = capsys.readouterr().err
+    assert "runs.csv:2: measured 4.71 s, predicted 0.0042 s" in message and "give seconds per update" in message
 
 
 def test_a_run_that_does_not_compile_is_named(tmp_path, capsys):
     write_csv(tmp_path / "runs.csv", [(2, 8, 1.0), (99, 8, 1.0)])
-    assert cli.main(["calibrate", "--from-runs=runs.csv"]) == 2
+    assert cli.main(["calibrate", "--runs=runs.csv"]) == 2
     assert "runs.csv:3 cannot be compiled (too large): leave this run out" in capsys.readouterr().err
 
 
@@ -232,18 +220,20 @@ def test_five_runs_predict_a_sixth_within_its_interval(tmp_path, capsys, source,
     write_csv(tmp_path / "runs.csv", known)
     for number, (layers, micro, noise) in enumerate(known):
         make_run(tmp_path / "runs" / f"{number}", layers, micro, seconds_of(layers, micro, noise))
-    assert cli.main(["calibrate", f"--from-runs={source}", "--out=rates.json", "--json=c.json"]) == 0
+    assert cli.main(["calibrate", f"--runs={source}", "--out=rates.json", "--json=c.json"]) == 0
     assert "(measured runs: 5, programs: 5)" in capsys.readouterr().out
     found = rates.load("rates.json")
     assert read_result("c.json")["run_factors"] == found.run_factors and len(found.run_ratios) == 5
     assert found.source == f"{H100.source}; corrected by 5 runs of {source}" and found.measured["device"] == KIND
     write_csv(tmp_path / "sixth.csv", [SHAPES[sixth]])
-    assert cli.main(["validate", "--runs=sixth.csv", "--json=v.json", "--rates=rates.json"]) == 0
-    (row,) = read_result("v.json")["rows"]
-    assert row["seconds_low"] <= row["measured_seconds"] <= row["seconds_high"]
-    assert row["ratio"] == pytest.approx(1, abs=0.15) and row["seconds_high"] / row["seconds_low"] < 1.6
+    assert cli.main(["calibrate", "--runs=sixth.csv", "--json=v.json", "--rates=rates.json"]) == 0
+    (row,) = read_result("v.json")["runs"]["rows"]
+    low, high = row["prediction"]["low"], row["prediction"]["high"]
+    assert low <= row["run"]["seconds"] <= high
+    assert row["ratio"] == pytest.approx(1, abs=0.15) and high / low < 1.6
+    assert rates.load("v.json").run_ratios  # the JSON is a rates file too
     # The rates of a file are corrected again, and other commands read it.
-    assert cli.main(["calibrate", "--from-runs=sixth.csv", "--rates=rates.json", "--out=again.json"]) == 0
+    assert cli.main(["calibrate", "--runs=sixth.csv", "--rates=rates.json", "--out=again.json"]) == 0
     assert rates.load("again.json").source.count("corrected by") == 1
     capsys.readouterr()
 
@@ -260,11 +250,11 @@ def test_a_cpu_is_measured_and_then_corrected(tmp_path, monkeypatch, capsys):
     for layers, micro, _ in SHAPES:
         lines.append(f"tiny,cpu,{walk(schedule(layers, micro), truth).seconds},{layers},{micro}")
     (tmp_path / "runs.csv").write_text("\n".join(lines) + "\n")
-    assert cli.main(["calibrate", "--from-runs=runs.csv", "--out=rates.json"]) == 0
+    assert cli.main(["calibrate", "--runs=runs.csv", "--out=rates.json"]) == 0
     found = rates.load("rates.json")
     assert found.run_factors == pytest.approx({"products": 2.0, "memory": 2.0}, rel=0.05)
-    assert cli.main(["validate", "--runs=runs.csv", "--json=v.json", "--rates=rates.json"]) == 0
-    rows = read_result("v.json")["rows"]
+    assert cli.main(["calibrate", "--runs=runs.csv", "--json=v.json", "--rates=rates.json"]) == 0
+    rows = read_result("v.json")["runs"]["rows"]
     assert [row["ratio"] for row in rows] == pytest.approx([1.0] * 6, abs=0.04)
-    assert rows[0]["seconds_high"] / rows[0]["seconds_low"] < 1.1
+    assert rows[0]["prediction"]["high"] / rows[0]["prediction"]["low"] < 1.1
     capsys.readouterr()

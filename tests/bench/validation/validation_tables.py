@@ -1,7 +1,7 @@
-"""Prints the tables of the Playbook in train/plan/validation/README.md from the JSON of `bytescope validate`.
+"""Prints the tables of the Playbook in README.md from the JSON of validate.py.
 
-    bytescope validate --set=playbook --folder=DIR --json=playbook.json
-    python tests/bench/validation_tables.py playbook.json
+    python tests/bench/validation/validate.py --set=playbook --folder=DIR --json=playbook.json
+    python tests/bench/validation/validation_tables.py playbook.json
 
 Compiles nothing. The first table of a part has the level and the bytes, the next have the order: for all runs, and for
 the runs that we claim to predict. A fraction of pairs in bold is below the fraction of a way to sort the runs. The last
@@ -17,7 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.train.plan.validation import measured_rows, nanotron_bytes, setups_playbook
+import measured_rows
+import nanotron_bytes
+import setups_playbook
 
 Record = Mapping[str, Any]
 LEVEL = (
@@ -120,9 +122,8 @@ def print_bytes(rows: Sequence[Record]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("json", type=Path, help="the file that bytescope validate --json=FILE has written")
-    written = json.loads(parser.parse_args().json.read_text(encoding="utf-8"))
-    result = written.get("result", written)
+    parser.add_argument("json", type=Path, help="the file that validate.py --json=FILE has written")
+    result = json.loads(parser.parse_args().json.read_text(encoding="utf-8"))
     for staged in (False, True):
         print_groups(result["groups"], staged)
     print_pooled([row for row in result["rows"] if row["ratio"]])

@@ -18,8 +18,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from measured_rows import MeasuredRow
+
 from bytescope.memory.seconds.intervals import Kind
-from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Minimum factor between the measured seconds of a pair. Pairs up to the factor _NEAR, which are hard to order, are also
 # counted separately.
@@ -161,15 +162,10 @@ class Order:
         pairs: how often the prediction orders two runs correctly, for runs with equal numbers of stages.
         across: how often the prediction orders two runs with different numbers of stages correctly, including runs
             without stages; None for a group without stages.
-        spearman: rank correlation of the measured seconds with the prediction. None for fewer than three runs, or if
-            all values are equal.
-        spearman_by: the same correlation for each of `BASELINES`.
     """
 
     pairs: Pairs
     across: Pairs | None
-    spearman: float | None
-    spearman_by: Mapping[str, float | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,14 +241,8 @@ def _score_group(model: str, gpus: int, some: Sequence[ScoredRun], all_stages: S
 
 def _order_of(some: Sequence[ScoredRun], all_stages: Sequence[ScoredRun], staged: bool) -> Order:
     timed = [one for one in some if one.ratio]
-    measured = [one.row.measured_seconds or 0.0 for one in timed]
     across = [one for one in all_stages if one.ratio]
-    return Order(
-        pairs_of(timed),
-        pairs_of(across, across=True) if staged else None,
-        spearman([one.predicted_seconds for one in timed], measured),
-        {name: spearman([key(one.row) for one in timed], measured) for name, key in BASELINES.items()},
-    )
+    return Order(pairs_of(timed), pairs_of(across, across=True) if staged else None)
 
 
 def score_of(some: Sequence[ScoredRun], bytes_of: Sequence[ScoredRun] | None = None) -> Score:
@@ -378,18 +368,3 @@ def _means(some: Sequence[tuple[float, float, dict[str, float]]]) -> tuple[float
         return None, dict.fromkeys(BASELINES)
     by_key = {name: statistics.fmean(each[2][name] for each in some) for name in BASELINES}
     return statistics.fmean(each[1] for each in some), dict(by_key)
-
-
-def spearman(some: Sequence[Any], others: Sequence[float]) -> float | None:
-    """Returns Spearman's rank correlation of two sequences. Ties get the mean of their ranks.
-
-    The values of `some` are numbers or tuples, which are ranked by their first value first.
-
-    Returns None for fewer than three values, or if all values of a sequence are equal.
-    """
-    if len(some) < 3 or len(set(some)) == 1 or len(set(others)) == 1:
-        return None
-    from scipy.stats import rankdata  # imported only if needed, because the import takes half a second
-
-    order = {value: rank for rank, value in enumerate(sorted(set(some)))}
-    return statistics.correlation(rankdata([order[value] for value in some]), rankdata(others))

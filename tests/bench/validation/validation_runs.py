@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from measured_rows import MeasuredRow
+
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
-from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Hex digits of a digest in a file name: enough to distinguish programs and versions.
 _DIGITS = 16

@@ -1,4 +1,4 @@
-"""Compares measured runs with predictions, and builds the result for the terminal, the page and JSON."""
+"""Compares measured runs with predictions, and builds the result for the terminal and JSON."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import cohorts
+import coverage
+import validation_score
+from cohorts import Cohort
+from coverage import Coverage
+from measured_rows import MeasuredRow
+from validation_runs import Runs
+from validation_score import Group, ScoredRun
+
 from bytescope.memory.seconds import intervals, step_prediction, step_schedule
-from bytescope.memory.seconds import rates as device_rates
-from bytescope.train.plan.validation import cohorts, coverage, measured_rows, own_fit, validation_score
-from bytescope.train.plan.validation.cohorts import Cohort
-from bytescope.train.plan.validation.coverage import Coverage
-from bytescope.train.plan.validation.measured_rows import MeasuredRow
-from bytescope.train.plan.validation.own_runs import OWN
-from bytescope.train.plan.validation.validation_runs import Runs
-from bytescope.train.plan.validation.validation_score import Group, ScoredRun
 
 # The value of `bound_by` if the measured framework's host launches kernels more slowly than the device runs them.
 HOST = "launches of the host"
@@ -39,7 +40,6 @@ class ValidationResult:
         elsewhere: for programs that an environment with other library versions compiled, pairs (versions, number of
             runs).
         coverage: how many measured seconds are within their predicted interval, over all sources and for each source.
-        own: rates that are fitted to the user's own runs, for each chip; () for published runs.
     """
 
     set: str
@@ -54,7 +54,6 @@ class ValidationResult:
     sources: tuple[Cohort, ...] = ()
     elsewhere: tuple[tuple[str, int], ...] = ()
     coverage: tuple[Coverage, ...] = ()
-    own: tuple[own_fit.OwnFit, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as JSON values. Each measured run is listed with its source."""
@@ -65,14 +64,12 @@ class ValidationResult:
             "compiled": self.compiled,
             "left": list(self.left),
             "elsewhere": [list(each) for each in self.elsewhere],
-            "own": [dataclasses.asdict(each) for each in self.own],
             "cohorts": [dataclasses.asdict(cohort) for cohort in self.cohorts],
             "sources": [dataclasses.asdict(source) for source in self.sources],
             "coverage": [dataclasses.asdict(one) for one in self.coverage],
             "groups": [{**dataclasses.asdict(group), "name": group.name} for group in self.groups],
             "rows": [row_json(one) for one in self.scored],
             "unsaid": [{"reason": why, "rows": [_facts(row) for row in rows]} for why, rows in self.unsaid],
-            "choices": [] if self.set == OWN else [dict(one) for one in measured_rows.choices(self.set)],
         }
 
 
@@ -113,7 +110,6 @@ def validate_rows(name: str, rows: Sequence[MeasuredRow], runs: Runs) -> Validat
         tuple(cohorts.by_source(scored)),
         _count_compiled_elsewhere(runs),
         tuple(coverage.by_source(scored, [row for row in rows if row.id in why])),
-        own_fit.fit_own_runs(scored, runs.answers),
     )
 
 
@@ -133,8 +129,7 @@ def score_row(
     """Returns a measured run together with its predicted seconds and bytes.
 
     The predicted seconds are at least the time that the measured framework needs to launch its kernels. The interval
-    around them is that of other publishers' runs (`intervals.around`), or of the user's own runs if the rates are
-    fitted to them.
+    around them is that of other publishers' runs (`intervals.around`).
 
     Args:
         row: the measured run.
@@ -151,11 +146,7 @@ def score_row(
         other=not row.claims_seconds,
         launches=seconds > prediction.seconds,
     )
-    rates = device_rates.select(answer["target"])
-    longer = seconds / prediction.seconds
-    low, high = longer * prediction.low, longer * prediction.high  # from the user's own runs
-    if rates is None or not rates.run_ratios:
-        low, high = intervals.around(seconds, answer["target"], kind, without=row.family)
+    low, high = intervals.around(seconds, answer["target"], kind, without=row.family)
     return ScoredRun(
         row,
         prediction.seconds,

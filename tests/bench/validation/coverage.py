@@ -11,9 +11,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+from measured_rows import MeasuredRow
+from validation_score import ScoredRun
+
 from bytescope.memory.seconds.intervals import NOMINAL
-from bytescope.train.plan.validation.measured_rows import MeasuredRow
-from bytescope.train.plan.validation.validation_score import ScoredRun
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,9 +45,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from bytescope.train.plan.validation import nanotron_bytes
-from bytescope.train.plan.validation.measured_rows import MeasuredRow, facts, target
-from bytescope.train.plan.validation.nanotron_bytes import NanotronRun
+import nanotron_bytes
+from measured_rows import MeasuredRow, facts, target
+from nanotron_bytes import NanotronRun
 
 NAME = "playbook"
 # Layers, width, heads, width of the MLP, whether the embedding is tied to the head.

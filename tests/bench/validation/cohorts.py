@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 
-from bytescope.train.plan.validation import validation_score
-from bytescope.train.plan.validation.measured_rows import MeasuredRow
-from bytescope.train.plan.validation.validation_score import Score, ScoredRun
+import validation_score
+from measured_rows import MeasuredRow
+from validation_score import Score, ScoredRun
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from bytescope.train.plan.validation.measured_rows import (
+from measured_rows import (
     Fact,
     MeasuredRow,
     Setup,

@@ -1,7 +1,8 @@
 """Fits the constants of a step's seconds (memory/seconds/constants.py) to measured runs, and says how far they carry.
 
-    bytescope validate --set=jax --out=DIR               # compiles the rows once; resumable
-    python tests/bench/fit_rates.py --folder=DIR          # no compile: a minute
+    cd tests/bench/validation
+    python validate.py --set=jax --folder=DIR             # compiles the rows once; resumable
+    python fit_rates.py --folder=DIR                      # no compile: a minute
 
 The five constants minimize the logarithms of predicted/measured seconds: as squares up to 10 % and as they are beyond,
 so that one odd row does not pull; every source weighs as the root of its programs, rows that are one program of ours
@@ -22,13 +23,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import measured_rows
+import validation_runs
+import validation_score
+from measured_rows import MeasuredRow
+
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.seconds import constants, rates
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import walk
-from bytescope.train.plan.validation import measured_rows, validation_runs, validation_score
-from bytescope.train.plan.validation.measured_rows import MeasuredRow
 
 # Constant -> what it is without a fit, the least and most it may become, and the deviation that costs PRIOR. Memory is
 # never faster than a data sheet says (copies reach 0.85 to 0.9 of it), and collectives never faster than alone.
@@ -184,7 +188,7 @@ def report(rows: Sequence[Measured]) -> Iterable[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="what `bytescope validate` wrote")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of validate.py --folder")
     folder = parser.parse_args().folder
     from bytescope.train.plan.config_factory import FACTORY
 
@@ -192,7 +196,7 @@ def main() -> None:
     programs, answers = validation_runs.finished(rows, FACTORY, folder)
     found = measured(rows, answers, programs)
     if not any(one.fitted for one in found):
-        raise SystemExit(f"{folder}: no compiled rows of this version: run bytescope validate --set=jax first")
+        raise SystemExit(f"{folder}: no compiled rows of this version: run validate.py --set=jax first")
     for line in report(found):
         print(line)
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import csv
 import dataclasses
 import importlib
-import io
 from collections.abc import Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import ReportError, remedy_for
@@ -161,26 +160,14 @@ def rows(name: str) -> tuple[MeasuredRow, ...]:
     """
     if name not in SETS:
         raise ReportError(f"unknown set of measured rows {name!r}: {remedy_for(name, SETS)}")
-    return importlib.import_module(f"bytescope.train.plan.validation.setups_{name}").rows()
+    return importlib.import_module(f"setups_{name}").rows()
 
 
 def facts(name: str) -> list[Fact]:
     """Reads the table data/NAME.csv of published measurements. Returns one `Fact` (column -> text) for each row of the
     table."""
-    table = resources.files("bytescope.train.plan.validation") / "data" / f"{name}.csv"
-    return list(csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline="")))
-
-
-def choices(name: str) -> list[Fact]:
-    """Returns the choices that were made to describe the runs of a set, or to predict them, oldest first.
-
-    The columns of a choice are date, set ("all" for choices that concern every set), rows (the sources or ids that the
-    choice concerns), choice, reason, source, and outcome_known: whether the predicted or measured figures of these rows
-    were known at that time ("yes", "no" or "partly").
-
-    name: the name of the set, a key of SETS.
-    """
-    return sorted((fact for fact in facts("choices") if fact["set"] in (name, "all")), key=lambda fact: fact["date"])
+    with (Path(__file__).parent / "data" / f"{name}.csv").open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def shape(fact: Fact) -> dict[str, str]:
