@@ -231,7 +231,7 @@ def _mesh_group() -> ConfigDict:
 def _pipeline_group() -> ConfigDict:
     # Pipelines need batch.mode=scan.
     pipeline = ConfigDict()
-    pipeline.schedule = "1f1b"  # gpipe | 1f1b | interleaved | v | zero_bubble: bytescope pipeline draws them
+    pipeline.schedule = "1f1b"  # 1f1b | interleaved | v: bytescope estimate --stages=P compares them
     pipeline.virtual = 1  # chunks of layers per stage: several for interleaved, two for v
     return pipeline
 

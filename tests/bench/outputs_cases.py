@@ -161,7 +161,7 @@ NEEDS_INPUTS = "measured"  # the group that reads them
 COMMANDS = (
     *("train", "prepare", "generate", "score", "quantize", "export"),
     *("report", "trace", "page", "names", "diff", "estimate", "calibrate"),
-    *("compare", "levers", "front", "fit", "pipeline"),
+    *("compare", "levers", "front", "fit"),
     *("list", "configs", "targets", "keys", "policies"),
 )
 HELP = [
@@ -191,13 +191,7 @@ LISTS = [
         "--json=experts.json --html=experts.html",
     ),
     case("estimate_latent", "estimate deepseek_v3 --tensor=4 --optimizer=adamw_8bit --offload=optimizer --fused"),
-    case("pipeline_table", "pipeline --stages=8 --micro-batches=32 --layers=40 --json=table.json --html=table.html",
-         widths=(80, 120)),
-    *(
-        case(f"pipeline_{name}", f"pipeline --stages=4 --micro-batches=8 --schedule={name} --json={name}.json "
-             f"--html={name}.html")
-        for name in ("gpipe", "1f1b", "interleaved", "v", "zero_bubble")
-    ),
+    case("estimate_stages", "estimate llama_8b --stages=4 --micro-batches=8 --schedule=v", widths=(80, 120)),
 ]  # fmt: skip
 
 ERRORS = [
@@ -233,8 +227,7 @@ ERRORS = [
         "savings": "levers tiny cpu --savings=fp32,magic",
         "points": "front tiny cpu --budgets=many",
         "params": "estimate --params=seven",
-        "pipeline": "pipeline --stages=0 --micro-batches=4",
-        "schedule": "pipeline --stages=2 --micro-batches=4 --schedule=2f2b",
+        "schedule": "estimate llama_8b --stages=2 --micro-batches=4 --schedule=2f2b",
         "grep": "keys --grep=zzzz",
         "shell": "--print-completion csh",
         "trace": "trace absent/",

@@ -359,7 +359,7 @@ def test_outputs_are_saved_through_the_executable(outputs, tmp_path):
 
     group = outputs.Group("lists", tmp_path / "work", tmp_path, Path(sys.executable).parent / "bytescope", {})
     outputs_cases.write_input_files(group.work, None)
-    outputs.run_case(group, outputs_cases.case("pipeline", "pipeline --stages=2 --micro-batches=2 --json=a.json"))
-    saved = tmp_path / "lists" / "pipeline"
-    assert (saved / "exit.txt").read_text() == "0\n" and "1f1b" in (saved / "stdout.txt").read_text()
+    outputs.run_case(group, outputs_cases.case("policies", "policies --json=a.json"))
+    saved = tmp_path / "lists" / "policies"
+    assert (saved / "exit.txt").read_text() == "0\n" and "selective" in (saved / "stdout.txt").read_text()
     assert json.loads((saved / "files" / "a.json").read_text())

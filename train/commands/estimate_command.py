@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from bytescope.memory.formulas.memory_estimate import Estimate, Question, check,
 from bytescope.memory.formulas.model_shape import TARGETS, Adapters
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
+from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
+from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
 from bytescope.train.plan import config_facts
 from bytescope.train.plan.assumed_model import EXPERTS, LATENT, SHAPE, SWITCHES, checked_number, question_from_flags
 from bytescope.train.plan.config_facts import question_of
@@ -38,6 +41,8 @@ WORK = {
     "logit-tokens": "tokens per rank whose logits are computed at the same time; 0 means all tokens",
     "mlp-tokens": "tokens per rank whose MLP activations are computed at the same time; 0 means all tokens",
 }
+# The schedule of a model without a config, and the most forward passes of stages in a simulated schedule.
+USUAL_SCHEDULE, MAX_PASSES = "1f1b", 100_000
 # Row of the JSON -> title of the row in the table.
 ROWS = {
     "params": "parameters",
@@ -105,6 +110,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also shard norms and the residual stream over the tensor-parallel ranks (default: from the config, else "
         "no)",
     )
+    parser.add_argument(
+        "--stages", type=int, metavar="P", help="number of pipeline stages (default: mesh.stage of the config, else 1)"
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        metavar="M",
+        help="with stages: number of micro-batches per update (default: batch.accumulation of the config)",
+    )
+    parser.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help=f"with stages: pipeline schedule, {', '.join(SCHEDULES)} (default: that of the config, or "
+        f"{USUAL_SCHEDULE})",
+    )
     for flag, choices, summary in (
         ("optimizer", config_facts.OPTIMIZERS, "the optimizer"),
         ("precision", config_facts.PRECISIONS, "dtypes of parameters, gradients, optimizer state and compute"),
@@ -169,8 +189,9 @@ def run(args: argparse.Namespace) -> int:
     else:
         question = question_from_flags(vars(args))
         notes = ("The shape is assumed: change it with --layers, --d-model, --heads, ...",)
+    question, staged = _apply_stages(question, args, config if args.config else {})
     estimated = estimate(check(_apply_flags(question, args)))
-    noted = dataclasses.replace(estimated, notes=notes + estimated.notes)
+    noted = dataclasses.replace(estimated, notes=notes + staged + estimated.notes)
     show(noted)
     _write_files(args, noted, recompute)
     return 0
@@ -235,6 +256,59 @@ def _apply_flags(question: Question, args: argparse.Namespace) -> Question:
         changes["logit_tokens"] = None  # all tokens have logits at once
     model = dataclasses.replace(question.model, adapters=_adapters(question.model.adapters, args))
     return dataclasses.replace(question, model=model, layout=dataclasses.replace(question.layout, **layout), **changes)
+
+
+def _apply_stages(
+    question: Question, args: argparse.Namespace, config: Mapping[str, Any]
+) -> tuple[Question, tuple[str, ...]]:
+    """Returns the question with the pipeline stages of the flags, and a sentence for each schedule with its idle
+    fraction and stored activations; () without stages.
+
+    config: the whole config, dotted key -> value; {} with --params.
+    """
+    given = vars(args)
+    flags = {flag: given[flag.replace("-", "_")] for flag in ("stages", "micro-batches", "schedule")}
+    stages = checked_number(given, "stages") or question.layout.pipeline
+    if stages == 1:
+        for flag, value in flags.items():
+            if value is not None and flag != "stages":
+                raise ReportError(f"--{flag}={value} has no effect without pipeline stages: give --stages=4 too")
+        return question, ()
+    if args.html:
+        raise ReportError(f"--html={args.html} has no pipeline stages: leave --html out, or use one stage")
+    micro_batches = checked_number(given, "micro-batches")
+    if micro_batches is None and config:
+        mesh = config_facts.mesh_of(config)
+        micro_batches = config_facts.accumulation(config, math.prod(mesh[axis] for axis in config_facts.BATCH_AXES))
+    if not micro_batches:
+        raise ReportError(f"--stages={stages} needs --micro-batches=M, the micro-batches of an update: add it")
+    if stages * micro_batches > MAX_PASSES:
+        raise ReportError(
+            f"{stages} stages with {micro_batches} micro-batches are too many to simulate: give stages times "
+            f"micro-batches of at most {MAX_PASSES:,}"
+        )
+    chosen = args.schedule or config.get("pipeline.schedule", USUAL_SCHEDULE)
+    sentences, layout = [], question.layout
+    for name in dict.fromkeys([chosen, *SCHEDULES]):
+        virtual = SCHEDULES[name].chunks if name in SCHEDULES else 1
+        if name == config.get("pipeline.schedule") and config["pipeline.virtual"] > 1:
+            virtual = config["pipeline.virtual"]
+        try:
+            schedule = make_schedule(name, stages, micro_batches, virtual)
+            stash = float(held_share(schedule, question.model.layers))
+        except ReportError as error:
+            if name == chosen:
+                raise
+            sentences.append(f"{error}.")
+            continue
+        sentences.append(
+            f"{stages} stages, {micro_batches} micro-batches, {name}: each stage is idle "
+            f"{100 * idle_fraction(schedule):.1f} % of the time and stores {stash:.3g} times the activations that all "
+            "layers save for one micro-batch."
+        )
+        if name == chosen and any(value is not None for value in flags.values()):
+            layout = dataclasses.replace(layout, pipeline=stages, interleave=schedule.virtual, stash=stash)
+    return dataclasses.replace(question, layout=layout), tuple(sentences)
 
 
 def _adapters(given: Adapters | None, args: argparse.Namespace) -> Adapters | None:

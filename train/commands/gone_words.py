@@ -36,6 +36,8 @@ GONE: Mapping[str, str] = {
     "report --fix-sharding": "put jax.lax.with_sharding_constraint on the array that the audit names, and compare the "
     "reports with bytescope diff",
     "validate": "bytescope calibrate --runs=FILE|DIR compares predictions with your own runs",
+    "pipeline": "bytescope estimate CONFIG --stages=P --micro-batches=M shows the idle fraction and the stored "
+    "activations of each schedule",
     "calibrate --from-runs": "write --runs=FILE|DIR",
 }
 

@@ -378,7 +378,7 @@ class FitProgramResult(TypedDict):
     rates: str
 
 
-# ---- estimate, pipeline, calibrate, quantize, score
+# ---- estimate, calibrate, quantize, score
 
 
 class PolicyKeys(TypedDict):
@@ -402,30 +402,6 @@ class EstimateResult(TypedDict):
     policies: dict[str, PolicyKeys]
     per_parameter: dict[str, float]
     notes: list[str]
-
-
-class ScheduleKeys(TypedDict):
-    name: str
-    stages: int
-    virtual: int
-    micro_batches: int
-    ticks: int
-    placement: list[list[int]]
-    layers: list[Any] | None
-    stash_slots: list[int]
-    stash: list[float]
-    bubble: float
-    bubble_formula: float | None
-    idle: list[float]
-    forward: list[list[list[int]]]
-    backward: list[list[list[int]]]
-    weights: list[list[list[int]]]
-    ends: list[list[int]]
-
-
-class PipelineResult(TypedDict):
-    schedules: list[ScheduleKeys]
-    published: list[Values]
 
 
 class RatesKeys(TypedDict):
@@ -549,7 +525,6 @@ RESULTS: Mapping[str, Any] = {
     "front": FrontResult,
     "fit": FitResult | FitProgramResult,
     "estimate": EstimateResult,
-    "pipeline": PipelineResult,
     "calibrate": Annotated[RatesKeys, DeviceRates],
     "quantize": Annotated[PerplexityKeys, QuantizationResult],
     "score": ScoreResult,

@@ -199,7 +199,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.estimate_command",
         "measure",
         "estimate memory and FLOPs with formulas, without compiling",
-        ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html"),
+        ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html", "llama_8b --stages=4 --micro-batches=16"),
         without_target="formulas do not depend on the kind of device: give the number of devices with --data=N or "
         "--tensor=N, or compile for the target with bytescope report",
     ),
@@ -245,13 +245,6 @@ COMMANDS: Mapping[str, Subcommand] = {
             "--program=my_package.train:program h100:8 --budget=60GiB",
             "maxtext:llama3-8b h100:8 max_target_length=8192",
         ),
-    ),
-    "pipeline": Subcommand(
-        "train.commands.pipeline_command",
-        "plan",
-        "compare pipeline schedules by idle time and stored activations",
-        ("--stages=8 --micro-batches=32", "--stages=4 --micro-batches=8 --schedule=1f1b --html=pipeline.html"),
-        reads="reads no config",
     ),
     "list": Subcommand(
         "train.commands.list_command",

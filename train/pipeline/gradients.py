@@ -43,10 +43,9 @@ class Ticks:
       forward, backward: [ticks, stages, 3], for each stage the micro-batch, the chunk (group of layers), and the slot
         of the saved residuals.
       enter: [ticks], the micro-batch that enters the first stage, so that its embedding is computed.
-      end: [ticks, 2], the micro-batch whose loss is computed, and the slot in which the last block's output waits.
+      end: [ticks], the micro-batch whose loss is computed.
       leave: [ticks], the micro-batch whose backward pass ends on the first stage, so that its embedding gradient is
         computed.
-      keep: [ticks], the slot in which the last block's output of this tick is stored until its loss is computed.
     """
 
     forward: jax.Array
@@ -54,7 +53,6 @@ class Ticks:
     enter: jax.Array
     end: jax.Array
     leave: jax.Array
-    keep: jax.Array
 
     @classmethod
     def from_schedule(cls, schedule: Schedule) -> "Ticks":
@@ -69,12 +67,11 @@ class Ticks:
             first(schedule.forward),
             schedule.ends,
             first(schedule.backward),
-            schedule.output_write,
         )
         return cls(*(jnp.asarray(array, jnp.int32) for array in arrays))
 
 
-jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", "leave", "keep"], [])
+jax.tree_util.register_dataclass(Ticks, ["forward", "backward", "enter", "end", "leave"], [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +216,6 @@ class _Run:
             "pool": pool,
             "sums": sums,
             "loss": jnp.zeros((), jnp.float32),
-            "outputs": jnp.zeros((whole.schedule.output_slots, *shape), dtype),
         }
 
     @cached_property
@@ -342,22 +338,12 @@ class _Run:
           table: which micro-batch ends in this tick.
           y_PBLD: the output of each of P stages in this tick.
         """
-        micro, slot = table.end
+        micro = table.end
         last, _ = self.whole.schedule.place_of(self.whole.schedule.virtual_stages - 1)
-        if self.whole.schedule.output_slots:
-            carry["outputs"] = when(
-                table.keep >= 0,
-                lambda kept: jax.lax.dynamic_update_index_in_dim(
-                    kept, self._copy_from_stage(y_PBLD, last), jnp.maximum(table.keep, 0), 0
-                ),
-                carry["outputs"],
-                self._micro_batch_scope,
-            )
 
         def end(carried):
             loss, sums, _ = carried
-            waited = self.whole.schedule.output_slots
-            x_BLD = row_of(carry["outputs"], jnp.maximum(slot, 0)) if waited else self._copy_from_stage(y_PBLD, last)
+            x_BLD = self._copy_from_stage(y_PBLD, last)
             targets_BL = row_of(self.batch["targets"], jnp.maximum(micro, 0))
 
             def function(rest, x_BLD):

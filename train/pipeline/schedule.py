@@ -32,12 +32,8 @@ class Schedule:
       placement: the virtual stage, 0 to vP - 1, of each chunk of each stage. Virtual stages are in model order.
       forward, backward: int32 [ticks, stages, 3], the micro-batch, chunk and slot of each stage, -1 for no work. The
         forward pass saves its residuals in the slot, and the backward pass reads them.
-      weights: like `backward`, for separately computed weight gradients (zero_bubble); else -1 everywhere.
-      ends: int32 [ticks, 2], the micro-batch whose loss is computed in a tick, and the slot in which the last virtual
-        stage stored its output. Slot -1 means the output of the same tick.
-      output_slots: number of slots for outputs of the last virtual stage.
-      output_write: int32 [ticks], the slot in which the last virtual stage's output of this tick is stored, -1 for
-        none.
+      ends: int32 [ticks], the micro-batch whose loss is computed in a tick, in which its last
+        forward and its first backward pass run; -1 for none.
 
     Raises:
       ReportError: work on a micro-batch is missing or duplicated, runs before its inputs exist, or uses an occupied
@@ -51,22 +47,12 @@ class Schedule:
     placement: tuple[tuple[int, ...], ...]
     forward: np.ndarray
     backward: np.ndarray
-    weights: np.ndarray
     ends: np.ndarray
-    output_slots: int
-    output_write: np.ndarray
 
     def __post_init__(self) -> None:
         _check_placement(self)
         forward, backward = (times_of(self, table) for table in (self.forward, self.backward))
         _check_order(self, forward, backward)
-        if self.apart:
-            weights = times_of(self, self.weights)
-            if early := next((unit for unit in weights if weights[unit] < backward[unit]), None):
-                raise ReportError(
-                    f"the pipeline schedule {self.name} has a bug, report it as an issue: "
-                    f"weight gradients of micro-batch {early[0]} run before its backward pass"
-                )
         _check_slots(self)
         _check_ends(self, forward, backward)
 
@@ -94,11 +80,6 @@ class Schedule:
         All stages run one program, which allocates the maximum on every stage.
         """
         return tuple(int(self.forward[:, stage, 2].max()) + 1 for stage in range(self.stages))
-
-    @property
-    def apart(self) -> bool:
-        """True if weight gradients are computed separately from the rest of the backward pass."""
-        return self.name == "zero_bubble" or bool((self.weights != IDLE).any())
 
     @property
     def bends(self) -> bool:
@@ -180,7 +161,6 @@ def _check_order(schedule: Schedule, forward: Times, backward: Times) -> None:
 def _check_slots(schedule: Schedule) -> None:
     """Raises ReportError if a stage uses a slot (buffer of saved residuals) for two micro-batches at once, or reads a
     slot that another micro-batch has overwritten."""
-    last_table = schedule.weights if schedule.apart else schedule.backward
     for stage in range(schedule.stages):
         used: dict[int, Unit] = {}
         for tick in range(schedule.ticks):
@@ -192,46 +172,31 @@ def _check_slots(schedule: Schedule) -> None:
                         f"stash slot {slot} of stage {stage} is already in use in tick {tick}"
                     )
                 used[slot] = m, chunk
-            for table in (schedule.backward, last_table):
-                m, chunk, slot = map(int, table[tick, stage])
-                if m != IDLE and used.get(slot) != (m, chunk):
-                    raise ReportError(
-                        f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
-                        f"stash slot {slot} of stage {stage} does not hold micro-batch {m} in tick {tick}"
-                    )
-            if (m := int(last_table[tick, stage, 0])) != IDLE:
-                del used[int(last_table[tick, stage, 2])]
+            m, chunk, slot = map(int, schedule.backward[tick, stage])
+            if m == IDLE:
+                continue
+            if used.get(slot) != (m, chunk):
+                raise ReportError(
+                    f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
+                    f"stash slot {slot} of stage {stage} does not hold micro-batch {m} in tick {tick}"
+                )
+            del used[slot]
 
 
 def _check_ends(schedule: Schedule, forward: Times, backward: Times) -> None:
-    """Raises ReportError unless the loss of each micro-batch is computed after its last forward and before its first
+    """Raises ReportError unless the loss of each micro-batch is computed in the tick of its last forward and its first
     backward pass.
 
     `forward`, `backward`: (micro-batch, virtual stage) -> tick.
     """
-    last, waiting = schedule.virtual_stages - 1, {}
-    for tick, ((m, slot), write) in enumerate(zip(schedule.ends, schedule.output_write)):
-        if write != IDLE:
-            finished = next((one for (one, k), at in forward.items() if k == last and at == tick), None)
-            waiting[int(write)] = finished
-        if m == IDLE:
-            continue
-        if not forward[m, last] <= tick <= backward[m, last]:
+    last = schedule.virtual_stages - 1
+    for m in range(schedule.micro_batches):
+        ticks = np.flatnonzero(schedule.ends == m).tolist()
+        if not ticks == [forward[m, last]] == [backward[m, last]]:
             raise ReportError(
-                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
-                f"the loss of micro-batch {m} is in tick {tick}, not between its forward and backward pass"
+                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: the loss of micro-batch {m} "
+                f"is in ticks {ticks}, not in the tick of its last forward and first backward pass"
             )
-        available = forward[m, last] == tick if slot == IDLE else waiting.get(int(slot)) == m
-        if not available:
-            raise ReportError(
-                f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
-                f"the output of micro-batch {m} is not available in tick {tick}"
-            )
-    if sorted(schedule.ends[schedule.ends[:, 0] != IDLE, 0]) != list(range(schedule.micro_batches)):
-        raise ReportError(
-            f"the pipeline schedule {schedule.name} has a bug, report it as an issue: "
-            "it must compute one loss for each micro-batch"
-        )
 
 
 def divide_layers(layers: int, virtual_stages: int) -> tuple[int, ...]:

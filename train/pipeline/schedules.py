@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from bytescope.memory.errors import ReportError, remedy_for
-from bytescope.train.pipeline.schedule import IDLE, Schedule, Times, Unit, times_of
+from bytescope.train.pipeline.schedule import IDLE, Schedule, Times, Unit
 
 
 def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
@@ -17,6 +17,8 @@ def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) 
     Raises:
       ReportError: the schedule does not exist, or not for these sizes. The message has the remedy.
     """
+    if name in GONE:
+        raise ReportError(f"pipeline.schedule={name} is gone: set pipeline.schedule={GONE[name]}")
     if name not in SCHEDULES:
         raise ReportError(f"pipeline.schedule={name!r} is unknown: {remedy_for(name, SCHEDULES)}")
     for what, count in (("stages", stages), ("micro-batches", micro_batches), ("chunks of a stage", virtual)):
@@ -39,18 +41,6 @@ def _one_chunk(name: str, virtual: int) -> None:
             f"pipeline.schedule={name} cannot be combined with pipeline.virtual={virtual}, because "
             "this schedule has one chunk per stage: set pipeline.virtual=1, or pipeline.schedule=interleaved"
         )
-
-
-def _gpipe(name: str, P: int, M: int, v: int) -> Schedule:
-    """Returns the schedule with all forward passes first, then all backward passes (Huang et al. 2018, arXiv
-    1811.06965). `P` stages, `M` micro-batches, `v` chunks of layers per stage."""
-    _one_chunk(name, v)
-    start = M + P - 1
-    # Backward passes run in the order of the forward passes: outputs wait as long as in reverse order, and losses come
-    # in order.
-    forward = {(m, k): m + k for m in range(M) for k in range(P)}
-    backward = {(m, k): start + m + (P - 1 - k) for m in range(M) for k in range(P)}
-    return _build_schedule(name, P, 1, M, _ring(P, 1), forward, backward)
 
 
 def _one_f_one_b(name: str, P: int, M: int, v: int) -> Schedule:
@@ -105,25 +95,6 @@ def _v(name: str, P: int, M: int, v: int) -> Schedule:
     return _build_schedule(name, P, 2, M, _v_shape(P), forward, backward)
 
 
-def _zero_bubble(name: str, P: int, M: int, v: int) -> Schedule:
-    """Returns 1F1B with separate weight gradients (Qi et al. 2023, arXiv 2401.10241).
-
-    A stage computes the gradients of its weights in its first ticks that have no backward pass, or at the end of the
-    schedule. `P` stages, `M` micro-batches.
-    """
-    _one_chunk(name, v)
-    one = _interleaved("1f1b", P, M, 1)
-    forward, backward = (times_of(one, table) for table in (one.forward, one.backward))
-    weights: Times = {}
-    for s in range(P):
-        waiting = sorted(backward[m, s] for m in range(M))
-        # A stage postpones as many units as it has idle ticks at the end, which is P - 1 for the last stage.
-        lag = s
-        for m in range(M):
-            weights[m, s] = max(waiting[m] + lag, weights.get((m - 1, s), IDLE) + 1)
-    return _build_schedule(name, P, 1, M, _ring(P, 1), forward, backward, weights)
-
-
 @dataclasses.dataclass(frozen=True)
 class ScheduleRow:
     """One pipeline schedule, a row of SCHEDULES.
@@ -131,7 +102,7 @@ class ScheduleRow:
     Fields:
       make: (name, stages, micro-batches, chunks of layers per stage) -> the schedule.
       summary: one line that describes the schedule to the user.
-      chunks: number of chunks per stage in the schedule's drawing.
+      chunks: the usual number of chunks per stage.
     """
 
     make: Callable[[str, int, int, int], Schedule]
@@ -140,12 +111,14 @@ class ScheduleRow:
 
 
 SCHEDULES: Mapping[str, ScheduleRow] = {
-    "gpipe": ScheduleRow(_gpipe, "all forward passes, then all backward passes: the stash grows with micro-batches"),
     "1f1b": ScheduleRow(_one_f_one_b, "a forward and a backward pass in turn: the stash grows only with stages"),
     "interleaved": ScheduleRow(_interleaved, "several chunks per stage: a smaller bubble, more sends", 2),
     "v": ScheduleRow(_v, "two chunks per stage, placed as a V: the same stash on every stage", 2),
-    "zero_bubble": ScheduleRow(_zero_bubble, "separate gradients of weights, computed when a stage would be idle"),
 }
+
+
+# Schedules of earlier versions -> the schedule with at most their idle time and at most their memory.
+GONE = {"gpipe": "1f1b", "zero_bubble": "1f1b"}
 
 
 def _build_schedule(
@@ -156,7 +129,6 @@ def _build_schedule(
     placement: tuple[tuple[int, ...], ...],
     forward: Times,
     backward: Times,
-    weights: Times | None = None,
 ) -> Schedule:
     """Builds a `Schedule` from the ticks of its passes, and assigns the slots in which stages keep residuals.
 
@@ -164,14 +136,12 @@ def _build_schedule(
       P, v, M: number of stages, of chunks of layers per stage, and of micro-batches.
       placement: the virtual stage (chunk number in the model) of each chunk of each stage.
       forward, backward: (micro-batch, virtual stage) -> tick of the pass.
-      weights: the same for separately computed weight gradients; None if there are none.
     """
-    ticks = max(max(times.values()) for times in (forward, backward, weights or backward)) + 1
+    ticks = max(backward.values()) + 1
     where = {k: (stage, chunk) for stage, held in enumerate(placement) for chunk, k in enumerate(held)}
-    last_use = weights or backward
     slots: dict[Unit, int] = {}
     for held in placement:
-        own = sorted((forward[unit], last_use[unit], unit) for unit in forward if unit[1] in held)
+        own = sorted((forward[unit], backward[unit], unit) for unit in forward if unit[1] in held)
         slots |= _assign_slots(own)
 
     def filled(times: Times) -> np.ndarray:
@@ -181,27 +151,10 @@ def _build_schedule(
             table[tick, stage] = m, chunk, slots[m, k]
         return table
 
-    last = v * P - 1
-    waits = [(forward[m, last], backward[m, last], (m, last)) for m in range(M)]
-    outputs = _assign_slots(waits) if any(start < end for start, end, _ in waits) else {}
-    ends, write = np.full((ticks, 2), IDLE, np.int32), np.full(ticks, IDLE, np.int32)
-    for start, end, unit in waits:
-        ends[end] = unit[0], outputs.get(unit, IDLE)
-        if outputs:
-            write[start] = outputs[unit]
-    return Schedule(
-        name,
-        P,
-        v,
-        M,
-        placement,
-        filled(forward),
-        filled(backward),
-        filled(weights or {}),
-        ends,
-        max(outputs.values(), default=IDLE) + 1,
-        write,
-    )
+    ends = np.full(ticks, IDLE, np.int32)
+    for m in range(M):
+        ends[forward[m, v * P - 1]] = m
+    return Schedule(name, P, v, M, placement, filled(forward), filled(backward), ends)
 
 
 def _assign_slots(lives: Sequence[tuple[int, int, Unit]]) -> dict[Unit, int]:

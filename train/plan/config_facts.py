@@ -22,7 +22,7 @@ from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipel
 from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
 from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
 from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.schedule_figures import held_share, simulate
+from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
 from bytescope.train.pipeline.schedules import make_schedule
 
 # Axis of the mesh -> the role of its devices in a step. The order is the order in which devices are assigned to axes.
@@ -423,10 +423,10 @@ def _pipeline(schedule: Schedule, layers: int) -> Pipeline:
         try:
             even = make_schedule(EVEN_SCHEDULE, schedule.stages, schedule.micro_batches, EVEN_CHUNKS)
             v_share = held_share(even, layers) / held_share(schedule, layers)
-            v_bubble = simulate(even).bubble
+            v_bubble = idle_fraction(even)
         except ReportError:  # there are too few layers for two chunks per stage
             v_share = None
-    return Pipeline(schedule.ticks, schedule.bends, schedule.stash_slots, simulate(schedule).bubble, v_share, v_bubble)
+    return Pipeline(schedule.ticks, schedule.bends, schedule.stash_slots, idle_fraction(schedule), v_share, v_bubble)
 
 
 def _host_offload_keys(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -329,11 +329,6 @@ def _settings_refused_with_stages(
             f"mesh.context={mesh.context}",
             "ring attention waits for all devices, but stages compute different layers; set mesh.context=1",
         ),
-        (
-            settings.pipeline.schedule == "zero_bubble",
-            "pipeline.schedule=zero_bubble",
-            "its separate weight gradients would recompute each block a second time; set pipeline.schedule=v",
-        ),
     )
 
 

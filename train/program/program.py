@@ -29,7 +29,7 @@ from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.pipeline.gradients import PipelineGradients
-from bytescope.train.pipeline.schedule_figures import expected_bubble, full_ticks, simulate
+from bytescope.train.pipeline.schedule_figures import full_ticks, held_share, idle_fraction
 from bytescope.train.pipeline.stage_units import stack_units
 from bytescope.train.program.checks import check
 from bytescope.train.program.choices import Choices
@@ -497,18 +497,18 @@ def _router_bias_rate(choices: Choices, abstract: Transformer) -> float:
 def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:
     """Returns sentences for the memory report of a step with pipeline stages. Returns () without a pipeline.
 
-    The sentences state the idle fraction (bubble) of the schedule, how seconds and sent bytes are counted, and how many
-    parameters are in rows without a layer.
+    The sentences state the idle fraction and the stored activations of the schedule, how seconds and sent bytes are
+    counted, and how many parameters are in rows without a layer.
     """
     schedule, stages = choices.schedule, choices.stages
     if schedule is None or stages is None:
         return ()
-    simulated, (formula, min_bubble) = simulate(schedule), expected_bubble(schedule)
+    share = float(held_share(schedule, choices.model.n_layers))
     notes = [
-        f"{schedule.stages} stages, {schedule.name}: the bubble of its table is {100 * simulated.bubble:.1f} % "
-        f"({formula} is {100 * float(min_bubble):.1f} %); each stage needs "
+        f"{schedule.stages} stages, {schedule.name}: each stage is idle {100 * idle_fraction(schedule):.1f} % of the "
+        f"time and stores {share:.3g} times the activations that all layers save for one micro-batch; it needs "
         f"{', '.join(map(str, schedule.stash_slots))} of the {max(schedule.stash_slots)} slots that every stage "
-        "allocates for residuals",
+        "allocates for them",
         f"seconds count the {schedule.ticks} ticks as {full_ticks(schedule)} full ticks; sent bytes count all ticks as "
         "full, idle stages included; the timeline between the first and the last tick shows one tick",
     ]

@@ -153,7 +153,7 @@ class PipelineConfig:
     """The config keys `pipeline.*`: the schedule of pipeline parallelism.
 
     Fields:
-      schedule: "gpipe", "1f1b", "interleaved", "v" or "zero_bubble".
+      schedule: "1f1b", "interleaved" or "v".
       virtual: number of chunks of layers per pipeline stage.
     """
 

@@ -77,7 +77,7 @@ WORKING = [
     "report run --html=run.html",
     "estimate --params=7e9 --json=-",
     "prepare --source=my.py --out=shards",
-    "pipeline --stages=2 --micro-batches=2 --json=-",
+    "estimate --params=7e9 --stages=4 --micro-batches=8",
     "list targets --json=-",
     "fit --program=my.py:program cpu --budget=1GiB --json=-",
     "report script.py",

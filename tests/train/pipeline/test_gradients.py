@@ -66,7 +66,7 @@ def plain():
     ("stages", "ranks", "overrides"),
     [
         (4, 1, INTERLEAVED),
-        *exhaustive((4, 1, {"pipeline.schedule": "gpipe"}), (2, 1, {"pipeline.schedule": "v"}), (4, 2, {})),
+        *exhaustive((2, 1, {"pipeline.schedule": "v"}), (4, 2, {})),
     ],
     ids=str,
 )
@@ -213,7 +213,7 @@ def test_experts_have_the_losses_loads_and_biases_of_one_device():
         ({"mesh.stage": 1, "pipeline.virtual": 2}, "there is only one stage"),
         ({"model.n_layers": 1}, "every virtual stage needs a layer"),
         ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
-        ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=v"),
+        ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=1f1b"),
         (
             {"pipeline.schedule": "interleaved", "pipeline.virtual": 2, "batch.accumulation": 3},
             "set batch.accumulation=4",

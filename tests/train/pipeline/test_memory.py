@@ -44,14 +44,13 @@ def one():
 
 
 @pytest.mark.exhaustive
-def test_the_stash_does_not_grow_with_micro_batches_but_that_of_gpipe(one):
-    more, v, gpipe = report("1f1b", 16), report("v", 8), report("gpipe", 8)
+def test_the_stash_does_not_grow_with_micro_batches(one):
+    more, v = report("1f1b", 16), report("v", 8)
     tokens = 2 * 8 * 32 * 64 * 4  # bytes of eight micro-batches more, which are arguments
     assert more.allocated_bytes - one.allocated_bytes == pytest.approx(tokens, abs=0.02 * one.allocated_bytes)
-    schedules = [make_schedule(name, 4, 8, chunks) for name, chunks in (("1f1b", 1), ("v", 2), ("gpipe", 1))]
-    assert [max(schedule.stash_slots) for schedule in schedules] == [7, 8, 8]  # those of a V are half as large
+    schedules = [make_schedule(name, 4, 8, chunks) for name, chunks in (("1f1b", 1), ("v", 2))]
+    assert [max(schedule.stash_slots) for schedule in schedules] == [7, 8]  # those of a V are half as large
     assert one.allocated_bytes - v.allocated_bytes > 2 * SLOT
-    assert gpipe.allocated_bytes - one.allocated_bytes > 0.9 * SLOT
     assert one.residuals_by_name["(blocks input)"] == 7 * SLOT > 0.99 * one.breakdown["residuals"]
     (found,) = [each for each in one.findings if each.kind == "uneven_stash"]
     assert found.bytes == pytest.approx(3 * SLOT, rel=0.01)  # eight slots of one layer for seven of two
@@ -74,7 +73,8 @@ def test_flops_are_those_of_one_device(one):
 def test_what_stages_send_is_the_formula(one):
     (sends,) = [entry for entry in one.communication if entry.kind == "collective-permute"]
     assert sends.wire_bytes == sends.formula_bytes == 2 * 14 * SLOT // 2
-    assert any("7, 5, 3, 1 of the 7 slots" in note for note in one.notes)
+    (note,) = [note for note in one.notes if "7, 5, 3, 1 of the 7 slots" in note]
+    assert "4 stages, 1f1b: each stage is idle 27.3 % of the time and stores 1.75 times the activations" in note
 
 
 @pytest.mark.oracle("cuda")
@@ -103,7 +103,7 @@ def test_cudnns_kernel_compiles_inside_stages(tensor):
 
 
 def test_rows_of_no_layer_are_told():
-    fields = {**WIDE, "model.n_layers": 7, "batch.accumulation": 4, "pipeline.schedule": "gpipe"}
+    fields = {**WIDE, "model.n_layers": 7, "batch.accumulation": 4}
     program = small_program(fields, 4)
     layer = sum(leaf.size // 8 for leaf in jax.tree.leaves(program.state.params["blocks"]))
     assert pipeline_notes(program, program.state)[-1].startswith(f"{layer:,} of the parameters are unused rows")

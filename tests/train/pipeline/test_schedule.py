@@ -3,7 +3,6 @@
 import dataclasses
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
 from bytescope.memory.errors import ReportError
@@ -15,11 +14,9 @@ pytestmark = pytest.mark.quick
 SIZES = [
     (name, stages, micro_batches, virtual)
     for name, chunks in (
-        ("gpipe", (1,)),
         ("1f1b", (1,)),
         ("interleaved", (1, 2, 3, 4)),
         ("v", (2,)),
-        ("zero_bubble", (1,)),
     )
     for stages in range(1, 10)
     for micro_batches in (1, 2, stages, 2 * stages, 4 * stages, 4 * stages + 1)
@@ -30,10 +27,9 @@ SIZES = [
 
 def lives(schedule, stage):
     """{(micro-batch, chunk): (slot, forward tick, last tick in which its residuals are read)}."""
-    last = schedule.weights if (schedule.weights != IDLE).any() else schedule.backward
     found = {}
     for tick in range(schedule.ticks):
-        for table, place in ((schedule.forward, 1), (last, 2)):
+        for table, place in ((schedule.forward, 1), (schedule.backward, 2)):
             m, chunk, slot = table[tick, stage].tolist()
             if m != IDLE:
                 found.setdefault((m, chunk), [slot, None, None])[place] = tick
@@ -58,7 +54,7 @@ def test_every_table_is_complete_and_no_slot_is_used_twice_at_once(name):
             assert schedule.stash_slots[stage] == overlap
 
 
-def test_stashes_do_not_grow_with_micro_batches_but_those_of_gpipe():
+def test_stashes_do_not_grow_with_micro_batches():
     """In units of the inputs of all layers for a micro-batch: 2 - 1/P where a tick has a forward and a backward pass,
     for which PipeDream-Flush, whose ticks have either, holds 1; a V holds 1 on every stage."""
 
@@ -69,7 +65,6 @@ def test_stashes_do_not_grow_with_micro_batches_but_those_of_gpipe():
         assert most("1f1b", micro_batches) == 2 - 1 / 4
         assert most("interleaved", micro_batches, 2) == 11 / 8
         assert most("v", micro_batches, 2) == 1
-        assert most("gpipe", micro_batches) == micro_batches / 4
     assert make_schedule("v", 8, 32, 2).stash_slots == (16,) * 8
 
 
@@ -94,7 +89,7 @@ def changed(name, field, tick, stage, values):
         ("forward", 1, 0, (0, 0, 0), "runs twice"),
         ("forward", 1, 0, (1, 0, 0), "is already in use"),
         ("backward", 2, 0, (0, 0, 1), "does not hold"),
-        ("ends", 1, 0, 2, "the loss of micro-batch"),
+        ("ends", 1, ..., 2, "the loss of micro-batch 0 is in ticks"),
         ("backward", 4, 1, (-1, -1, -1), "where 8 are expected"),
     ],
     ids=str,
@@ -104,20 +99,12 @@ def test_a_table_that_cannot_run_cannot_be_made(field, tick, stage, values, word
         changed("1f1b", field, tick, stage, values)
 
 
-@pytest.mark.parametrize(("tick", "words"), [(None, "0 pairs .* where 8"), (4, "7 pairs .* where 8")])
-def test_gradients_of_weights_that_are_apart_are_all_there(tick, words):
-    schedule = make_schedule("zero_bubble", 2, 4)
-    weights = np.full_like(schedule.weights, IDLE) if tick is None else schedule.weights.copy()
-    if tick is not None:
-        weights[tick, 0] = IDLE
-    with pytest.raises(ReportError, match=words):
-        dataclasses.replace(schedule, weights=weights)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("1f1bb", 2, 4), "did you mean 1f1b"),
+        (("gpipe", 2, 4), "gpipe is gone: set pipeline.schedule=1f1b"),
+        (("zero_bubble", 2, 4), "zero_bubble is gone: set pipeline.schedule=1f1b"),
         (("1f1b", 2, 4, 2), "set pipeline.virtual=1"),
         (("interleaved", 4, 6, 2), "set batch.accumulation=8"),
         (("v", 2, 4, 3), "set pipeline.virtual=2"),
@@ -140,9 +127,3 @@ def test_layers_that_do_not_divide_leave_the_ends_lighter():
         assert sum(sizes) == layers and max(sizes) - min(sizes) <= 1 and sizes[-1] <= min(sizes) + (layers % 8 == 7)
     with pytest.raises(ReportError, match="at most 3"):
         divide_layers(3, 4)
-
-
-def test_the_loss_comes_between_forward_and_backward():
-    schedule = make_schedule("gpipe", 3, 5)
-    assert schedule.output_slots == 5 and np.count_nonzero(schedule.output_write != IDLE) == 5
-    assert make_schedule("1f1b", 3, 5).output_slots == 0

@@ -9,11 +9,9 @@ import pytest
 from bytescope.memory.compare import compare_page
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
-from bytescope.train.pipeline.schedules import make_schedule
 from bytescope.train.plan import estimate_page, frontier_view, levers_view
 from bytescope.train.plan import frontier as front
 from bytescope.train.plan import levers as stairs
-from bytescope.train.plan import schedule_page as pipeline_page
 from bytescope.train.plan.config_grid import ConfigRow
 from bytescope.train.plan.fit import fit_view
 from bytescope.train.plan.frontier import Fixed, Point
@@ -180,11 +178,9 @@ def test_no_page_cuts_anything_at_any_width(browser):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [*pages(), "pipeline"])
+@pytest.mark.parametrize("name", pages())
 def test_the_pages_are_sound_when_they_are_used(name, browser):
-    schedules = [make_schedule(schedule, 4, 8) for schedule in ("1f1b", "v", "zero_bubble")]
-    every = {**pages(), "pipeline": pipeline_page.render(schedules, [[3, 2, 2, 2], None, None])}
-    check_page(browser, every[name])
+    check_page(browser, pages()[name])
 
 
 def test_titles_and_headers_say_what_and_where():

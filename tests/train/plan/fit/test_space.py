@@ -119,7 +119,7 @@ def test_stages_have_at_least_as_many_micro_batches():
         )["batch.mode"]
         == "scan"
     )
-    own = space(model_scan=True, mesh_stage=2, mesh_fsdp=4, pipeline_schedule="gpipe", sequences=4)
+    own = space(model_scan=True, mesh_stage=2, mesh_fsdp=4, pipeline_schedule="1f1b", sequences=4)
     assert own.meshes()[0] == {} and own.micros({}) == [1], "what is given runs with few micro-batches too"
 
 
