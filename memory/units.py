@@ -7,8 +7,8 @@ import re
 from bytescope.memory.errors import ReportError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
-# Sizes from here on are refused.
-MAX_BYTES = 2**63
+# Sizes from here on are refused, and counts above this number: no run has a trillion of anything that a flag counts.
+MAX_BYTES, MAX_COUNT = 2**63, 2**40
 # (name, bytes), the largest first.
 BINARY = (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
 # Units for columns of figures. TiB is left out because device memory is commonly given in GiB.

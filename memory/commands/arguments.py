@@ -9,14 +9,16 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
+from bytescope.memory.units import MAX_COUNT
 
 # Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
+MAX_PROCESSES = 1024  # on one node
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 _UNRECOGNIZED = "unrecognized arguments: "
 
@@ -60,6 +62,12 @@ class Parser(argparse.ArgumentParser):
             return ""
         words = [word.removeprefix("--target=") for word in message.removeprefix(_UNRECOGNIZED).split()]
         return next((word for word in words if base_name(word) in names()), "")
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        value = super()._get_value(action, text)
+        if isinstance(value, int) and abs(value) > MAX_COUNT:
+            raise argparse.ArgumentError(action, f"{text} is too large: give at most {MAX_COUNT}")
+        return value
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is not None and value not in action.choices:
@@ -237,9 +245,10 @@ def chosen_node(args: argparse.Namespace) -> Iterator[None]:
         raise ReportError(f"--host-memory={text}: {error}") from error
     if size == 0:
         raise ReportError(f"--host-memory={text} must be more than 0: give the size of one node, such as 512GiB")
-    if processes is not None and processes < 1:
+    if processes is not None and not 1 <= processes <= MAX_PROCESSES:
         raise ReportError(
-            f"--processes-per-node={processes} must be at least 1: give the number of processes on one node"
+            f"--processes-per-node={processes} is out of range: give the number of processes on one node, from 1 to "
+            f"{MAX_PROCESSES}"
         )
     try:
         use_node(size, processes)

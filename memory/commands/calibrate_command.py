@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.seconds.rate_records import DeviceRates
 
-SECONDS = 60.0
+SECONDS, MAX_SECONDS = 60.0, 86_400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Checks the arguments before anything is measured. Raises ReportError if an argument is wrong."""
-    if not 0 < args.seconds < math.inf:
-        raise ReportError(f"--seconds={args.seconds:g} is not a duration: give a number above 0, such as {SECONDS:g}")
+    if not 0 < args.seconds <= MAX_SECONDS:  # nor nan
+        raise ReportError(
+            f"--seconds={args.seconds:g} is out of range: give a number above 0 and at most {MAX_SECONDS}, such as "
+            f"{SECONDS:g}"
+        )
     check_files(args, ("out", "json"))
 
 

@@ -62,6 +62,8 @@ _LIBTPU_QUIET = {
 }
 # Platform of a described target -> the package with its compiler, as pip names it.
 _COMPILER_PACKAGES = {"cuda": "'jax[cuda13]'", "rocm": "'jax[rocm7-local]'", "tpu": "libtpu"}
+# Maximum devices of a target. jax starts a client for each simulated CPU device, which takes seconds for thousands.
+MAX_CPU_DEVICES, MAX_DEVICES = 2**12, 2**16
 _CPU_REMEDY = "set JAX_NUM_CPU_DEVICES={n} or XLA_FLAGS=--xla_force_host_platform_device_count={n}"
 
 
@@ -224,6 +226,8 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
         raise ReportError(
             f"target {name!r} has no number of devices after the colon: write a count such as 8 or a shape such as 2x8"
         )
+    if math.prod(shape) > (most := MAX_CPU_DEVICES if base == "cpu" else MAX_DEVICES):
+        raise ReportError(f"target {name!r} has {math.prod(shape):,} devices: give at most {most:,}")
     if at and (base not in CHIPS or CHIPS[base].platform not in GPU_PLATFORMS):
         raise ReportError(
             f"target {name!r} is not valid: @ sets the memory fraction of a GPU that is not present; leave @{given} out"

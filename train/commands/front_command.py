@@ -28,6 +28,7 @@ from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
 from bytescope.train.plan.trials import Trials
 
+MAX_POINTS = 1000
 # Config keys that the plans set, or that the command sets by its own flags.
 OWN = (
     "remat.policy",
@@ -118,8 +119,8 @@ def _check_arguments(args: argparse.Namespace) -> tuple[str, tuple[int | None, i
     Raises ReportError if an argument is wrong.
     """
     require_config(args)
-    if args.budgets < 2:
-        raise ReportError(f"--budgets={args.budgets} is too small: give 2 or more")
+    if not 2 <= args.budgets <= MAX_POINTS:
+        raise ReportError(f"--budgets={args.budgets} is out of range: give at least 2 and at most {MAX_POINTS}")
     for key, text in args.overrides:
         if key in OWN:
             raise ReportError(

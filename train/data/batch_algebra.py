@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 IGNORE = -1  # target of a position without loss
+MAX_ACCUMULATION = 2**20  # maximum micro-steps per update
 
 
 def batch_names(*, examples: bool, packing: bool, experts: bool) -> tuple[str, ...]:
@@ -60,7 +61,7 @@ class BatchAlgebra:
         update on). It is () if all updates have `accumulation` micro-steps.
 
     Raises:
-      ValueError: a number is below 1.
+      ValueError: a number is below 1, or the accumulation is too large.
     """
 
     micro: int
@@ -75,6 +76,11 @@ class BatchAlgebra:
                 raise ValueError(f"batch.{name}={getattr(self, name)} is too small: give 1 or more")
         if self.seq_len < 1:
             raise ValueError(f"data.seq_len={self.seq_len} is too small: give 1 or more")
+        if self.accumulation > MAX_ACCUMULATION:
+            raise ValueError(
+                f"{self.accumulation} micro-steps per update (batch.accumulation) are too many: give at most "
+                f"{MAX_ACCUMULATION}, with a larger batch.micro"
+            )
 
     @classmethod
     def from_config(cls, config: BatchConfig, ranks: int, seq_len: int) -> "BatchAlgebra":

@@ -6,6 +6,7 @@ import argparse
 import math
 
 from bytescope.memory.commands.arguments import user_path
+from bytescope.memory.devices.targets import MAX_CPU_DEVICES
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -14,9 +15,16 @@ from bytescope.train.user_errors import UserError
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
 KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
 DTYPES = ("float32", "bfloat16", "float16")
-# Storage formats of block weights that quantize writes: rows of FORMATS in model/quantized/quantized_formats.py.
+# Storage formats of block weights that export --awq writes: rows of FORMATS in model/quantized/quantized_formats.py.
 STORED_WEIGHTS = ("int4_g32", "int4_g64", "int4_g128")
-FLAGS = {"tensor": 1, "fsdp": 1, "sequences": 1, "length": 2}  # flag -> min value
+MAX_INT = 2**31 - 1
+# Flag -> (min value, max value).
+FLAGS = {
+    "tensor": (1, MAX_CPU_DEVICES),
+    "fsdp": (1, MAX_CPU_DEVICES),
+    "sequences": (1, 2**16),
+    "length": (2, MAX_INT),
+}
 # TEMPERATURE is also used for the sample at the end of a run. At temperature 0, models that were trained for minutes
 # repeat their most likely token.
 MAX_TOKENS, TEMPERATURE = 256, 0.8
@@ -170,10 +178,12 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 def check_pool(args: argparse.Namespace) -> None:
     """Raises ReportError if the value of a flag for the devices or the KV cache is out of range."""
-    for name, minimum in FLAGS.items():
+    for name, (minimum, maximum) in FLAGS.items():
         value = getattr(args, name)
         if value is not None and value < minimum:
             raise ReportError(f"--{name}={value} is too small: give {minimum} or more")
+        if value is not None and value > maximum:
+            raise ReportError(f"--{name}={value} is too large: give at most {maximum}")
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
@@ -203,6 +213,8 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name, None)
         if value is not None and value < minimum:
             raise UserError(f"--{name.replace('_', '-')}={value} is too small: give {minimum} or more")
+        if value is not None and value > MAX_INT and name != "seed":
+            raise UserError(f"--{name.replace('_', '-')}={value} is too large: give at most {MAX_INT}")
     if getattr(args, "seed", 0) >= 2**32:
         raise UserError(f"--seed={args.seed} is too large: give less than 2**32")
     temperature = getattr(args, "temperature", 0.0)

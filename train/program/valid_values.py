@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.remat.remat_problem import COSTS
-from bytescope.memory.units import parse_bytes
+from bytescope.memory.units import MAX_COUNT, parse_bytes
 from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.block import KINDS
 from bytescope.model.experts.exchange import DISPATCHES
@@ -105,9 +105,16 @@ DECAYS = ("optimizer.b1", "optimizer.b2", "optimizer.momentum")
 PATHS = ("data.", "init.", "train.cache_dir")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python decodes bytes that are not UTF-8 to these
 # Integers must fit int32, because they are int32 on a device or count things of which no run has more. Tokens per
-# update may be larger. Other numbers must fit float32.
-MAX_INT, MAX_TOKENS = 2**31 - 1, 2**63 - 1
-TOKENS = ("batch.tokens", "optimizer.base_batch_tokens")
+# update may be larger. What the host keeps a record, a thread or a batch for is limited further, to what it can keep.
+# Other numbers must fit float32.
+MAX_INT = 2**31 - 1
+MAX_VALUES: Mapping[str, int] = {
+    "batch.tokens": MAX_COUNT,
+    "optimizer.base_batch_tokens": MAX_COUNT,
+    "model.n_layers": 2**16,
+    "data.prefetch": 2**16,
+    "data.workers": 2**12,
+}
 MAX_FLOAT = float(jnp.finfo(jnp.float32).max)
 
 
@@ -149,7 +156,7 @@ def _check_text_or_number(key: str, value: Any) -> None:
         raise ValueError(f"{key}={value!r} is not valid UTF-8: write this value in UTF-8")
     if isinstance(value, float) and (math.isnan(value) or abs(value) > MAX_FLOAT):
         raise ValueError(f"{key}={value} is not finite in float32: give a finite number that float32 can represent")
-    max_int = MAX_TOKENS if key in TOKENS else MAX_INT
+    max_int = MAX_VALUES.get(key, MAX_INT)
     if isinstance(value, int) and abs(value) > max_int:
         raise ValueError(f"{key}={value} is too large: give at most {max_int}")
 

@@ -404,7 +404,7 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     ("words", "message"),
     [
         ([], "no config"),
-        (["--config=tiny", "--budgets=1"], "--budgets=1 is too small: give 2 or more"),
+        (["--config=tiny", "--budgets=1"], "--budgets=1 is out of range: give at least 2"),
         (["--config=tiny", "--target=h300"], "h300"),
         (["--config=tiny", "--cost=bytes"], "choose one of time, flops"),
         (["--config=tiny", "--config.model.d_modle=1"], "d_model"),

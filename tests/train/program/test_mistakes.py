@@ -163,6 +163,54 @@ FILES = {
     "inf.json": '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "limit_bytes": Infinity}',
 }
 
+HUGE = 10**30
+# Command -> an integer flag of each kind, with a count that no run reaches.
+COUNTS = {
+    "report": ("tiny --generate --sequences", "tiny --generate --chunk", "tiny --processes-per-node"),
+    "generate": ("missing --prompt=x --max-tokens", "missing --prompt=x --top-k", "missing --prompt=x --tensor"),
+    "train": ("tiny --processes", "tiny --process"),
+    "prepare": ("--source=text.txt --out=o --shard-tokens", "--source=text.txt --out=o --skip-bad"),
+    "quantize": ("missing out --calibrate=text.txt --samples",),
+    "fit": ("tiny cpu --batch-tokens", "tiny cpu --max-compiles"),
+    "front": ("tiny cpu --points",),
+    "compare": ("tiny cpu --jobs",),
+    "pipeline": ("--micro-batches=4 --stages", "--stages=4 --micro-batches=4 --layers"),
+}
+# The same, with counts that their flags refuse further below.
+LARGE_COUNTS = {
+    "report": (
+        ("tiny --generate --sequences=99999", "--sequences=99999 is too large: give at most 65536"),
+        ("tiny --generate --chunk=1600000", "--chunk=1600000 is too large: give at most 1048576"),
+        ("tiny --generate --tensor=5000", "--tensor=5000 is too large: give at most 4096"),
+        ("tiny --processes-per-node=5000", "--processes-per-node=5000 is out of range"),
+        ("tiny cpu:999999", "target 'cpu:999999' has 999,999 devices: give at most 4,096"),
+        ("tiny h100:99999x8", "target 'h100:99999x8' has 799,992 devices: give at most 65,536"),
+        ("tiny --config.model.n_layers=99999", "model.n_layers=99999 is too large: give at most 65536"),
+        ("tiny --config.data.workers=9999", "data.workers=9999 is too large: give at most 4096"),
+        ("tiny --config.data.prefetch=99999", "data.prefetch=99999 is too large: give at most 65536"),
+        (
+            "tiny --config.batch.accumulation=9999999",
+            "9999999 micro-steps per update (batch.accumulation) are too many",
+        ),
+        (
+            "tiny --config.batch.tokens=549755813888",
+            "micro-steps per update (batch.accumulation) are too many: give at",
+        ),
+        ("tiny --config.batch.tokens=2000000000000", "is too large: give at most 1099511627776"),
+    ),
+    "fit": (
+        ("tiny cpu --batch-tokens=999999999999", "is not a multiple of the sequence length 128"),
+        (
+            "tiny cpu --batch-tokens=1099511627776 --config.batch.micro=8",
+            "needs more than 1048576 micro-batches per update: give at most 1073741824",
+        ),
+    ),
+    "generate": (
+        ("missing --prompt=x --top-k=5000000000", "--top-k=5000000000 is too large: give at most 2147483647"),
+    ),
+    "front": (("tiny cpu --budgets=9999", "--budgets=9999 is out of range: give at least 2 and at most 1000"),),
+    "calibrate": (("--seconds=1e30", "--seconds=1e+30 is out of range"),),
+}
 # Command -> its mistakes: the words after it, and what the line has to mention.
 MISTAKES = {
     "": [
@@ -431,7 +479,7 @@ MISTAKES = {
     ],
     "front": [
         ("", "no config"),
-        ("tiny --budgets=1", "--budgets=1 is too small"),
+        ("tiny --budgets=1", "--budgets=1 is out of range"),
         ("tiny --budgets=many", "--budgets"),
         ("tiny --from=nan", "--from"),
         ("tiny --from=inf", "--from"),
@@ -714,6 +762,10 @@ MISTAKES["bisect"] = [
     ("--program=a:b h101 --keys=a=1", "did you mean h100"),
     ("--program=a:b --keys=a=1 --json=/no/such/folder/x.json", "no folder"),
 ]
+for command, flags in COUNTS.items():
+    MISTAKES[command] += [(f"{words}={HUGE}", f"{HUGE} is too large: give at most 1099511627776") for words in flags]
+for command, rows in LARGE_COUNTS.items():
+    MISTAKES[command] += rows
 ROWS = [(command, words, message) for command, rows in MISTAKES.items() for words, message in rows]
 
 

@@ -4,11 +4,13 @@ nothing."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.train.data.batch_algebra import MAX_ACCUMULATION
 from bytescope.train.plan.config_facts import BATCH_AXES
 from bytescope.train.plan.lever_catalogue import SAVINGS
 
@@ -237,7 +239,7 @@ class Space:
             steps = self.flat["batch.accumulation"]
             sizes = [per_rank // steps] if per_rank % steps == 0 else []
         else:
-            sizes = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+            sizes = [size for size in _divisors(per_rank) if per_rank // size <= MAX_ACCUMULATION]
         if schedule and mesh:
             stages = self.axes(mesh)["stage"]
             sizes = [size for size in sizes if runs_schedule(schedule, stages, per_rank // size)]
@@ -283,6 +285,12 @@ class Space:
         """
         fp32 = self.flat["precision.preset"] == "fp32" and "precision.preset" not in self.given
         return {"precision.preset": "bf16"} if fp32 and self.has_bf16 and "precision" in self.levers else {}
+
+
+@functools.lru_cache
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def stage_meshes(
@@ -416,6 +424,11 @@ def _indivisible_batch_message(space: Space) -> str:
         if name not in space.levers:
             fixed[f"batch.{name}"] = space.flat[f"batch.{name}"]
     works = ranks * space.flat["data.seq_len"] * math.prod(fixed.values())
+    if space.tokens % works == 0 and space.tokens // works > MAX_ACCUMULATION:
+        return (
+            f"--batch-tokens={space.tokens} needs more than {MAX_ACCUMULATION} micro-batches per update: give at most "
+            f"{MAX_ACCUMULATION * works}"
+        )
     text = f"{space.tokens} tokens are {space.sequences} sequences, which cannot be divided over {ranks} ranks"
     if fixed:
         text += f" with {' and '.join(f'{key}={value}' for key, value in fixed.items())}"
