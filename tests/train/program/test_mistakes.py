@@ -166,21 +166,20 @@ FILES = {
 HUGE = 10**30
 # Command -> an integer flag of each kind, with a count that no run reaches.
 COUNTS = {
-    "report": ("tiny --generate --sequences", "tiny --generate --chunk", "tiny --processes-per-node"),
+    "report": ("tiny --generate --sequences", "tiny --processes-per-node"),
     "generate": ("missing --prompt=x --max-tokens", "missing --prompt=x --top-k", "missing --prompt=x --tensor"),
     "train": ("tiny --processes", "tiny --process"),
     "prepare": ("--source=text.txt --out=o --shard-tokens", "--source=text.txt --out=o --skip-bad"),
-    "quantize": ("missing out --calibrate=text.txt --samples",),
+    "quantize": ("missing out --awq=text.txt --samples",),
     "fit": ("tiny cpu --batch-tokens", "tiny cpu --max-compiles"),
-    "front": ("tiny cpu --points",),
+    "front": ("tiny cpu --budgets",),
     "compare": ("tiny cpu --jobs",),
-    "pipeline": ("--micro-batches=4 --stages", "--stages=4 --micro-batches=4 --layers"),
+    "estimate": ("llama_8b --micro-batches=4 --stages",),
 }
 # The same, with counts that their flags refuse further below.
 LARGE_COUNTS = {
     "report": (
         ("tiny --generate --sequences=99999", "--sequences=99999 is too large: give at most 65536"),
-        ("tiny --generate --chunk=1600000", "--chunk=1600000 is too large: give at most 1048576"),
         ("tiny --generate --tensor=5000", "--tensor=5000 is too large: give at most 4096"),
         ("tiny --processes-per-node=5000", "--processes-per-node=5000 is out of range"),
         ("tiny cpu:999999", "target 'cpu:999999' has 999,999 devices: give at most 4,096"),
@@ -638,8 +637,6 @@ for command in ("report", "names", "estimate", "compare", "levers", "front", "fi
     MISTAKES[command] += OF_WEIGHTS
 for command, words in (
     ("report", "tiny"),
-    ("diff", "a b"),
-    ("trace", "missing.xplane.pb"),
     ("explain", "notes.md"),
     ("estimate", "tiny"),
     ("compare", "tiny"),
