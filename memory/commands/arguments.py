@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.commands.moved import moved_flag
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
 from bytescope.memory.units import MAX_COUNT
@@ -46,6 +47,8 @@ class Parser(argparse.ArgumentParser):
         if flag := _UNKNOWN_FLAG.match(message):
             if flag[1] in self.remedies:
                 raise ReportError(f"{message}: {self.remedies[flag[1]]}")
+            if answer := moved_flag(self.prog.split()[-1], flag[1]):
+                raise ReportError(answer)
             if self.keys_named and "--config.KEY" in self._option_string_actions:
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
             near = near or nearest(flag[1], self._option_string_actions)

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 from bytescope.memory.commands.arguments import Parser
+from bytescope.memory.commands.moved import moved_command
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.view.text_layout import wrap_command
-from bytescope.train.commands.gone_words import refuse_gone
 from bytescope.train.user_errors import UserError
 
 # Columns after which examples in help texts continue on the next line.
@@ -388,9 +388,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: the command or an argument is not known; the error has the exit code as `exit_code`.
     """
     name, *rest = argv or [""]
-    refuse_gone(name, rest)
     if name not in COMMANDS or COMMANDS[name].part_of:
-        raise UserError(f"{_unknown_command_message(name)}; see bytescope --help")
+        raise UserError(moved_command(name, rest) or f"{_unknown_command_message(name)}; see bytescope --help")
     name = find_ability(name, rest)
     module = COMMANDS[name].load()
     if hasattr(module, "parse"):

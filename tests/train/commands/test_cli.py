@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory.commands.moved import MOVED, moved_flags
 from bytescope.train import cli
 from bytescope.train.commands.gone_words import GONE, refuse_gone
 from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, make_parser
@@ -20,6 +21,49 @@ pytestmark = pytest.mark.quick
 PARSERS = {name: make_parser(name) for name in COMMANDS}
 # Abilities of report that a subject selects -> a subject.
 SUBJECTS = {"saved": ["report.json"], "init-program": ["script.py"], "trace": ["card.xplane.pb"]}
+# The commands that stay: flags that they have and keep, and flags that they get from other commands.
+STAYING = {
+    "report": (
+        "--formulas --run --generate --verbose --xla --allocators --try-remedies --github --rates --host-memory "
+        "--processes-per-node --json --html --export",
+        "--names --audit --strict --passes --trace --save-program --value --without --auto-axes --function --timeout",
+    ),
+    "explain": ("--json --html", ""),
+    "diff": ("--fail-above --json --github --html", ""),
+    "check": ("--pyproject --baseline --update-baseline --github --no-cache --jobs --json", ""),
+    "estimate": ("--json --html", "--stages"),
+    "compare": (
+        "--remat --grid --measure --formulas --what-if --xla --no-cache --rates --jobs --json --html",
+        "--levers",
+    ),
+    "fit": (
+        "--only-names --budget --max-compiles --max-seconds --measure --no-cache --rates --jobs --json --html",
+        "--vary --budgets --largest",
+    ),
+    "train": (
+        "--workdir --extend --fit --budget --lora --profile --rates --host-memory --show-data --verbose --coordinator "
+        "--process --processes --timeout",
+        "",
+    ),
+    "prepare": ("--source --out --tokenizer --special-tokens --field --skip-bad --shard-tokens", ""),
+    "generate": (
+        "--step --dtype --tensor --fsdp --sequences --length --kv --kernel --budget --prompt --prompts --out --chat "
+        "--max-tokens --temperature --top-k --top-p --min-p --seed --stop --ignore-end",
+        "--score --json",
+    ),
+    "export": (
+        "--step --dtype --merge --shard-size --force",
+        "--awq --held-out --group --format --samples --length --budget --json --html",
+    ),
+    "list": ("--grep --json", ""),
+    "calibrate": ("--out --json --seconds --host --rates", "--runs --jobs"),
+    "mcp": ("--skill", ""),
+}
+
+
+def flags_of(name):
+    """The flags of a command, as its parser knows them."""
+    return [flag for flag in make_parser(name)._option_string_actions if flag not in ("-h", "--help")]
 
 
 def test_every_command_is_in_the_overview_once(capsys):
@@ -65,6 +109,31 @@ def test_examples_of_the_help_parse():
 def test_config_and_target_by_position_or_flag(words):
     args = cli.parse([*words, "--config.model.n_layers=2"])
     assert (args.config, args.target, args.overrides) == ("llama_8b", "h100:8", [("model.n_layers", "2")])
+
+
+def test_every_command_and_flag_stays_or_has_a_new_spelling():
+    """Nothing is homeless: what a parser knows either stays, or the table says what to write instead."""
+    planned = {name: kept.split() + new.split() for name, (kept, new) in STAYING.items()}
+    assert len(planned) == 14 and sum(map(len, planned.values())) <= 150
+    for name in COMMANDS:
+        assert name in planned or MOVED[name][""], name
+        for flag in flags_of(name):
+            assert (flag in planned.get(name, ())) != (flag in moved_flags(name)), f"{name} {flag}"
+    for name in set(planned) & set(MOVED):
+        assert "" not in MOVED[name] and not set(planned[name]) & set(moved_flags(name)), name
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_what_is_gone_answers_with_its_new_spelling(name, capsys):
+    """Each command and flag of the table that the parsers no longer know: one line, exit code 2."""
+    is_gone = name not in COMMANDS
+    known = () if is_gone else flags_of(name)
+    lines = [[name, f"{flag}=x"] for flag in moved_flags(name) if flag not in known]
+    for words in [*lines, *([[name]] if is_gone else [])]:
+        assert cli.main(words) == 2
+        err = capsys.readouterr().err
+        now = MOVED[name][""] if is_gone else moved_flags(name)[words[1].removesuffix("=x")]
+        assert err.count("\n") == 1 and now.replace("{command}", name) in err, err
 
 
 def test_the_trainers_config_by_position():
