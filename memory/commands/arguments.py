@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         if flag := _UNKNOWN_FLAG.match(message):
             if flag[1] in self.remedies:
                 raise ReportError(f"{message}: {self.remedies[flag[1]]}")
-            if answer := moved_flag(self.prog.split()[-1], flag[1]):
+            if answer := moved_flag(self.prog.split()[1], flag[1]):
                 raise ReportError(answer)
             if self.keys_named and "--config.KEY" in self._option_string_actions:
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]

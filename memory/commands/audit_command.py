@@ -1,4 +1,4 @@
-"""bytescope audit: compares what a program asks jax and XLA to do with what the compiled program does.
+"""bytescope report --audit: compares what a program asks jax and XLA to do with what the compiled program does.
 
 This module audits a user's program, an HLO dump, or the program of an adapter such as MaxText.
 `train.commands.audit_config` audits bytescope's own configs.

@@ -18,7 +18,14 @@ _SUBJECT = {
     "--hlo": "give the dump, a file or a folder, as the first word",
 }
 _LIMIT = {"--limit": "write --budget=SIZE"}
-_CHUNK = {"--chunk": "leave it out: the prompt tokens of a step follow from the device"}
+_CHUNK = {
+    "--chunk": "leave it out: the prompt tokens of a step follow from the device",
+    "--kernel": "leave it out: attention reads the pages in blocks",
+}
+_SOURCE = {
+    "--fix --write": "edit the source as the report's finding says: no command of bytescope writes to your source",
+    "--fix-sharding --small": "add the sharding constraint that the report's finding names, and report again",
+}
 _LIST = {"": "use bytescope list {command}", "--grep --json": _SAME}
 
 # Command -> flags, separated by spaces -> what to write instead. The flags "" stand for the command itself.
@@ -28,7 +35,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "generate": _LIMIT | _CHUNK,
     "report": _SUBJECT
     | _CHUNK
-    | {"--dtype --weights --tensor --fsdp --sequences --length --kv --kernel": "write generate.{name}=VALUE"},
+    | _SOURCE
+    | {"--dtype --weights --tensor --fsdp --sequences --length --kv": "write generate.{name}=VALUE"},
     "explain": {key: _SUBJECT[key] for key in ("--config.KEY",)}
     | {
         "--config --program --hlo --report": "give the subject after the log: bytescope explain LOG SUBJECT TARGET",
@@ -47,13 +55,14 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "--qk-norm --post-norms": "write model.{name}=True",
         "--capacity": "write model.capacity_factor=N",
         "--expert-slots": "write model.moe_kernel=capacity",
-        "--length --sequence": "write data.seq_len=N",
+        "--sequence": "write --length",
+        "--length": "write data.seq_len=N",
         "--batch": "write batch.micro=N",
         "--logit-tokens": "write loss.chunk=N, or loss.kind=full for all tokens",
         "--mlp-tokens": "write model.mlp_chunk=N",
-        "--width": "write model.d_model=N",
-        "--head-width": "write model.d_head=N",
-        "--mlp-width": "write model.d_ff=N",
+        "--width": "write --d-model",
+        "--head-width": "write --d-head",
+        "--mlp-width": "write --d-ff",
         "--zero": "write mesh.strategy=ddp, zero1, zero2 or zero3",
         "--data": "give a target with as many devices, such as h100:8",
         "--expert-parallel": "write mesh.expert=N",
@@ -80,19 +89,19 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "": "use bytescope generate RUN_OR_FOLDER --score=FILE",
         "--text": "put the text in a file: --score=FILE; - reads standard input",
         "--texts": "--score=FILE",
-        "--step --dtype --tensor --fsdp --sequences --length --kv --kernel --budget --out --json": _SAME,
+        "--step --dtype --tensor --fsdp --sequences --length --kv --budget --out --json": _SAME,
     }
     | _LIMIT
     | _CHUNK,
     "quantize": {
-        "": "use bytescope export RUN_OR_FOLDER OUT --awq=TEXT; for the bytes alone, bytescope report SUBJECT TARGET "
-        "--generate generate.weights=int4_g128",
-        "--target --plan": "bytescope report SUBJECT TARGET --generate generate.weights=int4_g128 shows the bytes",
+        "": "use bytescope export RUN_OR_FOLDER OUT --awq=TEXT; for the bytes alone, bytescope export SUBJECT TARGET "
+        "--awq",
+        "--target --plan": "give the target as the second word: bytescope export SUBJECT TARGET --awq",
+        "--html": "--json=FILE has the figures",
         "--calibrate": "--awq=TEXT",
         "--bits": "leave it out: weights have 4 bits",
         "--method": "leave it out: rounding without scales is only compared in our benchmarks",
-        "--held-out --group --format --samples --length --dtype --step --budget --shard-size --html --json "
-        "--force": _SAME,
+        "--held-out --group --format --samples --length --dtype --step --budget --shard-size --json --force": _SAME,
     }
     | _LIMIT,
     "init-program": {
@@ -101,12 +110,13 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "--value --without --auto-axes --function --timeout": _SAME,
     },
     "trace": {
-        "": "use bytescope report TRACE, or bytescope report SUBJECT TARGET --trace=TRACE for both together",
+        "": "use bytescope report TRACE, or bytescope report RUN --trace=TRACE for both together",
         "--report": "give the report as the subject, and the trace with --trace=TRACE",
-        "--rates --json --html": _SAME,
+        "--html": "bytescope report RUN --html=FILE shows the trace of a run",
+        "--rates --json": _SAME,
     },
     "page": {
-        "": "use bytescope report RUN --html=FILE, and bytescope diff RUN OTHER --html=FILE for two runs",
+        "": "use bytescope report RUN --html=FILE, and bytescope diff RUN OTHER for two runs",
         "--html": _SAME,
     },
     "names": {"": "use bytescope report SUBJECT TARGET --names", "--json": _SAME}
@@ -114,33 +124,27 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "audit": {
         "": "use bytescope report SUBJECT TARGET --audit",
         "--strict --passes --xla --json --html": _SAME,
-        "--fix --write": "edit the source as the report's finding says: no command of bytescope writes to your source",
-        "--fix-sharding --small": "add the sharding constraint that the report's finding names, and report again",
     }
+    | _SOURCE
     | _SUBJECT,
     "levers": {
         "": "use bytescope compare SUBJECT TARGET --levers",
-        "--savings --stages": "--levers=S,S",
+        "--stages": "--savings=S,S",
+        "--savings": _SAME,
         "--no-cache --rates --jobs --json --html": _SAME,
     }
     | {key: now for key, now in _SUBJECT.items() if key not in ("--program", "--hlo")},
     "front": {
         "": "use bytescope fit SUBJECT TARGET --budgets=N",
         "--points": "--budgets=N",
-        "--from --to": "--budget=FROM..TO",
-        "--cost": "remat.cost=time or flops",
-        "--auto-offload --offload": "remat.auto_offload=True or False",
-        "--lora": "lora.rank=16",
-        "--no-cache --rates --jobs --json --html": _SAME,
+        "--offload": "--auto-offload",
+        "--from --to --cost --auto-offload --lora --no-cache --rates --jobs --json --html": _SAME,
     }
     | {key: now for key, now in _SUBJECT.items() if key not in ("--program", "--hlo")},
     "pipeline": {
         "": "use bytescope estimate SUBJECT TARGET --stages=P",
-        "--stages --json --html": _SAME,
-        "--micro-batches": "batch.accumulation=M",
-        "--schedule": "pipeline.schedule=NAME",
-        "--virtual": "pipeline.virtual=V",
-        "--layers": "model.n_layers=N",
+        "--stages --micro-batches --schedule --virtual --layers --json": _SAME,
+        "--html": "the lines are on the terminal and in --json=FILE",
     },
     "validate": {
         "": "use bytescope calibrate --runs=FILE|DIRECTORY for your own runs",

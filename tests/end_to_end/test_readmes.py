@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from bytescope.memory.commands.budgets import read_budgets
+from bytescope.memory.commands.moved import MOVED
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.train import cli
-from bytescope.train.commands.gone_words import GONE
 from bytescope.train.commands.registry import COMMANDS
 from support import oracles
 
@@ -183,7 +183,7 @@ def test_files_and_commands_named_in_a_line_exist(page):
     text = page.read_text(encoding="utf-8")
     known = {name for name, command in COMMANDS.items() if not command.part_of} | {"COMMAND"}
     if page.name in ("CHANGELOG.md", "RESULTS.md"):  # they tell of earlier versions
-        known |= {*COMMANDS, *GONE}
+        known |= {*COMMANDS, *MOVED}
     unknown = [word for word in re.findall(r"`bytescope ([a-zA-Z][\w-]*)", text) if word not in known]
     assert not missing_files(page, text) + unknown
 

@@ -134,7 +134,7 @@ def test_the_user_sees_everything_in_order(uninterrupted):
         "--extend",
         "bytescope generate ",
         "bytescope export ",
-        "bytescope page ",
+        "bytescope report ",
     ]
     place = 0
     for landmark in landmarks:

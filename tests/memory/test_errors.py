@@ -139,7 +139,7 @@ def test_what_may_have_no_end_is_not_read(tmp_path, capsys):
     os.mkfifo(tmp_path / "compare" / "row.json")
     row_cache.write(tmp_path / "compare", "row", {"status": "ok"})
     assert row_cache.read(tmp_path / "compare", "row") is None
-    for command in (["explain", str(pipe)], ["init-program", __file__, f"--out={pipe}"]):
+    for command in (["explain", str(pipe)], ["report", __file__, f"--save-program={pipe}"]):
         assert main(command) == 2
         assert re.search(f"error: .*{pipe}.*\n$", capsys.readouterr().err)
     reader, writer = os.pipe()

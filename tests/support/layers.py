@@ -45,7 +45,6 @@ LAYERS = {
         ("memory.report",),
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
-        ("memory.bisect",),
         ("memory.adapters",),
         ("memory",),
         ("memory.pytest_guard",),

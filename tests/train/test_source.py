@@ -33,7 +33,6 @@ TAKES = {
     "train": ((ConfigPath,), []),
     "report": ((ConfigPath,), []),
     "audit": ((ConfigPath,), []),
-    "bisect": ((ConfigPath,), ["--keys=model.n_layers=2"]),
     "names": ((ConfigPath,), []),
     "estimate": ((ConfigPath,), []),
     "compare": ((ConfigPath,), ["--remat=full"]),

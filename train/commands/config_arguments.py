@@ -103,7 +103,7 @@ def _move_target(args: argparse.Namespace) -> None:
     from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
-    flag = next((flag for flag in ("program", "hlo", "diff") if vars(args).get(flag) is not None), None)
+    flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
     first = vars(args).get("config_here")
     if flag is None or first is None:
         return

@@ -483,28 +483,6 @@ class BudgetEntry(TypedDict):
     report: Values | None
 
 
-class MeasuredKeys(TypedDict):
-    point: str
-    value: float | None
-    exceeds: bool | None
-    status: str
-    seconds: float
-
-
-class BisectResult(TypedDict):
-    axis: str
-    candidates: list[str]
-    quantity: str
-    bound: float
-    measured: list[MeasuredKeys]
-    change: list[str]
-    before: str | None
-    after: str | None
-    difference: DiffResult | None
-    notes: list[str]
-    records: str
-
-
 class CheckResult(TypedDict):
     schema: int
     budgets: dict[str, BudgetEntry]
@@ -516,7 +494,6 @@ RESULTS: Mapping[str, Any] = {
     "explain": Annotated[ExplanationKeys, ExplanationRecord],
     "diff": DiffResult,
     "audit": AuditResult,
-    "bisect": BisectResult,
     "check": CheckResult,
     "names": NamesResult,
     "trace": TraceResult,

@@ -176,18 +176,6 @@ COMMANDS: Mapping[str, Subcommand] = {
         ),
         part_of="report --audit",
     ),
-    "bisect": Subcommand(
-        "train.commands.bisect_config",
-        "measure",
-        "find the version, commit, flag, key or line that added memory",
-        (
-            "--program=my_package.train:program h100 --jax=0.10.2..0.12.0",
-            "--program=train.py:program h100 --git=v1.0..HEAD --bytes=40GiB",
-            "llama_8b h200:8 --xla-flags=flags.txt --step-seconds=+5%",
-            "llama_8b h200:8 --keys=llama_70b --bytes=+5%",
-            "--diff=step_before.py..step.py --function=program h100",
-        ),
-    ),
     "check": Subcommand(
         "memory.commands.check_command",
         "measure",
@@ -375,6 +363,7 @@ def _parser_of(name: str, module: ModuleType) -> Parser:
         description=command.summary,
         epilog=f"examples:\n{examples}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.remedies = {**ELSEWHERE, **({"TARGET": command.without_target} if command.without_target else {})}
     module.add_arguments(parser)

@@ -29,5 +29,5 @@ def needs_trainer(error: ModuleNotFoundError) -> bool:
 
 
 def message(subject: str) -> str:
-    """Returns the error message for `subject`, such as "bytescope levers", which needs the extra `train`."""
+    """Returns the error message for `subject`, such as "bytescope compare --levers", which needs the extra `train`."""
     return f"{subject} needs the trainer's packages: {install_remedy('train')}"

@@ -527,7 +527,7 @@ def next_commands(config: ConfigDict, data: Data, workdir: Path, command: Comman
         commands["for transformers and vLLM"] = shlex.join(
             ["bytescope", "export", str(workdir), str(workdir / "model")]
         )
-    commands["for the page of the run"] = shlex.join(["bytescope", "page", str(workdir)])
+    commands["for the page of the run"] = shlex.join(["bytescope", "report", str(workdir), "--html=run.html"])
     return commands
 
 

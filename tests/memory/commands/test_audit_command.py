@@ -1,4 +1,4 @@
-"""bytescope audit: a donated array that no result can reuse is named, for a program and for a config."""
+"""bytescope report --audit: a donated array that no result can reuse is named, for a program and for a config."""
 
 import dataclasses
 

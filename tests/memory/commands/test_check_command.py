@@ -19,7 +19,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
 from bytescope.train import cli
-from support.budget_project import PYPROJECT, STEP, git, make_project
+from support.budget_project import PYPROJECT, STEP, commit, git, make_project
 from support.cached_rows import keep_sources
 from support.json_results import read_result
 
@@ -339,3 +339,50 @@ def test_the_hook_of_pre_commit_runs_the_check(project, tmp_path):
     git(project, "add", "--all")
     code, out = try_repo()
     assert code == 1 and "mlp: exceeds 1.00 KiB" in out, out
+
+
+# ---- the guide to what added memory ----------------------------------------------------------------------------------
+
+# Stands for uv, which installs packages: runs the command after its options in the environment of the tests.
+UV = """#!/bin/sh
+[ "$1" = run ] || exit 9
+shift
+while [ "${1#--}" != "$1" ]; do shift; done
+exec "$@"
+"""
+
+
+@pytest.mark.exhaustive
+def test_the_guide_finds_what_added_memory(tmp_path):
+    """Runs each block of memory/guides/what_changed.md in a repository whose third commit adds memory, on cpu."""
+    guide = (ROOT / "memory" / "guides" / "what_changed.md").read_text(encoding="utf-8").replace("h100", "cpu")
+    assert len(guide.split()) <= 500
+    found = re.findall(r"^```(\w+)\n(.*?)^```", guide, flags=re.M | re.S)
+    (budget,) = (text for language, text in found if language == "toml")
+    commits, versions, dump, grid, option = (text for language, text in found if language == "bash")
+    project = make_project(tmp_path, "")
+    for message, width in (("second", 64), ("third", 1024), ("fourth", 1024)):
+        (project / "step.py").write_text(STEP.replace("width=64", f"width={width}") + f"# {message}\n")
+        commit(project, message)
+    (project / "memory.toml").write_text(budget.replace("8MiB", "4MiB"))
+    (project / "train.py").write_text("import jax\nprint(jax.jit(lambda x: (x @ x).sum())(jax.numpy.ones((64, 64))))\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "uv").write_text(UV)
+    (tmp_path / "bin" / "uv").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+
+    def run(text):
+        done = subprocess.run(["bash", "-ec", text], cwd=project, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    printed = run(commits)
+    assert f"{git(project, 'rev-parse', 'HEAD~1')} is the first bad commit" in printed and "third" in printed
+    assert "unchanged" in run(versions) and (project / "jax-0.11.2.json").is_file()
+    run(dump)
+    assert "jit__lambda" in run("bytescope report --hlo=old cpu")
+    assert "64" in run(grid) and "full" in run(grid)
+    # An option that XLA knows for a CPU too.
+    run(option.replace("xla_gpu_enable_latency_hiding_scheduler=false", "xla_cpu_enable_fast_math=true"))
+    assert {"with.json", "without.json"} <= set(os.listdir(project))

@@ -1,4 +1,4 @@
-"""bytescope init-program: a file that `report` reads, or what is missing; exit codes 0, 1 and 2."""
+"""bytescope report SCRIPT: the report of its step, a file with the step, or what is missing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""bytescope quantize: folders of both layouts, their perplexity, going on after a cut, and what is refused."""
+"""bytescope export --awq: folders of both layouts, their perplexity, going on after a cut, and what is refused."""
 
 import json
 import math
