@@ -144,7 +144,7 @@ async def fit(
     batch_tokens: Annotated[
         int | None, Field(description="tokens per update over all devices, only with a config (default: its own)")
     ] = None,
-    levers: Annotated[
+    vary: Annotated[
         list[str] | None, Field(description="settings that may change, only with a config: ['remat', 'micro']")
     ] = None,
     lora: Annotated[bool, Field(description="train LoRA adapters instead of the weights, only with a config")] = False,
@@ -164,7 +164,7 @@ async def fit(
         config=config,
         budget=budget,
         batch_tokens=batch_tokens,
-        levers=levers,
+        vary=vary,
         lora=lora,
         max_compiles=max_compiles,
         max_seconds=max_seconds,
