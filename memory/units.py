@@ -63,7 +63,7 @@ def parse_bytes(size: int | str) -> int:
         if match is None or match[2].lower() not in _SCALES:
             raise ReportError(f"{size!r} is not a valid size: write it as 72GiB, 512MB or a number of bytes")
         if _BITS.search(match[2]):
-            raise ReportError(f"{size!r} is a number of bits, not bytes: write {size.strip()[:-1]}B for bytes")
+            raise ReportError(f"{size!r} is a number of bits, not bytes: write {match[0].strip()[:-1]}B for bytes")
         unit = match[2].lower()
         scaled = float(match[1]) * _SCALES[unit]
         if not scaled < MAX_BYTES:  # true for infinity too

@@ -102,7 +102,8 @@ def run_process(argv: Sequence[str]) -> int:
 def supervised(argv: Sequence[str]) -> int:
     """Runs a command line and returns its exit code. A command that executes a user's code runs in a child process."""
     own = [*itertools.takewhile(lambda word: word != "--", argv)]
-    has_code = own[:1] == ["check"] or any(word.startswith("--prog") or word.endswith(".py") for word in own)
+    is_script = own[:1] == ["report"] and any(word.endswith(".py") for word in own[1:2])
+    has_code = own[:1] == ["check"] or is_script or any(word.startswith("--prog") for word in own)
     return supervise(lambda: main(argv)) if has_code and not {"-h", "--help"} & {*own} else main(argv)
 
 

@@ -129,19 +129,18 @@ def _read_largest_dump(folder: Path) -> Dump:
         try:
             programs.append((buffer_bytes(_read_file(path)), path))
         except ReportError as error:
-            damaged[path.name] = str(error)
+            damaged[path.name] = str(error) if str(path) in str(error) else f"{path} is damaged: {error}"
     if damaged and not programs:
-        name, error = next(iter(damaged.items()))
-        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        raise ReportError(f"{folder / name}{more} is damaged: {error.removeprefix(f'{folder / name} ')}")
+        others = f"; damaged too: {_listed([*damaged][1:])}" if len(damaged) > 1 else ""
+        raise ReportError(f"{next(iter(damaged.values()))}{others}")
     if not programs:
         raise ReportError(f"there is no *after_optimizations.hlo.pb in {folder}: {_REMEDY}")
     programs.sort(key=lambda program: (-program[0], program[1].name))
-    (size, path), *others = programs
-    notes = (f"damaged and left out: {_listed(list(damaged))}",) if damaged else ()
-    if not others:
+    (size, path), *smaller = programs
+    notes = (f"damaged and left out: {_listed([*damaged])}",) if damaged else ()
+    if not smaller:
         return Dump(_read_file(path), notes)
-    listed = _listed([f"{each.name} {human(count)}" for count, each in others])
+    listed = _listed([f"{each.name} {human(count)}" for count, each in smaller])
     note = (
         f"the largest of {len(programs)} programs in {folder}: {path.name}, {human(size)} of "
         f"buffers; the others: {listed}"

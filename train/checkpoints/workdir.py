@@ -272,11 +272,11 @@ def _content_differences(old: Identity, new: Identity, keys: tuple[str, ...]) ->
         if found is None and expected in names:
             lines.append(f"{name} has become {names[expected]}, with the same digest {expected}: give it its old name")
         elif found is None:
-            lines.append(f"{name} is missing (its digest was {expected})")
+            lines.append(f"{name} is missing (digest {expected} expected)")
         elif expected is None:
-            lines.append(f"{name} is new (digest {found})")
+            lines.append(f"{name} is new (digest {found} found)")
         else:
-            lines.append(f"{name} has changed (its digest was {expected} and is now {found})")
+            lines.append(f"{name} has other content (digest {expected} expected, {found} found)")
     return lines or [f"{keys[0]}={now[keys[0]]!r} has other content than before, or is read in another way"]
 
 

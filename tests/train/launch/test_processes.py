@@ -219,7 +219,7 @@ def test_the_error_of_one_ends_all_with_its_code(place, alone):
     )
     assert started.codes() == [2, 2]
     for text in started.texts():
-        assert "differs from process 0: train.log_every 1 -> 2; weights of init.folder '" in text
+        assert "differs from process 0: train.log_every 1 -> 2; init.folder '" in text
         assert text.count("\n") == 0
 
 
