@@ -102,7 +102,12 @@ class MeasuredRatio:
 def measured_ratios() -> tuple[MeasuredRatio, ...]:
     """Returns the ratios of the published runs, from measured_ratios.csv."""
     table = resources.files("bytescope.memory.seconds") / "measured_ratios.csv"
-    rows = csv.DictReader(io.StringIO(table.read_text(encoding="utf-8"), newline=""))
+    return parse_ratios(table.read_text(encoding="utf-8"))
+
+
+def parse_ratios(text: str) -> tuple[MeasuredRatio, ...]:
+    """Reads the text of a table with the columns of measured_ratios.csv."""
+    rows = csv.DictReader(io.StringIO(text, newline=""))
     return tuple(
         MeasuredRatio(
             row["source"],

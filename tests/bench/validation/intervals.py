@@ -1,12 +1,12 @@
-"""Writes memory/seconds/measured_ratios.csv, and prints how often the intervals built from it contain a measured run.
+"""Prints how often the intervals of predicted seconds contain a measured run; with --folder, writes the ratios first.
 
-    cd tests/bench/validation
-    for set in playbook jax torch; do python validate.py --set=$set --folder=DIR; done    # compiles; resumable
-    python intervals.py --folder=DIR                                                      # no compile
+    python tests/bench/validation/intervals.py                  # from the committed ratios; compiles nothing
+    python tests/bench/validation/intervals.py --folder=DIR     # compiles all programs (hours on two cores; resumable)
 
-The coverage of a source is measured with intervals from other publishers' runs only. A run without a prediction counts
-as missed. The last columns have the intervals that were used until 2026-11-27 (quantiles of 8 to 12 programs per
-generation of chips), for the same rows.
+The ratios predicted/measured are in memory/seconds/measured_ratios.csv, from which the intervals are built, and, for
+runs whose measured seconds are known to be unreliable, in unreliable_ratios.csv. The coverage of a source is measured
+with intervals from other publishers' runs only. A run without a prediction counts as missed. `width` is the median of
+the upper end of an interval divided by its lower end.
 """
 
 from __future__ import annotations
@@ -15,102 +15,91 @@ import argparse
 import csv
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import measured_rows
 import validation_result
 import validation_runs
-from coverage import Coverage, by_source
 from validation_score import ScoredRun
 
-from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.seconds import intervals
+from bytescope.memory.seconds.intervals import MeasuredRatio
 from bytescope.train.plan.config_factory import FACTORY
 
-TABLE = Path(intervals.__file__).parent / "measured_ratios.csv"
+RELIABLE = Path(intervals.__file__).with_name("measured_ratios.csv")
+UNRELIABLE = Path(__file__).with_name("unreliable_ratios.csv")
 COLUMNS = ("source", "family", "chip", "eager", "other", "sends", "limit", "program", "ratio")
-# Compute capability -> the quantiles of predicted/measured seconds that were used until 2026-11-27.
-BEFORE = {(7, 0): (0.983, 1.136), (8, 0): (0.875, 1.093), (9, 0): (0.857, 1.015)}
-BEFORE_ASSUMED = (0.72, 1.19)
 
 
-def score(name: str, folder: Path) -> tuple[list[ScoredRun], list[measured_rows.MeasuredRow]]:
-    """Returns the predicted runs of a set from the finished records in `folder`, and the runs without a prediction."""
-    rows = measured_rows.rows(name)
-    programs, answers = validation_runs.finished(rows, FACTORY, folder)
-    runs = validation_runs.Runs(answers, {}, programs=programs)
-    result = validation_result.validate_rows(name, rows, runs)
-    known = {one.row.id for one in result.scored}
-    return list(result.scored), [row for row in rows if row.id not in known]
+def predict(folder: Path) -> list[ScoredRun]:
+    """Compiles the programs of all published runs that have no record in `folder`, and returns the predicted runs."""
+    scored: list[ScoredRun] = []
+    for name in measured_rows.SETS:
+        rows = measured_rows.rows(name)
+        scored += validation_result.validate_rows(name, rows, validation_runs.run(rows, FACTORY, folder)).scored
+    return [one for one in scored if one.row.counts and one.ratio and one.kind]
 
 
-def before(one: ScoredRun) -> tuple[float, float]:
-    """Returns the interval of a run as it was until 2026-11-27."""
-    gpu = CHIPS[one.row.chip].gpu
-    low, high = BEFORE.get(gpu.capability, BEFORE_ASSUMED) if gpu else BEFORE_ASSUMED
-    return max(one.device_seconds / high, one.row.launch_seconds), max(one.device_seconds / low, one.row.launch_seconds)
-
-
-def write(scored: list[ScoredRun]) -> None:
-    """Writes the ratios of the runs that count and whose seconds are reliable, sorted by source and program."""
+def write(scored: Sequence[ScoredRun], path: Path) -> None:
+    """Writes the ratios of predicted runs, sorted by source and program."""
     rows = []
     for one in scored:
-        if one.row.counts and one.ratio and one.kind and not one.row.unreliable:
-            kind = one.kind
-            rows.append(
-                {
-                    "source": one.row.source_id,
-                    "family": one.row.family,
-                    "chip": one.row.chip,
-                    "eager": int(kind.eager),
-                    "other": int(kind.other),
-                    "sends": int(kind.sends),
-                    "limit": kind.limit,
-                    "program": one.program.split("-")[1][:8],
-                    "ratio": f"{one.ratio:.4g}",
-                }
-            )
+        kind = one.kind
+        rows.append(
+            {
+                "source": one.row.source_id,
+                "family": one.row.family,
+                "chip": one.row.chip,
+                "eager": int(kind.eager),
+                "other": int(kind.other),
+                "sends": int(kind.sends),
+                "limit": kind.limit,
+                "program": one.program.split("-")[1][:8],
+                "ratio": f"{one.ratio:.4g}",
+            }
+        )
     rows.sort(key=lambda row: tuple(str(row[name]) for name in COLUMNS))
-    with TABLE.open("w", encoding="utf-8", newline="") as file:
+    with path.open("w", encoding="utf-8", newline="") as file:
         out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         out.writeheader()
         out.writerows(rows)
-    intervals.measured_ratios.cache_clear()
-    intervals.half_width.cache_clear()
 
 
-def show(coverages: list[Coverage], scored: list[ScoredRun]) -> None:
-    """Prints a line of each source."""
-    print("source                 published  rows refused  within  claimed  within  width   before: within  width")
-    for each in coverages:
-        some = [one for one in scored if one.row.counts and each.name in ("all", one.row.source_id)]
-        ends = [before(one) for one in some]
-        held = sum(low <= (one.row.measured_seconds or 0) <= high for one, (low, high) in zip(some, ends, strict=True))
-        width = statistics.median(high / low for low, high in ends) if ends else math.nan
-        print(
-            f"{each.name:22} {each.published:9} {each.rows:5} {each.refused:7}  {each.held or 0:6.1%}  "
-            f"{each.claimed_rows:7}  {each.claimed_held or 0:6.1%}  {each.width or math.nan:5.2f}"
-            f"   {held / each.rows if each.rows else 0:14.1%}  {width:5.2f}"
-        )
+def line(name: str, published: str, rows: int, runs: Sequence[MeasuredRatio]) -> str:
+    """Returns the coverage of sources with this number of measured rows, of which `runs` have a prediction."""
+    factors = [intervals.half_width(run.chip, run.kind, run.family) for run in runs]
+    inside = [abs(math.log(run.ratio)) <= math.log(factor) for run, factor in zip(runs, factors, strict=True)]
+    claimed = [held for run, held in zip(runs, inside, strict=True) if not run.kind.other]
+    width = statistics.median(factor**2 for factor in factors) if factors else math.nan
+    claimed_held = statistics.fmean(claimed) if claimed else math.nan
+    return (
+        f"{name:22} {published:9} {rows:5} {rows - len(runs):14}  {sum(inside) / rows:6.1%}"
+        f"  {len(claimed):7}  {claimed_held:6.1%}  {width:5.2f}"
+    )
 
 
 def main() -> None:
-    """Writes the table, unless --check is given, and prints the coverage."""
+    """Writes the ratios if a folder is given, and prints the coverage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="folder of validate.py --folder")
-    parser.add_argument("--check", action="store_true", help="do not write the table")
+    parser.add_argument("--folder", type=Path, help="compile what has no record in this folder, and write both tables")
     args = parser.parse_args()
-    sets = {name: score(name, args.folder) for name in measured_rows.SETS}
-    if not args.check:
-        write([one for scored, _ in sets.values() for one in scored])
-        sets = {name: score(name, args.folder) for name in measured_rows.SETS}
-    everyone = [one for scored, _ in sets.values() for one in scored]
-    refused = [row for _, missing in sets.values() for row in missing]
-    show(by_source(everyone, refused), everyone)
+    if args.folder:
+        scored = predict(args.folder)
+        write([one for one in scored if not one.row.unreliable], RELIABLE)
+        write([one for one in scored if one.row.unreliable], UNRELIABLE)
+        intervals.measured_ratios.cache_clear()
+        intervals.half_width.cache_clear()
+    ratios = [run for path in (RELIABLE, UNRELIABLE) for run in intervals.parse_ratios(path.read_text("utf-8"))]
+    rows = [row for name in measured_rows.SETS for row in measured_rows.rows(name) if row.counts]
+    published = {row.source_id: row.published for row in rows}
     held_out = {fact["source_id"] for fact in measured_rows.facts("held_out")}
-    print(f"\nheld-out sources: {', '.join(sorted(held_out))}")
-    some = [one for one in everyone if one.row.source_id in held_out]
-    show(by_source(some, [row for row in refused if row.source_id in held_out])[:1], some)
+    groups = {name: {name} for name in sorted(published, key=lambda name: published[name], reverse=True)}
+    groups |= {"held-out sources": held_out, "other sources": published.keys() - held_out}
+    print("source                 published  rows  not predicted  within  claimed  within  width")
+    for name, sources in groups.items():
+        count = sum(row.source_id in sources for row in rows)
+        print(line(name, published.get(name, ""), count, [run for run in ratios if run.source in sources]))
 
 
 if __name__ == "__main__":
