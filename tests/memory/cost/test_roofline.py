@@ -403,7 +403,8 @@ def test_predictions_rank_policies_as_cards_do():
 def test_offload_is_no_gain_and_waits_for_a_slow_link():
     """All but equal to `full` where transfers are hidden: a stack in host memory needs no zeros first."""
     full, offload = (predicted(("remat.policy", policy)) for policy in ("full", "offload"))
-    assert offload.total > 0.99 * full.total and offload.by_term["products"] == full.by_term["products"]
+    # Copies over the host link read and write device memory beside the kernels, so their bytes are not in the sum.
+    assert offload.total > 0.98 * full.total and offload.by_term["products"] == full.by_term["products"]
     slow = predicted(("remat.policy", "offload"), link=1e9)
     assert slow.by_term["host_link"] > 0 and slow.total > predicted(("remat.policy", "full"), link=1e9).total
     inputs = 2 * 8 * 4 * 1024 * 256  # bf16, one for each of 8 layers
