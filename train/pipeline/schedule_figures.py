@@ -27,8 +27,8 @@ def held_share(schedule: Schedule, layers: int) -> Fraction:
 def schedule_seconds(schedule: Schedule) -> float:
     """Returns the duration of a pipeline schedule, in the unit of a stage's forward pass. A stage starts a tick when it
     and its neighbors have finished the previous tick."""
-    tables = ((schedule.forward, FORWARD), (schedule.backward, BACKWARD))
-    work = sum(np.where(table[:, :, 0] != IDLE, cost / schedule.virtual, 0) for table, cost in tables)
+    forward, backward = (table[:, :, 0] != IDLE for table in (schedule.forward, schedule.backward))
+    work = (FORWARD * forward + BACKWARD * backward) / schedule.virtual
     ends = np.zeros(schedule.stages)
     for tick in work:  # [ticks, stages]
         ends = np.maximum.reduce([ends, np.roll(ends, 1), np.roll(ends, -1)]) + tick
