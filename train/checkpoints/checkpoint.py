@@ -27,7 +27,7 @@ from bytescope.memory.errors import one_line
 from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.train.checkpoints.saved_state import GB, complete, portable, write_limit
 from bytescope.train.checkpoints.stored_array import StoredArray
-from bytescope.train.launch.failures import store_library_log
+from bytescope.train.launch.failures import silence_library_log
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import captured_stderr
 from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
@@ -193,7 +193,7 @@ class Checkpoints:
         )
         # Done before Orbax lists the checkpoints.
         self._damage_notes = processes.from_first(self._repair_listing() if processes.first else None)
-        store_library_log()
+        silence_library_log()
         limit = {} if state is None else {"save_concurrent_gb": write_limit(state, jax.process_count()) // GB}
         self._manager = ocp.CheckpointManager(
             self.root.absolute(),

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from bytescope.memory.errors import one_line
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray, whole
 from bytescope.train.checkpoints.workdir import Identity, recorded, require_utf8, saved_config
-from bytescope.train.launch.failures import store_library_log
+from bytescope.train.launch.failures import silence_library_log
 from bytescope.train.launch.runtime import captured_stderr
 from bytescope.train.source import CHECKPOINTS, CONFIG
 from bytescope.train.user_errors import UserError
@@ -81,7 +81,7 @@ class SavedRun:
           UserError: there is no run or no such checkpoint, a file is damaged, or the path is not valid UTF-8.
         """
         require_utf8(workdir)
-        store_library_log()
+        silence_library_log()
         identity = recorded(workdir / CONFIG)
         config = saved_config(identity, workdir / CONFIG)
         steps = _checkpoint_steps(workdir)

@@ -8,7 +8,6 @@ import errno
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -118,71 +117,36 @@ def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) 
       device: the device whose memory use is shown.
       advice: function that returns lines of advice. It is called if the device is out of memory.
     """
-    try:
+    with _converted(lambda error: explain(error, report, device, advice)):
         yield
-    except UserError:
-        raise
-    except Exception as error:
-        known = explain(error, report, device, advice)
-        if known is None:
-            show_library_log()
-            raise
-        raise known from error
+
+
+def disk_explained() -> contextlib.AbstractContextManager[None]:
+    """A context manager that converts errors of a full or failing disk to UserError. Other errors are re-raised."""
+    return _converted(explain_disk)
 
 
 @contextlib.contextmanager
-def disk_explained() -> Iterator[None]:
-    """A context manager that converts errors of a full or failing disk to UserError. Other errors are re-raised."""
+def _converted(convert: Callable[[BaseException], UserError | None]) -> Iterator[None]:
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        known = explain_disk(error)
+        known = convert(error)
         if known is None:
             raise
         raise known from error
 
 
-# Orbax's log is stored, not printed: a single full disk logs 364 lines or more, and its error is printed in one line.
-MAX_STORED = (
-    20  # maximum number of stored records; the first ones are about the failure, later ones about its consequences
-)
-
-
-class _StoredLog(logging.Filter):
-    """A log filter that stores the error records of Orbax instead of printing them. Other records of Orbax are dropped,
-    and records of other libraries pass.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if "orbax" not in record.pathname:
-            return True
-        if record.levelno >= logging.ERROR and len(self.records) < MAX_STORED:
-            self.records.append(record)
-        return False
-
-
-_STORED_LOG = _StoredLog()
-
-
-def store_library_log() -> None:
-    """Stores Orbax's log records from now on instead of printing them. May be called more than once."""
+def silence_library_log() -> None:
+    """Drops Orbax's log records from now on: a single full disk logs 364 lines or more, and its error is raised anyway.
+    May be called more than once."""
     logger = logging.getLogger("absl")  # the logger that Orbax uses
     logger.setLevel(logging.ERROR)
-    if _STORED_LOG not in logger.filters:
-        logger.addFilter(_STORED_LOG)
-        silence_abandoned()
+    logger.addFilter(_is_not_orbax)
+    silence_abandoned()
 
 
-def show_library_log() -> None:
-    """Prints the stored log records of Orbax to standard error, for failures that the user did not cause."""
-    for record in _STORED_LOG.records:
-        print(f"{record.levelname}: {record.getMessage()}", file=sys.stderr)
-        if record.exc_info:
-            print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
-    _STORED_LOG.records.clear()
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname

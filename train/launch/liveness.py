@@ -19,7 +19,6 @@ import json
 import math
 import os
 import queue
-import selectors
 import socket
 import sys
 import threading
@@ -29,7 +28,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from bytescope.train.launch.rendezvous import LINGER_S, Peer
-from bytescope.train.launch.runtime import files_warning
 from bytescope.train.user_errors import Lost
 
 BEAT_S = 1.0  # seconds between two messages of a process
@@ -125,10 +123,11 @@ def _listed(processes: list[str]) -> str:
 
 
 class Link:
-    """The connections to the other processes of the run. A thread reads them, so that this process notices immediately
-    if another one ends.
+    """The connections to the other processes of the run. A thread reads each of them, so that this process notices
+    immediately if another one ends.
 
-    Only this thread ends the process, by calling `leave(exit code)`, which does not wait for collectives that hang.
+    Only the thread `link` ends the process, by calling `leave(exit code)`, which does not wait for collectives that
+    hang.
 
     Args:
       index: number of this process, from 0.
@@ -151,10 +150,11 @@ class Link:
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._votes: list[deque[Any]] = [deque() for _ in range(count)]
         self._stalls = Stalls(index, stall_timeout, self._tell)
-        self._host, self._beat, self._warned_of_files = socket.gethostname(), 0.0, False
+        self._host, self._beat = socket.gethostname(), 0.0
         self._code: int | None = None  # the exit code, as soon as all processes must end
         self._deadline = math.inf
-        self._reader = threading.Thread(target=self._read, name="link", daemon=True)
+        self._changed = threading.Event()  # a connection has ended, or all processes must end
+        self._reader = threading.Thread(target=self._watch, name="link", daemon=True)
         self._reader.start()
 
     def at(self, doing: str) -> None:
@@ -212,10 +212,7 @@ class Link:
             print(f"{self.label}warning: {line}", file=sys.stderr, flush=True)
 
     def _tick(self) -> None:
-        """Every BEAT_S seconds, sends what this process is doing and checks for stalls.
-
-        Also warns once if many files are open: Gloo (the CPU collectives library) never closes connections to its port.
-        """
+        """Every BEAT_S seconds, sends what this process is doing and checks for stalls."""
         if (now := time.monotonic()) < self._beat + BEAT_S:
             return
         self._beat, silent = now, self._stalls.silent()
@@ -224,9 +221,6 @@ class Link:
                 if index not in silent:  # sending to a process that does not read would block in the end
                     peer.send("at", f"{self._stalls.doing} on {self._host}")
         self._stalls.check()
-        if not self._warned_of_files and (line := files_warning()):
-            self._warned_of_files = True
-            self._tell(line)
 
     def _collect_vote(self, index: int, value: Any) -> None:
         # Process 0 collects one value from each process.
@@ -249,28 +243,25 @@ class Link:
                 print(f"{self.label}error: {text}", file=sys.stderr, flush=True)
             self._send("end" if self.index == 0 else "error", code, text)
 
-    def _read(self) -> None:
-        for index, peer in self._peers.items():
-            for message in peer.early:
-                self._take(index, peer, message)
-        with selectors.DefaultSelector() as selector:
-            for index, peer in self._peers.items():
-                selector.register(peer, selectors.EVENT_READ, (index, peer))
-            # jax's coordinator runs in process 0, which is therefore the last to end.
-            while selector.get_map() and time.monotonic() < self._deadline:
-                self._tick()
-                for key, _ in selector.select(BEAT_S):
-                    index, peer = key.data
-                    messages = peer.receive()
-                    for message in messages or ():
-                        self._take(index, peer, message)
-                    if messages is None:
-                        selector.unregister(peer)
-                        if not peer.said_bye:
-                            self._announce(Lost.exit_code, f"process {index} died: {AGAIN}")
+    def _watch(self) -> None:
+        readers = [threading.Thread(target=self._read, args=pair, daemon=True) for pair in self._peers.items()]
+        for reader in readers:
+            reader.start()
+        # jax's coordinator runs in process 0, which is therefore the last to end.
+        while any(reader.is_alive() for reader in readers) and time.monotonic() < self._deadline:
+            self._tick()
+            self._changed.wait(BEAT_S)
+            self._changed.clear()
         if self._code is not None:
             self._close_connections()
             self._leave(self._code)
+
+    def _read(self, index: int, peer: Peer) -> None:
+        while (message := peer.receive()) is not None:
+            self._take(index, peer, message)
+        if not peer.said_bye:
+            self._announce(Lost.exit_code, f"process {index} died: {AGAIN}")
+        self._changed.set()
 
     def _close_connections(self) -> None:
         for peer in self._peers.values():
@@ -287,6 +278,7 @@ class Link:
             case ["end", int(code), str(text)]:
                 self._announce(code, text)
                 self._deadline = 0.0
+                self._changed.set()
             case ["at", str(doing)]:
                 self._stalls.hear(index, doing)
             case ["bye"]:

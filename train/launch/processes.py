@@ -11,14 +11,13 @@ import ipaddress
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from bytescope.train.launch.liveness import Link
 from bytescope.train.launch.rendezvous import Token, meet, own_address
 from bytescope.train.launch.signals import INTERRUPTED, leave_at_once
-from bytescope.train.user_errors import Lost, UserError
+from bytescope.train.user_errors import UserError
 
 # A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
 LAUNCHERS = (
@@ -244,15 +243,13 @@ def start(address: Address | None, args: argparse.Namespace, stall_timeout: floa
     """
     if address is None:
         return ALONE
-    began = time.monotonic()
     peers = meet(
         address.host, address.port, address.index, address.count, args.timeout, Token(args.workdir, address.port)
     )
     link = Link(address.index, address.count, peers, stall_timeout=stall_timeout)
     processes = Processes(address.index, address.count, link)
     with processes.together():
-        left = max(args.timeout - (time.monotonic() - began), 60.0)
-        _start_jax(address, left)
+        _start_jax(address, args.timeout)
     return processes
 
 
@@ -260,8 +257,6 @@ def _start_jax(address: Address, timeout: float) -> None:
     import jax
 
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
-    if address.index:
-        _await_port(address, timeout)
     # jax's heartbeat would abort all processes when one of them is stopped for 100 seconds. The link finds what the
     # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
     # jax's coordinator admits every client, so it listens only at the address that the others use.
@@ -270,20 +265,8 @@ def _start_jax(address: Address, timeout: float) -> None:
         str(address),
         address.count,
         address.index,
-        initialization_timeout=int(timeout),
+        initialization_timeout=int(max(timeout, 60)),
         heartbeat_timeout_seconds=LONGEST_S,
         coordinator_bind_address=str(dataclasses.replace(address, host=own)) if own else None,
         cluster_detection_method=None if address.launched else "deactivate",
-    )
-
-
-def _await_port(address: Address, timeout: float) -> None:
-    # A client of jax that connects too early loses a second per attempt.
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), timeout=timeout):
-            return
-        time.sleep(0.02)
-    raise Lost(
-        f"process 0 connected, but its jax coordinator does not listen at {address}: the output of process 0 says why"
     )

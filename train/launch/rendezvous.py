@@ -13,9 +13,9 @@ import ipaddress
 import json
 import os
 import secrets
-import selectors
 import socket
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from bytescope.train.user_errors import Lost, UserError
 KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
 RETRY_S = 0.05
 HELLO_S = 10.0  # seconds within which a connection has to send its hello
-STRANGERS = 64  # maximum number of connections without a hello, in addition to the expected processes
+GREETERS = 64  # number of connections whose hello is read at the same time
 HELLO_BYTES = 4096  # maximum bytes of a hello
 TOKEN_VARIABLE = "BYTESCOPE_TOKEN"
 TOKEN_FILE = ".rendezvous"
@@ -34,7 +34,7 @@ LINGER_S = 10.0  # seconds that a process which fails waits for the others to en
 
 
 class Peer:
-    """A connection to another process of the run, which sends and receives complete messages."""
+    """A connection to another process of the run, which sends and receives messages, one line each."""
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -42,18 +42,16 @@ class Peer:
         for name, value in KEEPALIVE:
             if hasattr(socket, name):  # some systems lack these options
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.connection, self.said_bye, self._rest = connection, False, b""
-        self.limit: int | None = None  # maximum bytes of one message
-        self.early: list[list[Any]] = []  # messages that arrived before there was a `Link` to handle them
+        self.connection, self.said_bye = connection, False
+        self._lines = connection.makefile("rb")
 
     def close(self) -> None:
-        """Closes the connection. If the message `bye` was not sent before, the other process assumes that this one has
-        died."""
+        """Closes the connection, also while a thread reads from it. If the message `bye` was not sent before, the other
+        process assumes that this one has died."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)  # ends a read that waits
+        self._lines.close()
         self.connection.close()
-
-    def fileno(self) -> int:
-        """Returns the file descriptor, by which a selector waits for messages."""
-        return self.connection.fileno()
 
     def send(self, *message: Any) -> None:
         """Sends one message, a list of JSON values. Errors are ignored, because the reading thread notices a closed
@@ -61,27 +59,12 @@ class Peer:
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> list[list[Any]] | None:
-        """Waits until bytes arrive, and returns the messages that are complete. Returns None if the other process
-        closed the connection.
-
-        Raises:
-          TimeoutError: nothing arrived within the connection's timeout.
-        """
+    def receive(self, max_bytes: int = -1) -> list[Any] | None:
+        """Waits for the next message and returns it. Returns None if the connection was closed, if nothing arrived
+        within its timeout, or if the bytes are not a message of at most `max_bytes`."""
         try:
-            content = self.connection.recv(1 << 16)
-        except TimeoutError:  # an OSError too
-            raise
-        except OSError:
-            return None
-        if not content:
-            return None
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        if self.limit is not None and max(map(len, (*lines, self._rest))) > self.limit:
-            return None
-        try:
-            return [list(json.loads(line)) for line in lines]
-        except (ValueError, TypeError, RecursionError):  # another protocol
+            return list(json.loads(self._lines.readline(max_bytes)))
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
 
 
@@ -96,6 +79,7 @@ class Token:
 
     def __init__(self, workdir: Path | None, port: int):
         place = workdir or Path("runs") / "new"
+        self._given = os.environ.get(TOKEN_VARIABLE, "")
         # Inside the run directory if it exists, since it may be the only directory that the machines share.
         self._files = (place / TOKEN_FILE, place.parent / f"{TOKEN_FILE}-{port}")
         self._created: Path | None = None
@@ -103,9 +87,8 @@ class Token:
     def make(self) -> str:
         """Creates the secret and the file. Returns the secret that process 0 requires of other processes. Returns ""
         if the file cannot be written; every process is then admitted."""
-        given = os.environ.get(TOKEN_VARIABLE, "")
-        if given:
-            return given
+        if self._given:
+            return self._given
         word = secrets.token_hex(16)
         path = self._files[0] if self._files[0].parent.is_dir() else self._files[1]
         try:
@@ -120,9 +103,8 @@ class Token:
 
     def read(self) -> str:
         """Returns the secret that this process must send to process 0; "" if the file does not exist yet."""
-        given = os.environ.get(TOKEN_VARIABLE, "")
-        if given:
-            return given
+        if self._given:
+            return self._given
         for path in self._files:
             with contextlib.suppress(OSError, ValueError):
                 word = path.read_text().strip()
@@ -192,11 +174,11 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
     peers: dict[int, Peer] = {}
     try:
         with _listen(host, port) as listener:
-            strangers = _Door(listener, count, token, peers).watch(time.monotonic() + timeout)
+            rejected = _admit_all(listener, count, token, time.monotonic() + timeout, peers)
         if missing := sorted(set(range(1, count)) - set(peers)):
-            rejected = f" ({strangers} connections without the right token were rejected)" if strangers else ""
+            others = f" ({rejected} connections without the right token were rejected)" if rejected else ""
             raise Lost(
-                f"{_name(missing)} of {count} did not connect within {timeout:g} s{rejected}: look at their "
+                f"{_name(missing)} of {count} did not connect within {timeout:g} s{others}: look at their "
                 "output, or give a longer --timeout"
             )
     except UserError as error:
@@ -209,106 +191,79 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
     return peers
 
 
-class _Door:
-    """Accepts connections on process 0 until all other processes of the run have connected.
+def _admit_all(listener: socket.socket, count: int, token: str, deadline: float, peers: dict[int, Peer]) -> int:
+    """Accepts connections on process 0 until all other processes of the run have connected or the deadline has passed.
 
-    `peers` gets the connections that send the secret of the run (process number -> connection); others are closed.
+    `peers` gets the connections that send the token of the run (process number -> connection); others are closed.
+    Returns the number of closed connections.
     """
+    rejected = 0
+    unknown: dict[Future[tuple[Peer, int, int] | None], socket.socket] = {}  # their hello is being read
+    with ThreadPoolExecutor(GREETERS) as pool:
+        try:
+            while len(peers) < count - 1 and time.monotonic() < deadline:
+                with contextlib.suppress(OSError):  # a timeout, or the connection is already closed
+                    connection = listener.accept()[0]
+                    unknown[pool.submit(_read_hello, connection, token)] = connection
+                for future in [future for future in unknown if future.done()]:
+                    del unknown[future]
+                    hello = future.result()
+                    if hello is None:
+                        rejected += 1
+                    else:
+                        _admit(*hello, count, peers)
+        finally:  # connections without a hello must not keep this process waiting
+            for connection in unknown.values():
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+    return rejected
 
-    def __init__(self, listener: socket.socket, count: int, token: str, peers: dict[int, Peer]):
-        self._listener, self._count, self._token, self._peers = listener, count, token, peers
-        self._unknown: dict[Peer, float] = {}  # connection without a hello -> the time by which it must send one
-        self._turned_away = 0
 
-    def watch(self, deadline: float) -> int:
-        """Waits until all processes are connected or the deadline has passed. Returns the number of rejected
-        connections."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            try:
-                while len(self._peers) < self._count - 1 and (left := deadline - time.monotonic()) > 0:
-                    for key, _ in selector.select(min(left, 1.0)):
-                        if key.fileobj is self._listener:
-                            self._open(selector)
-                        elif isinstance(key.fileobj, Peer) and key.fileobj.fileno() >= 0:  # not closed in this round
-                            self._receive_from(key.fileobj, selector)
-                    self._close_late_connections(selector)
-            finally:  # connections without a hello must not keep waiting
-                for peer in self._unknown:
-                    peer.close()
-        return self._turned_away
+def _read_hello(connection: socket.socket, token: str) -> tuple[Peer, int, int] | None:
+    """Returns (connection, process number, number of processes); None for a connection without the token."""
+    try:
+        connection.settimeout(HELLO_S)
+        peer = Peer(connection)
+    except OSError:  # already closed
+        return None
+    match peer.receive(HELLO_BYTES):
+        case ["hello", int(index), int(count), str(given)] if token_matches(given, token):
+            connection.settimeout(None)
+            return peer, index, count
+    peer.send("stranger")
+    peer.close()
+    return None
 
-    def _open(self, selector: selectors.BaseSelector) -> None:
-        with contextlib.suppress(OSError):  # the connection is already closed
-            peer = Peer(self._listener.accept()[0])
-            peer.limit = HELLO_BYTES
-            self._unknown[peer] = time.monotonic() + HELLO_S
-            selector.register(peer, selectors.EVENT_READ)
 
-    def _close_late_connections(self, selector: selectors.BaseSelector) -> None:
-        many = len(self._unknown) - STRANGERS - self._count
-        for place, (peer, until) in enumerate(list(self._unknown.items())):
-            if place < many or time.monotonic() > until:
-                self._turn_away(peer, selector)
-
-    def _turn_away(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        self._turned_away += 1
-        del self._unknown[peer]
-        selector.unregister(peer)
-        peer.send("stranger")
-        peer.close()
-
-    def _receive_from(self, peer: Peer, selector: selectors.BaseSelector) -> None:
-        messages = peer.receive()
-        if peer in self._unknown:
-            if messages is None:
-                self._turn_away(peer, selector)
-            elif messages:
-                self._greet(messages[0], peer, selector)
-        elif messages is None:
-            selector.unregister(peer)
-            peer.close()
-            for index in [index for index, known in self._peers.items() if known is peer]:
-                del self._peers[index]
-
-    def _greet(self, message: list[Any], peer: Peer, selector: selectors.BaseSelector) -> None:
-        match message:
-            case ["hello", int(index), int(theirs), str(token)] if token_matches(token, self._token):
-                del self._unknown[peer]
-                peer.limit = None
-                self._admit(index, theirs, peer)
-            case _:
-                self._turn_away(peer, selector)
-
-    def _admit(self, index: int, theirs: int, peer: Peer) -> None:
-        count, known = self._count, self._peers.get(index)
-        self._peers[index] = peer  # before the checks, so that this process also gets the error
-        if known or not 0 < index < count:
-            text = f"process {index} of {count} connected twice: give each process its own --process, counted from 0"
-            if known:
-                known.send("end", UserError.exit_code, text)
-                known.close()
-            raise UserError(text)
-        if theirs != count:
-            raise UserError(
-                f"process {index} was started with --processes={theirs}, but process 0 with --processes={count}: give "
-                "all processes the same number"
-            )
+def _admit(peer: Peer, index: int, theirs: int, count: int, peers: dict[int, Peer]) -> None:
+    known = peers.get(index)
+    peers[index] = peer  # before the checks, so that this process also gets the error
+    if known or not 0 < index < count:
+        text = f"process {index} of {count} connected twice: give each process its own --process, counted from 0"
+        if known:
+            known.send("end", UserError.exit_code, text)
+            known.close()
+        raise UserError(text)
+    if theirs != count:
+        raise UserError(
+            f"process {index} was started with --processes={theirs}, but process 0 with --processes={count}: give "
+            "all processes the same number"
+        )
 
 
 def _listen(host: str, port: int) -> socket.socket:
     address = own_address(host)
+    family, dual = socket.AF_INET, not address and socket.has_dualstack_ipv6()
+    if ":" in address or dual:
+        family = socket.AF_INET6
     try:
-        if address:
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            return socket.create_server((address, port), family=family, backlog=1024)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-        return socket.create_server(("", port), backlog=1024)
+        listener = socket.create_server((address, port), family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
         raise UserError(
             f"process 0 cannot listen on port {port} ({error.strerror}): choose another port for --coordinator"
         ) from error
+    listener.settimeout(RETRY_S)
+    return listener
 
 
 def _join(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> Peer:
@@ -321,9 +276,11 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
             time.sleep(RETRY_S)
             continue
         peer.send("hello", index, count, token.read())  # read late: process 0 writes the token before it listens
-        answer = _first_message(peer, timeout + LINGER_S)  # process 0 answers when its own timeout is over
+        peer.connection.settimeout(timeout + LINGER_S)  # process 0 answers when its own timeout is over
+        answer = peer.receive()
         match answer:
             case ["go"]:
+                peer.connection.settimeout(None)
                 return peer
             case ["end", int(code), str(text)]:
                 peer.close()
@@ -340,21 +297,6 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
         f"process 0 did not answer at {host}:{port} within {timeout:g} s{detail}: check that it runs and that "
         "the address is right"
     )
-
-
-def _first_message(peer: Peer, seconds: float) -> list[Any] | None:
-    peer.connection.settimeout(seconds)
-    try:
-        messages = peer.receive()
-        while messages == []:
-            messages = peer.receive()
-    except TimeoutError:
-        return None
-    peer.connection.settimeout(None)
-    if messages is None:
-        return None
-    peer.early = messages[1:]
-    return messages[0]
 
 
 def _name(indices: list[int]) -> str:

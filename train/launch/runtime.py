@@ -17,7 +17,7 @@ from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.platform import MEMORY_FRACTION, MemoryFraction, choose_platform, give_threads, simulated
 from bytescope.memory.host.node_memory import address_space_limit, cgroup_room
 from bytescope.memory.units import human
-from bytescope.train.user_errors import DoesNotFit, UserError
+from bytescope.train.user_errors import DoesNotFit
 
 resource: ModuleType | None
 try:
@@ -34,8 +34,7 @@ SETTLE_S = 0.5  # seconds for the threads of a failed read to end
 START_BYTES = 320 * 2**20
 # Address space in bytes for threads after jax has started: 8 MiB of stack per thread, and 64 MiB per glibc arena.
 THREADS_BYTES = 2**30
-# Open files: a start needs MIN_FILES (libraries, data, a checkpoint's arrays), and requests MAX_FILES.
-MIN_FILES, MAX_FILES = 64, 65536
+MAX_FILES = 65536  # open files that a start requests
 # When this remedy is printed, the soft limit is already as high as the hard limit.
 RAISE_FILES = "raise the hard limit (ulimit -Hn as root, /etc/security/limits.conf, a container's --ulimit nofile)"
 _PROBE = (
@@ -45,18 +44,14 @@ _PROBE = (
 
 
 def check_limits() -> None:
-    """Raises the soft limit of open files, and checks that the limits of files and memory are large enough to start
-    jax.
+    """Raises the soft limit of open files, and checks that the limits of memory are large enough to start jax.
 
     Call it before jax is imported.
 
     Raises:
-      UserError: the limit of open files is too low.
       DoesNotFit: the cgroup has too little memory left, or the address space is too small.
     """
-    files = raise_file_limit()
-    if files is not None and files < MIN_FILES:
-        raise UserError(f"this process may open only {files} files, but needs {MIN_FILES} or more: {RAISE_FILES}")
+    raise_file_limit()
     room = cgroup_room()
     if room is not None and room < START_BYTES:
         raise DoesNotFit(
@@ -82,36 +77,15 @@ def _can_start_jax() -> bool:
     return done.returncode == 0
 
 
-def raise_file_limit() -> int | None:
-    """Raises the soft limit of open files as far as allowed, up to MAX_FILES. Returns the new limit; None if it is
-    unlimited.
-    """
+def raise_file_limit() -> None:
+    """Raises the soft limit of open files as far as allowed, up to MAX_FILES."""
     if resource is None:
-        return None
+        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):  # the system may have a lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def files_warning() -> str:
-    """Returns a warning if this process has at least 80 % of the permitted number of files open, else ""."""
-    if resource is None:
-        return ""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    try:
-        count = len(os.listdir("/dev/fd"))
-    except OSError:
-        return ""
-    if limit == resource.RLIM_INFINITY or count < 0.8 * limit:
-        return ""
-    return (
-        f"{count} of {limit} files are open, including connections, and at {limit} the run ends: stop programs that "
-        "connect to its ports (port scans, health checks), or raise ulimit -Hn and start again"
-    )
 
 
 def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: int = 0) -> None:

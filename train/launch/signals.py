@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import signal
-import stat
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -21,7 +20,7 @@ class Stop:
     """A context manager that records SIGTERM, SIGINT and SIGHUP in `names` once `watch` was called, so that the run can
     save and end.
 
-    After SIGHUP nothing more is printed. Signals that were already ignored at the start, such as SIGHUP under nohup,
+    Signals that were already ignored at the start, such as SIGHUP under nohup,
     stay ignored.
 
     `at_once`: function that ends the process. It is called if SIGINT follows one of these signals.
@@ -50,8 +49,6 @@ class Stop:
         if number == signal.SIGINT and self.names:
             self._at_once()
         self.names.append(signal.Signals(number).name)
-        if self.names[-1] == "SIGHUP":
-            silence()
 
 
 @contextlib.contextmanager
@@ -78,16 +75,6 @@ def end_quietly() -> None:
     with contextlib.suppress(ValueError):  # not the main thread
         for number in STOPPING:
             signal.signal(number, signal.SIG_IGN)
-
-
-def silence() -> None:
-    """Drops further output of the process, because its terminal is closed: redirects standard output and standard error
-    to the null device. A stream that is redirected to a file is kept.
-    """
-    for descriptor in (1, 2):
-        with contextlib.suppress(OSError):
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                _to_nowhere(descriptor)
 
 
 def _to_nowhere(descriptor: int) -> None:

@@ -103,7 +103,7 @@ def test_strangers_at_the_port_change_nothing(tmp_path):
 
 def test_silent_connections_are_closed_and_too_many_too(tmp_path, monkeypatch):
     monkeypatch.setattr("bytescope.train.launch.rendezvous.HELLO_S", 0.3)
-    monkeypatch.setattr("bytescope.train.launch.rendezvous.STRANGERS", 3)
+    monkeypatch.setattr("bytescope.train.launch.rendezvous.GREETERS", 3)
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, "127.0.0.1", port, 0, 2, 10.0, Token(tmp_path, port))

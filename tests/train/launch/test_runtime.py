@@ -11,7 +11,7 @@ import pytest
 from bytescope.configs import tiny
 from bytescope.memory.devices.platform import THREADS_VARIABLE
 from bytescope.train.launch import runtime
-from bytescope.train.user_errors import DoesNotFit, UserError
+from bytescope.train.user_errors import DoesNotFit
 
 pytestmark = pytest.mark.quick
 
@@ -56,22 +56,8 @@ def file_limit():
 
 def test_the_soft_limit_of_open_files_is_raised(file_limit):
     file_limit(200)
-    limit = runtime.raise_file_limit()
-    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit > 200
-
-
-def test_too_few_open_files_are_refused(monkeypatch):
-    monkeypatch.setattr(runtime, "raise_file_limit", lambda: 20)
-    with pytest.raises(UserError, match="may open only 20 files, but needs 64 or more: raise the hard limit"):
-        runtime.check_limits()
-
-
-def test_open_files_near_the_limit_are_a_warning(file_limit):
-    count = len(os.listdir("/dev/fd"))
-    file_limit(2 * count)
-    assert runtime.files_warning() == ""
-    file_limit(count + 2)
-    assert f" of {count + 2} files are open, including connections" in runtime.files_warning()
+    runtime.raise_file_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 200
 
 
 def test_a_cgroup_without_memory_for_a_start_is_refused(monkeypatch):
