@@ -12,6 +12,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from bytescope.train.launch.liveness import Link
@@ -29,6 +30,7 @@ LAUNCHERS = (
     "TPU_WORKER_HOSTNAMES",
     "MEGASCALE_COORDINATOR_ADDRESS",
 )
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # only on Linux
 FLAGS = ("coordinator", "process", "processes")
 LONGEST_S = 10**6  # maximum seconds to wait until other processes connect or continue: eleven days
 NEWS_S = 5.0  # seconds that an error waits for the message that another process caused it
@@ -167,7 +169,7 @@ class Processes:
     def on_this_node(self) -> int:
         """Returns the number of processes of the run on this node, itself included: those with the same host name and
         start of the operating system. All processes must call it, in the same order."""
-        node = [socket.gethostname(), _boot_id()]
+        node = [socket.gethostname(), BOOT_ID.read_text() if BOOT_ID.exists() else ""]
         return self.gather(node).count(node)
 
     def at(self, doing: str) -> None:
@@ -218,14 +220,6 @@ class Processes:
 
 
 ALONE = Processes()
-
-
-def _boot_id() -> str:
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:  # not Linux: the host name alone tells nodes apart
-        return ""
 
 
 def start(address: Address | None, args: argparse.Namespace, stall_timeout: float) -> Processes:

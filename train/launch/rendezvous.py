@@ -155,19 +155,12 @@ def own_address(host: str) -> str:
         return ""
     for family, _, _, _, (name, *_) in infos:
         address = str(name)
-        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != "localhost" and not _literal(host):
+        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in ("localhost", address):
             return ""
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
             return address
     return ""
-
-
-def _literal(host: str) -> bool:
-    try:
-        return bool(ipaddress.ip_address(host.partition("%")[0]))
-    except ValueError:
-        return False
 
 
 def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> dict[int, Peer]:
