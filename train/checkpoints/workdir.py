@@ -202,6 +202,7 @@ class Identity:
         data_fingerprint: str,
         weights: str = "",
         adapter: str = "",
+        *,
         micro_rows: int = 0,
     ) -> "Identity":
         """Returns the identity of a run with this config. The other arguments are the sequences of a global batch, the

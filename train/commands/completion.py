@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from typing import Any
 
 from bytescope.memory.errors import remedy_for
 from bytescope.train.commands import trainer_packages
@@ -49,7 +50,7 @@ def make_root_parser() -> argparse.ArgumentParser:
         parsers = [parser for parser in map(_parser_or_none, (name, *abilities_of(name))) if parser is not None]
         if not parsers:
             continue
-        parser = commands.add_parser(name, parents=parsers[:1], add_help=False, help=command.summary)
+        parser: Any = commands.add_parser(name, parents=parsers[:1], add_help=False, help=command.summary)
         for action in itertools.chain.from_iterable(ability._actions for ability in parsers[1:]):
             if action.option_strings and not parser._option_string_actions.keys() & set(action.option_strings):
                 parser._add_action(action)
