@@ -10,6 +10,9 @@ import numpy as np
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.train.pipeline.schedule import IDLE, Schedule, Times, Unit
 
+# Maximum number of units: (stage, micro-batch, chunk) triples. A schedule has a record for each.
+MAX_UNITS = 200_000
+
 
 def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
     """Returns the pipeline schedule `name`, a key of SCHEDULES. `virtual`: chunks of layers per stage.
@@ -24,6 +27,11 @@ def make_schedule(name: str, stages: int, micro_batches: int, virtual: int = 1) 
     for what, count in (("stages", stages), ("micro-batches", micro_batches), ("chunks of a stage", virtual)):
         if count < 1:
             raise ReportError(f"a pipeline cannot have {count} {what}: give 1 or more")
+    if stages * micro_batches * virtual > MAX_UNITS:
+        raise ReportError(
+            f"a pipeline of {stages} stages x {micro_batches} micro-batches x {virtual} chunks is too large: give "
+            f"fewer micro-batches (batch.accumulation), at most {MAX_UNITS:,} of this product"
+        )
     return SCHEDULES[name].make(name, stages, micro_batches, virtual)
 
 

@@ -49,7 +49,7 @@ def test_without_a_target_the_words_follow_the_program():
         ("report maxtext:llama2-7b h100:8 --formulas", "--formulas cannot be used with maxtext:llama2-7b"),
         ("compare maxtext:llama2-7b h100:8 --measure", "--measure cannot be used with maxtext:llama2-7b"),
         ("report maxtext:llama2-7b h100:8 --config.a=1", "write a key of the trainer as a word, a=1"),
-        ("levers maxtext:llama2-7b h100:8 a=1", "unrecognized arguments: a=1"),
+        ("compare maxtext:llama2-7b h100:8 a=1 --levers", "unrecognized arguments: a=1"),
     ],
 )
 def test_words_are_refused_in_one_line(command, said, capsys):

@@ -184,6 +184,10 @@ LARGE_COUNTS = {
         ("tiny --processes-per-node=5000", "--processes-per-node=5000 is out of range"),
         ("tiny cpu:999999", "target 'cpu:999999' has 999,999 devices: give at most 4,096"),
         ("tiny h100:99999x8", "target 'h100:99999x8' has 799,992 devices: give at most 65,536"),
+        (
+            "tiny h100:4 --config.mesh.stage=4 --config.batch.mode=scan --config.batch.accumulation=99999",
+            "a pipeline of 4 stages x 99999 micro-batches x 1 chunks is too large: give fewer",
+        ),
         ("tiny --config.model.n_layers=99999", "model.n_layers=99999 is too large: give at most 65536"),
         ("tiny --config.data.workers=9999", "data.workers=9999 is too large: give at most 4096"),
         ("tiny --config.data.prefetch=99999", "data.prefetch=99999 is too large: give at most 65536"),
