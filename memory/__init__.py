@@ -17,7 +17,7 @@ cost (FLOPs, bytes and collectives of a step), seconds (predicted step time), re
 memory budget), findings (problems with their remedies), audit (requests to jax and XLA with their outcomes), view
 (tables, charts and pages), messages (out-of-memory messages in a log, read and explained), report (the `Report` object
 with its pages, differences and guards), watching (running steps), profile (profiler traces), compare (many programs
-side by side), fixes (changes of source files), adapters (steps of other
+side by side), adapters (steps of other
 trainers), commands.
 
 Start at `analysis.py:report_of`. It takes a compiled program and returns a `records.report_record.ReportRecord`.

@@ -3,7 +3,7 @@
 Sources are in openxla/xla, xla/tsl/framework/bfc_allocator.cc and .h, unless another file is named. XLA sorts free
 chunks into bins by size and searches the bins from the smallest one that may fit. Inside a bin, chunks are sorted by
 size, then address. This search finds the smallest free chunk that is large enough, and among equal sizes the one
-with the lowest address, so the model searches one sorted list and uses bins only for statistics.
+with the lowest address, so the model searches one sorted list without bins.
 
 A partitioned pool (enable_spatial_partitioning) has two ends: collective memory, such as buffers that NCCL registers,
 is taken from the upper end, all other memory from the lower end. The free memory between the two ends is the gap. A
@@ -23,8 +23,6 @@ from bytescope.memory.units import MIB
 
 # kMinAllocationSize: each request is rounded up to a multiple of 256 bytes (RoundedBytes).
 UNIT_BYTES = 256
-# kNumBins: bin n has the chunks of 256 x 2**n to 256 x 2**(n+1) bytes. The last bin has no maximum.
-BINS = 21
 # Size of the first region of a growing pool (constructor: allow_growth). TensorFlow used 1 MiB until 2021.
 FIRST_REGION_BYTES = 2 * MIB
 # max_internal_fragmentation_bytes_: if a request leaves at least these bytes of a chunk unused, the chunk is split.
@@ -43,11 +41,6 @@ def rounded(size: int) -> int:
     return -(-size // UNIT_BYTES) * UNIT_BYTES
 
 
-def bin_of(size: int) -> int:
-    """Returns the number of the bin (0 to 20) in which XLA lists free chunks of `size` bytes (BinNumForSize)."""
-    return min(max(size // UNIT_BYTES, 1).bit_length() - 1, BINS - 1)
-
-
 @dataclasses.dataclass
 class Chunk:
     """A contiguous piece of a region, either free or in use by one allocation.
@@ -64,25 +57,6 @@ class Chunk:
     size: int
     requested: int = 0
     end: str = LOWER
-
-
-@dataclasses.dataclass(frozen=True)
-class BinStatistics:
-    """Number and bytes of the chunks in one bin (a range of chunk sizes) of the BFC allocator (get_bin_debug_info).
-
-    Fields:
-        chunks: number of all chunks.
-        chunks_in_use: number of chunks that hold an allocation.
-        bytes: size of all chunks.
-        bytes_in_use: size of the chunks that hold an allocation.
-        requested_bytes: bytes that clients requested for these allocations, without rounding.
-    """
-
-    chunks: int = 0
-    chunks_in_use: int = 0
-    bytes: int = 0
-    bytes_in_use: int = 0
-    requested_bytes: int = 0
 
 
 class BfcPool:
@@ -203,23 +177,6 @@ class BfcPool:
         no bytes are free."""
         free = self.reserved - self.in_use
         return (free - self._largest_chunk(LOWER, UPPER, GAP)) / free if free else 0.0
-
-    def bins(self) -> list[BinStatistics]:
-        """Returns the statistics of each bin, as XLA prints them when a request fails (DumpMemoryLog). The free memory
-        between the two ends of a partitioned pool is in no bin."""
-        out = [BinStatistics()] * BINS
-        for chunk in self._starts.values():
-            if chunk.end == GAP:
-                continue
-            old, used = out[bin_of(chunk.size)], chunk.requested > 0
-            out[bin_of(chunk.size)] = BinStatistics(
-                old.chunks + 1,
-                old.chunks_in_use + used,
-                old.bytes + chunk.size,
-                old.bytes_in_use + used * chunk.size,
-                old.requested_bytes + chunk.requested,
-            )
-        return out
 
     def occupancy(self, width: int = 100) -> str:
         """Draws the pool as a line of `width` characters, sorted by address: "*" for bytes in use, "x" for the unused

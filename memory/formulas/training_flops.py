@@ -56,17 +56,6 @@ def hardware_flops(model: ModelShape, sequence: int, sequences: float, recompute
     return total
 
 
-def published_selective_flops(model: ModelShape, sequence: int, sequences: float) -> float:
-    """Returns hardware FLOPs with selective recomputation as printed by Korthikanti et al. 2022, to reproduce their HFU
-    column.
-
-    The letters are B sequences of s tokens, L layers of width h, and v token ids. Their formula replaces s/(6h) with
-    s/(3h), which adds 12 B L s^2 h: three forward passes of the attention core. Only one is recomputed (s/(6h) should
-    become 2s/(9h)), so their HFU is too high: by 1.4 percentage points for the 22B model and by 0.5 for the 1T model.
-    """
-    return model_flops(model, sequence, sequences) + 3 * _core_forward(model, sequence, sequences)
-
-
 def _core_forward(model: ModelShape, sequence: int, sequences: float) -> float:
     widths = model.score_width + model.value_width
     return 2.0 * model.layers * sequences * sequence**2 * model.heads * widths
@@ -80,11 +69,3 @@ def _active_matrix_parameters(model: ModelShape) -> int:
 def _layers_forward(model: ModelShape, sequence: int, sequences: float) -> float:
     products = 2.0 * (_active_matrix_parameters(model) + adapter_count(model)) * sequences * sequence
     return products + _core_forward(model, sequence, sequences)
-
-
-def utilization(flops: float, seconds: float, devices: int, peak_flops: float) -> float:
-    """Returns FLOPs as a fraction of the devices' peak. This is MFU for model FLOPs and HFU for hardware FLOPs.
-
-    seconds: time in which the FLOPs are computed. peak_flops: FLOP/s of one device.
-    """
-    return flops / (seconds * devices * peak_flops)

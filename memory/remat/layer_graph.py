@@ -109,33 +109,6 @@ class LayerGraph:
         others = (size for value, size in zip(kernel.outs, kernel.bytes) if value in self.read and value not in tag.ins)
         return sum(tag.bytes) + sum(others)
 
-    def scaled(self, times: float) -> LayerGraph:
-        """Returns the graph of this layer for a batch with `times` as many tokens: FLOPs and bytes are multiplied by
-        `times`.
-        """
-        steps = []
-        for step in self.steps:
-            steps.append(
-                GraphStep(
-                    step.outs,
-                    step.ins,
-                    step.name,
-                    tuple(round(flops * times) for flops in step.flops),
-                    round(step.all_flops * times),
-                    step.dtype,
-                    tuple(round(size * times) for size in step.bytes),
-                    tuple((which, round(flops * times)) for which, flops in step.shared),
-                )
-            )
-        return LayerGraph(
-            self.layers,
-            tuple(steps),
-            self.read,
-            round(self.carry_bytes * times),
-            round(self.none_bytes * times),
-            self.bound,
-        )
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LayerGraph:
         """Rebuilds the graph of a layer from the JSON of `dataclasses.asdict(graph)`, in which tuples are lists."""

@@ -203,7 +203,7 @@ def test_links_lead_somewhere(page):
 def test_the_front_page_leads_to_every_other_page():
     text = FRONT.read_text(encoding="utf-8")
     linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", prose(text))}
-    tables = {"outputs_expected.md", "outputs_redesign.md"}  # read by a script
+    tables = {"outputs_expected.md"}  # read by a script
     reports = ROOT / "tests" / "bench" / "upstream"  # the guide to MaxText leads to its README
     assert {path for path in READMES if path != FRONT and path.name not in tables and path.parent != reports} <= linked
 

@@ -73,26 +73,15 @@ class SourceTree:
         """Module -> modules of the tree that it imports, inside functions and for type checkers too."""
         return {name: self._imported(module) for name, module in self.modules.items()}
 
-    @cached_property
-    def runtime_imports(self) -> Mapping[str, frozenset[str]]:
-        """The same without what a module imports for type checkers only.
-
-        The imports of an __init__.py for type checkers are included: it fetches these names at their first use.
-        """
-        return {name: self._imported(module, module.is_package) for name, module in self.modules.items()}
-
-    def _imported(self, module: Module, type_checking: bool = True) -> frozenset[str]:
-        names = self.imported_names(module, type_checking)
+    def _imported(self, module: Module) -> frozenset[str]:
+        names = self.imported_names(module)
         return frozenset(filter(None, map(self.own_name, names))) & self.modules.keys() - {module.name}
 
-    def imported_names(self, module: Module, type_checking: bool = True) -> Iterable[str]:
+    def imported_names(self, module: Module) -> Iterable[str]:
         """The full name of every module that a module imports, of this tree or not."""
         waiting: list[ast.AST] = [module.syntax]
         while waiting:
             node = waiting.pop()
-            if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not type_checking:
-                waiting += node.orelse
-                continue
             waiting += ast.iter_child_nodes(node)
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)

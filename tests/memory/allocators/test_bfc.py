@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from bytescope.memory.allocators.bfc import BINS, GAP, LOWER, UPPER, BfcPool, BinStatistics, bin_of, rounded
+from bytescope.memory.allocators.bfc import GAP, LOWER, UPPER, BfcPool, rounded
 from bytescope.memory.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.quick
@@ -73,22 +73,6 @@ def test_statistics_after_each_request():
     assert statistics(pool) == (2, 3072, 3072, 2048)
     pool.free(second)
     assert statistics(pool) == (2, 1024, 3072, 2048)
-
-
-def test_each_bin_has_the_chunks_of_its_sizes():
-    """BinDebugInfo."""
-    pool = BfcPool(GIB)
-    addresses = [pool.allocate(256 << power) for power in range(5) for _ in range(2)]
-    bins = pool.bins()
-    for power in range(5):
-        size = 2 * (256 << power)
-        assert bins[power] == BinStatistics(2, 2, size, size, size)
-    assert set(bins[5:-1]) == {BinStatistics()}
-    assert (bins[-1].chunks, bins[-1].chunks_in_use, bins[-1].bytes) == (1, 0, GIB - pool.in_use)
-    for address in addresses[1::2]:
-        pool.free(address)
-    assert [bins.bytes_in_use for bins in pool.bins()[:6]] == [256, 512, 1024, 2048, 4096, 0]
-    assert [bin_of(size) for size in (256, 511, 512, 256 << 20, 1 << 40)] == [0, 0, 1, BINS - 1, BINS - 1]
 
 
 def test_the_first_region_of_a_growing_pool_has_2_mib():
@@ -312,15 +296,8 @@ def test_the_pool_of_a_message_is_rebuilt_and_its_request_fails():
     base = pool.regions[0][0] - 0x905A40000
     assert [chunk.size * (1 if chunk.requested else -1) for chunk in pool.chunks] == sizes
     assert pool.chunks[-1].start - base == 0x90F6AD700 and pool.chunks[13].start - base == 0x9063AC500
-    # The statistics of the message: InUse, MaxAllocSize, bins of 1, 2 and 64 MiB, the largest free chunk.
+    # The statistics of the message: InUse, MaxAllocSize, the largest free chunk.
     assert (pool.in_use, pool.largest_request) == (208404480, 121448704)
-    bins = {256 << number: entry for number, entry in enumerate(pool.bins()) if entry.chunks}
-    assert sorted(bins) == [256, 512, 1024, 65536, 1048576, 2097152, 67108864]
-    assert (bins[1048576].chunks, bins[1048576].chunks_in_use) == (2, 1)
-    assert (bins[2097152].chunks, bins[2097152].chunks_in_use) == (5, 3)
-    large = bins[67108864]
-    in_mib = [f"{size / MIB:.2f}" for size in (large.bytes, large.bytes_in_use, large.requested_bytes)]
-    assert (large.chunks, large.chunks_in_use, in_mib) == (3, 2, ["255.74", "189.32", "171.50"])
     assert f"{pool.largest_free / MIB:.2f}" == "66.42"
     assert pool.occupancy() == K40_OCCUPANCY
     assert pool.allocate(K40_REQUEST) is None

@@ -15,7 +15,7 @@ from bytescope.memory.cost import flops
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.named_block import named_block
 from bytescope.memory.remat.remat_problem import RecomputeRates
-from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping, pattern_keeping_all
+from bytescope.memory.remat.remat_solver import pattern_keeping, pattern_keeping_all
 from bytescope.train.plan.block_description import describe_block, fixed_policies
 from bytescope.train.program.config_files import load, override
 from bytescope.train.program.program import build
@@ -113,13 +113,6 @@ def test_bytes_are_one_devices_and_flops_of_all(mesh):
     pattern = pattern_keeping(block, RATES, "", names)
     assert {name: found[name] for name in (INPUT, *names)} == wanted and set(pattern.save) == set(names)
     assert flops.count(compilation.jaxpr).recomputed == pattern.flops * block.layers
-
-
-def test_tokens_scale_it():
-    """Twice the rows are twice the bytes and the FLOPs, of products that several results share too."""
-    one, two = (describe_block(small_program({**KINDS["chunked"][0], "batch.micro": rows})) for rows in (8, 16))
-    assert any(step.shared for step in one.steps)
-    assert pareto_patterns(one.scaled(2), RATES) == pareto_patterns(two, RATES) != pareto_patterns(one, RATES)
 
 
 def test_a_block_crosses_as_json():
