@@ -50,11 +50,12 @@ def make_root_parser() -> argparse.ArgumentParser:
         parsers = [parser for parser in map(_parser_or_none, (name, *abilities_of(name))) if parser is not None]
         if not parsers:
             continue
-        parser: Any = commands.add_parser(name, parents=parsers[:1], add_help=False, help=command.summary)
-        for action in itertools.chain.from_iterable(ability._actions for ability in parsers[1:]):
-            if action.option_strings and not parser._option_string_actions.keys() & set(action.option_strings):
-                parser._add_action(action)
-        for action in parser._actions:
+        parser = commands.add_parser(name, parents=parsers[:1], add_help=False, help=command.summary)
+        for flag in itertools.chain.from_iterable(ability._actions for ability in parsers[1:]):
+            if flag.option_strings and not parser._option_string_actions.keys() & set(flag.option_strings):
+                parser._add_action(flag)
+        actions: list[Any] = parser._actions
+        for action in actions:
             if action.dest in _TARGETS:
                 action.choices = ["local", "cpu", *CHIPS]
             elif action.dest in values or action.metavar in metavars:
