@@ -105,11 +105,6 @@ class HostMemory:
         return self.process_bytes * self.processes
 
     @property
-    def measured_bytes(self) -> int | None:
-        """The maximum over all phases of the measured resident bytes of one process; None if nothing was measured."""
-        return max(self.measured.values(), default=None)
-
-    @property
     def verdict(self) -> str:
         """Whether the host memory of the node suffices for the predicted bytes of its processes: "fits", "tight" (more
         than the fraction `TIGHT` of the node's memory is needed), "exceeds", or "unknown" if the node's memory is

@@ -32,11 +32,10 @@ from bytescope.memory.report import audit_view, buffer_tables, host_view
 from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
-from bytescope.memory.view.console import DEFAULT_WIDTH, one_line, plain_text, prompt_width, put, safe, shorten
+from bytescope.memory.view.console import one_line, plain_text, prompt_width, put, safe, shorten
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, mixture, unwrapped
 from bytescope.memory.view.text_table import FigureColumn, FigureTable, figure, fixed, label, words
 
-WIDTH = DEFAULT_WIDTH
 _FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}

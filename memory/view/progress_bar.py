@@ -109,10 +109,6 @@ class ProgressBar:
         if doing is not None:
             self._bar.update(self._task, doing=doing)
 
-    def expect(self, total: int) -> None:
-        """Sets the total, for example the number of programs."""
-        self._bar.update(self._task, total=total)
-
     def advance(self, amount: int) -> None:
         """Adds `amount`, in the unit of the bar (such as bytes), to the finished amount that the bar shows."""
         self._bar.advance(self._task, amount)

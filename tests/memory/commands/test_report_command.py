@@ -23,6 +23,7 @@ from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, RuntimeOverhead
 from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
+from bytescope.memory.view.console import DEFAULT_WIDTH
 from bytescope.train.plan import config_factory, run_peak
 from support import programs
 from support.json_results import read_result
@@ -258,7 +259,7 @@ def test_report_of_a_config(capsys, tmp_path):
 
 
 def test_one_screen(step):
-    console = Console(width=report_text.WIDTH, record=True, file=io.StringIO())
+    console = Console(width=DEFAULT_WIDTH, record=True, file=io.StringIO())
     report_text.show(step[2], console)
     lines = console.export_text().splitlines()
     assert len(lines) <= 50

@@ -27,6 +27,7 @@ from bytescope.memory.report import report_page, report_text
 from bytescope.memory.seconds import ranking, rates, step_schedule
 from bytescope.memory.seconds.step_schedule import ScheduledKernel
 from bytescope.memory.view import prediction_text as times
+from bytescope.memory.view.console import DEFAULT_WIDTH
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.program.program import build
@@ -334,7 +335,7 @@ def test_the_report_and_its_page_tell_it_in_a_line():
     found = seconds({"forward": phase(flops={"bf16": 150}, other_bytes=4)}, FIGURES)
     report = ReportRecord(8, 8, {}, roofline=found.to_json())
     line = "at least 2 s per call of the step, by by hand (products 1.5 s, memory 0.5 s)"
-    console = Console(width=report_text.WIDTH, file=io.StringIO())
+    console = Console(width=DEFAULT_WIDTH, file=io.StringIO())
     report_text.show(report, console)
     assert line in console.file.getvalue()
     assert line in report_page.render(report)

@@ -67,8 +67,7 @@ def test_without_a_terminal_there_is_a_line_every_30_seconds(figures, done, tota
 def test_the_lines_come_while_a_command_waits(capsys, monkeypatch):
     monkeypatch.setattr(progress_bar, "LINE_SECONDS", 0.02)
     monkeypatch.setattr(progress_bar, "_TICK_SECONDS", 0.01)
-    with progress(None) as bar:
-        bar.expect(7)
+    with progress(7) as bar:
         bar(["a"], 3)
         time.sleep(0.3)
     printed = capsys.readouterr().err.splitlines()
