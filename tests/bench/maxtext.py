@@ -3,7 +3,7 @@
     python tests/bench/maxtext.py llama2-7b llama3-8b --target=h100:8     # MaxText installed beside bytescope
     python tests/bench/maxtext.py                                         # all models and targets, ten minutes
 
-Prints Markdown tables for memory/guides/maxtext.md. One sequence per device, cuDNN's attention, MaxText's defaults
+Prints Markdown tables for tests/bench/RESULTS.md. One sequence per device, cuDNN's attention, MaxText's defaults
 otherwise. If no policy fits, the levers that shrink the state are compiled with the policy `full`, each alone and then
 all together. Compiled programs come from the cache of `bytescope compare` where their sources are the same.
 """
