@@ -42,7 +42,6 @@ from bytescope.train.launch.signals import Stop
 from bytescope.train.plan import refusal
 from bytescope.train.plan.remat_auto import settled_program
 from bytescope.train.program.config_files import flatten
-from bytescope.train.program.doubtful_settings import doubtful_data, doubtful_settings
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
 from bytescope.train.run import profile, startup, summary, wandb_run
@@ -428,8 +427,8 @@ def run(
         startup.show_program(console, program, data.description, verbose=command.verbose)
         summary.show(console, [("passes", startup.passes(program, len(data.train)))])
         read = program.batch.rows_before(config.train.steps)
-        warnings = doubtful_settings(program.settings, program.mesh.devices.flat[0].platform)
-        for line in (*warnings, *doubtful_data(program.settings, data, read)):
+        warnings = startup.doubtful_settings(program.settings, program.mesh.devices.flat[0].platform)
+        for line in (*warnings, *startup.doubtful_data(program.settings, data, read)):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         start = RunStart(workdir, console, processes, asked, command, began, stop)

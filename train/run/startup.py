@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from bytescope.model.frozen import ROUTER_BIAS
 from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.workdir import write_atomically
+from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import refusal
@@ -40,13 +41,20 @@ from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.plan.run_host_terms import run_terms, step_terms
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
+from bytescope.train.program.program_settings import Settings
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
 from bytescope.train.run import summary
 from bytescope.train.step.optimizer.rules import describe_scaling
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import origin
 
+if TYPE_CHECKING:  # importing this module imports grain, which takes time
+    from bytescope.train.data.batches import Data
+
 REPORT, PAGE = "memory.json", "memory.html"
+# Maximum number of passes over the data without a warning: repeated tokens lose most of their value within about 16
+# passes (Muennighoff et al. 2023, arXiv 2305.16264).
+MAX_PASSES = 16
 
 
 def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
@@ -293,3 +301,42 @@ def peak_flops(program: Program) -> float | None:
     known = parse("local").peak_flops
     units = _UNITS.get(jnp.dtype(program.precision.compute).name, ())
     return next((known[unit] for unit in units if unit in known), None)
+
+
+def doubtful_settings(settings: Settings, platform: str) -> list[str]:
+    """Returns warnings about settings that are probably mistakes on devices of `platform`, one line each."""
+    lines, optimizer, steps = [], settings.optimizer, settings.steps
+    if optimizer.warmup_steps > steps:
+        lines.append(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than train.steps={steps}: the learning rate "
+            f"never reaches {optimizer.learning_rate:g}; lower warmup_steps or raise train.steps"
+        )
+    if not optimizer.learning_rate:
+        lines.append("optimizer.learning_rate=0: no parameter will change; give a learning rate above 0")
+    if platform == "cpu":
+        for name, is_asked in (("optimizer", settings.offload.optimizer), ("params", settings.offload.params)):
+            if is_asked:
+                lines.append(
+                    f"offload.{name}=true on a CPU, whose memory is the host's: it saves no memory; set it to false"
+                )
+    return lines
+
+
+def doubtful_data(settings: Settings, data: "Data", read: int) -> list[str]:
+    """Returns warnings about settings that are probably mistakes for this training data, one line each.
+
+    `read`: number of sequences that the whole run reads.
+    """
+    lines, steps, vocabulary = [], settings.steps, settings.model.vocab_size
+    passes = read / len(data.train)
+    if passes > MAX_PASSES:
+        lines.append(
+            f"train.steps={steps} reads each sequence {passes:,.0f} times, and after {MAX_PASSES} passes a model only "
+            f"memorizes the data: set train.steps={max(int(steps * MAX_PASSES / passes), 1)}, or give more data"
+        )
+    if data.tokenizer.name == ByteTokenizer.name and vocabulary != data.vocab_size:
+        lines.append(
+            f"data.tokenizer=bytes has {data.vocab_size} different tokens, but model.vocab_size={vocabulary}: set "
+            f"data.tokenizer to the model's tokenizer.json, or model.vocab_size={data.vocab_size}"
+        )
+    return lines
