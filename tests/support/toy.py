@@ -16,7 +16,7 @@ from bytescope.model import ModelConfig
 from bytescope.model.fp8 import TILE
 from bytescope.model.runs import BLOCKS, DENSE, layers_of
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.pipeline.layer_order import reorder
+from bytescope.train.pipeline.stages import reorder
 from bytescope.train.program.config_files import as_text, flatten, load, override
 from bytescope.train.program.program import Program, build, state_around
 from bytescope.train.run.feed import calls

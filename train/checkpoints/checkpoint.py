@@ -30,7 +30,7 @@ from bytescope.train.checkpoints.stored_array import StoredArray
 from bytescope.train.launch.failures import silence_library_log
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.runtime import captured_stderr
-from bytescope.train.pipeline.layer_order import LAYERS, Order, describe_reordered, reorder
+from bytescope.train.pipeline.stages import LAYERS, Order, describe_reordered, reorder
 from bytescope.train.source import CHECKPOINTS
 from bytescope.train.step.optimizer.host_offload import fetch
 from bytescope.train.step.state import TrainState

@@ -47,7 +47,7 @@ class PipelineForward:
           tokens_BL: int32 token ids.
           segments_BL: int32, the number (from 1) of the example that each token belongs to, 0 for padding; None if a
             row is one example.
-          masks: the masks of `train.step.loss_fn.token_masks`.
+          masks: the masks of `train.step.losses.token_masks`.
         """
         model = nnx.merge(self.graph, merge_parameters(params, frozen))
         packed = model.packed(segments_BL, *masks)
@@ -85,7 +85,7 @@ class PipelineForward:
         """Returns a loss function for evaluation, without auxiliary losses and router statistics.
 
         It maps (trained parameters, batch, None, frozen parameters) to (loss, (loss, None)), the form of
-        `train.step.loss_fn.make_loss`. The loss is a sum in nats.
+        `train.step.losses.make_loss`. The loss is a sum in nats.
 
         Args:
           cross_entropy: (x_BLD, head weights, targets_BL) -> float32 sum in nats.

@@ -20,9 +20,9 @@ from bytescope.model.remat.policies import POLICIES
 from bytescope.model.runs import BLOCKS
 from bytescope.model.transformer import KEEP_ALL
 from bytescope.train.parallel.axes import activation_axes
-from bytescope.train.pipeline.layer_order import LAYERS, describe_reordered
+from bytescope.train.pipeline.stages import LAYERS, describe_reordered
 from bytescope.train.program.program import Program
-from bytescope.train.step.loss_fn import make_loss
+from bytescope.train.step.losses import make_loss
 
 # If the attention kernel runs outside `jax.checkpoint` (`model.block.CUTS`), these inputs are saved with its result.
 AROUND_KERNEL = ("q_rot", "k_rot", "v")

@@ -36,7 +36,7 @@ from bytescope.train.program.choices import Choices
 from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.step_checks import check_compiled, check_traced
 from bytescope.train.step.fused_backward import FusedBackward
-from bytescope.train.step.loss_fn import make_cross_entropy, make_loss, token_masks
+from bytescope.train.step.losses import make_cross_entropy, make_loss, token_masks
 from bytescope.train.step.optimizer.host_offload import compute_in_groups, hosted_state
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise

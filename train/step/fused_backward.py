@@ -19,7 +19,7 @@ from flax import nnx
 from bytescope.model.frozen import merge_parameters
 from bytescope.model.placement import row_major
 from bytescope.model.segments import Packed
-from bytescope.train.step.loss_fn import in_ring_order
+from bytescope.train.step.losses import in_ring_order
 from bytescope.train.step.optimizer.host_offload import fetch
 from bytescope.train.step.optimizer.partwise import Leaves, Part, PartwiseUpdate
 from bytescope.train.step.optimizer.rules import clip_scale, squares

@@ -13,7 +13,7 @@ from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.generate.training_sample import generate
 from bytescope.train.parallel.axes import AXES, make_mesh
-from bytescope.train.pipeline.layer_order import reorder
+from bytescope.train.pipeline.stages import reorder
 from bytescope.train.program.step_checks import check_collectives
 from bytescope.train.run.feed import put
 from bytescope.train.run.initial_state import start_state

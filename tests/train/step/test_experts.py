@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.packing import ExampleSource
-from bytescope.train.pipeline.layer_order import reorder
+from bytescope.train.pipeline.stages import reorder
 from bytescope.train.run.feed import put
 from bytescope.train.run.initial_state import start_state
 from bytescope.train.step.routing import ROUTING_METRICS, loads_by_layer, move_router_biases, routing_metrics
