@@ -298,9 +298,17 @@ def test_the_command_that_goes_on_names_the_directory_and_flags_but_no_key(tmp_p
 @pytest.mark.parametrize(
     ("keys", "tokenizer", "commands"),
     [
-        ({}, ByteTokenizer(), ["generate {run}", "export {run} {run}/model", "page {run}"]),
-        ({"data.format": "chat"}, ByteTokenizer(), ["generate {run} --chat", "export {run} {run}/model", "page {run}"]),
-        ({"model.position": "none"}, IdTokenizer(9), ["page {run}"]),  # neither text nor a model of transformers
+        ({}, ByteTokenizer(), ["generate {run}", "export {run} {run}/model", "report {run} --html=run.html"]),
+        (
+            {"data.format": "chat"},
+            ByteTokenizer(),
+            ["generate {run} --chat", "export {run} {run}/model", "report {run} --html=run.html"],
+        ),
+        (
+            {"model.position": "none"},
+            IdTokenizer(9),
+            ["report {run} --html=run.html"],
+        ),  # neither text nor a model of transformers
     ],
 )
 def test_a_finished_run_names_the_commands_that_its_model_allows(tmp_path, keys, tokenizer, commands):
