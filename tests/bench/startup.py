@@ -35,7 +35,8 @@ def first_step(config: str, rest: list[str], workdir: Path, cache: Path) -> floa
     command = [
         sys.executable,
         "-m",
-        "bytescope.train",
+        "bytescope.memory",
+        "train",
         f"--config={config}",
         *rest,
         f"--workdir={workdir}",

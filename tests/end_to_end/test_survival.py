@@ -40,9 +40,9 @@ def place(tmp_path_factory):
     return folder
 
 
-def command(place, *flags, module="bytescope.train"):
+def command(place, *flags):
     overrides = [f"--config={place / 'small.py'}", f"--config.train.cache_dir={place / 'cache'}"]
-    return [sys.executable, "-m", module, *(overrides if module == "bytescope.train" else []), *flags]
+    return [sys.executable, "-m", "bytescope.memory", "train", *overrides, *flags]
 
 
 def environment():
@@ -51,9 +51,9 @@ def environment():
     return {**keep, "PYTHONUNBUFFERED": "1"}
 
 
-def run(place, *flags, module="bytescope.train", cwd=None):
+def run(place, *flags, cwd=None):
     return subprocess.run(
-        command(place, *flags, module=module),
+        command(place, *flags),
         capture_output=True,
         text=True,
         env=environment(),

@@ -84,7 +84,8 @@ def test_a_deterministic_run_repeats_bit_for_bit(tmp_path):
             [
                 sys.executable,
                 "-m",
-                "bytescope.train",
+                "bytescope.memory",
+                "train",
                 "--config=tiny",
                 f"--workdir={tmp_path / name}",
                 "--config.precision.preset=bf16",

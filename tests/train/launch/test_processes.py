@@ -92,7 +92,8 @@ class Started:
             command = [
                 sys.executable,
                 "-m",
-                "bytescope.train",
+                "bytescope.memory",
+                "train",
                 f"--config={place / 'small.py'}",
                 f"--workdir={workdir}",
                 *flags,
