@@ -86,14 +86,6 @@ class Level:
     def title(self) -> str:
         return STAGES[self.stage].title
 
-    @property
-    def moved_bytes(self) -> int | None:
-        """Bytes that one call of the step moves between device and host, the sum of both directions; None if
-        unknown."""
-        if self.row.to_host_bytes is None or self.row.to_device_bytes is None:
-            return None
-        return self.row.to_host_bytes + self.row.to_device_bytes
-
 
 def choose_stages(text: str | None) -> list[str]:
     """Returns the memory savings that `--savings=a,b,c` lists, or the default savings if `text` is None.
