@@ -172,7 +172,7 @@ def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys
         ["bytescope", "train", "--workdir=run"],
         ["bytescope", "generate", "run"],
         ["bytescope", "export", "run"],
-        ["bytescope", "page", "run"],
+        ["bytescope", "report", "run"],
     ]
     assert "sample:" in out and re.search(r"passes +[\d,]+ sequences to train on, 4 updates read ", out)
 
