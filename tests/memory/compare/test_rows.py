@@ -291,32 +291,6 @@ def test_lists_of_policies_split_outside_parentheses():
     assert grids.split_values(",".join(policies)) == policies
 
 
-def test_json_has_every_key(rows):
-    out = json.loads(json.dumps(plan_rows.to_json(rows, {"name": "h200:8"}, {"jax": "9"})))
-    keys = {"rows", "best", "best_of_each", "config", "given", "target", "versions", "interrupted"}
-    assert set(out) == keys | {"unchanged", "left_out"}
-    assert {
-        "overrides",
-        "status",
-        "peak_bytes",
-        "allocated_bytes",
-        "temp_bytes",
-        "host_bytes",
-        "residual_bytes",
-        "recompute_flops_fraction",
-        "kernel_recompute_flops",
-        "model_flops",
-        "hardware_flops",
-        "compile_seconds",
-        "fits",
-        "pareto",
-        "measured",
-        "breakdown",
-        "formula",
-    } <= set(out["rows"][0])
-    assert out["best"]["flags"] == "--config.remat.policy=dots" and out["rows"][4]["fits"] is None
-
-
 @pytest.mark.parametrize(("peak", "kept"), [(1, 7), (2, 5), (4, 7), (0, 7)])
 def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
     """Alive at 1, 2 and 3 with 7, 5 and 4 bytes; a peak in the update (4) or before them (0) holds none."""

@@ -311,22 +311,6 @@ def test_killed_on_the_way_it_starts_over(text, tmp_path, moved):
     assert not (out / ".prepare").exists()
 
 
-def test_help_is_short_and_needs_no_jax(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from bytescope.train import cli\ntry: cli.main(['prepare', '--help'])\n"
-            "except SystemExit as stop: print('exit', stop.code, 'jax' in sys.modules)",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.endswith("exit 0 False\n") and len(done.stdout.splitlines()) < 26
-    assert done.stderr == ""
-
-
 def test_a_read_only_folder_is_no_full_disk(tmp_path, monkeypatch, capsys):
     def refuse(*_, **__):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path / "o"))

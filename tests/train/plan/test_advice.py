@@ -8,7 +8,7 @@ from bytescope.configs import base
 from bytescope.memory.records.report_record import ROWS, ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.plan import advice
-from bytescope.train.plan.advice import TriedLever, fit_command, lines, open_levers, try_levers
+from bytescope.train.plan.advice import fit_command, lines, open_levers, try_levers
 from bytescope.train.program.config_files import flatten, override
 from bytescope.train.program.program_settings import read_settings
 
@@ -199,12 +199,6 @@ def test_a_program_of_ones_own_has_no_advice():
     report = ReportRecord(2, 2, dict.fromkeys(ROWS, 0), limit_bytes=1, fits=False, config={"my": 1})
     assert open_levers(report) == [] and lines(report, [], []) == [] and fit_command("x", "", [], report) == ""
     assert try_levers(report, [], lambda keys: 0) == []
-
-
-def test_a_lever_counts_what_it_can_free():
-    (lever,) = (each for each in open_levers(refused()) if each.keys == {"remat.policy": "selective"})
-    assert lever.max_freed_bytes(refused()) == 10 * GIB
-    assert TriedLever(lever, 1).why == ""
 
 
 def test_under_adapters_the_frozen_weights_are_what_to_narrow():

@@ -138,40 +138,6 @@ def test_the_flags_of_a_plan():
     )
 
 
-def test_the_json_has_every_key(points, fixed):
-    out = json.loads(json.dumps(as_json(points, fixed)))
-    named = set(re.findall(r"^- `(\w+)`|; `(\w+)`:|\. `(\w+)`:", frontier.__doc__, re.M))
-    assert set(out) == {
-        "points",
-        "fixed",
-        "best",
-        "cost",
-        "offload",
-        "less",
-        "programs",
-        "compiled",
-        "missing",
-        "config",
-        "given",
-        "target",
-        "versions",
-        "interrupted",
-    }
-    assert {"".join(names) for names in named} <= set(out)
-    assert {
-        "budget_bytes",
-        "plan",
-        "flags",
-        "programs",
-        "fixed",
-        "allocated_bytes",
-        "predicted_seconds",
-        "recompute_flops_fraction",
-        "fits",
-    } <= set(out["points"][0])
-    assert out["points"][2]["fixed"]["policy"] == "dots_no_batch" == out["fixed"][1]["policy"]
-
-
 # ---- the search -------------------------------------------------------------------------------------
 
 

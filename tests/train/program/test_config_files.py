@@ -132,24 +132,5 @@ def test_a_broken_config_file_is_one_line(tmp_path, source, message):
         load(str(path))
 
 
-def test_packages_import_one_way():
-    """configs -> ml_collections; model, memory -> nothing of ours; train -> model, memory."""
-    allowed = {
-        "configs": {"configs"},
-        "model": {"model"},
-        "memory": {"memory"},
-        "train": {"train", "model", "memory", "configs"},
-    }
-    for package, may in allowed.items():
-        for path in (SHIPPED.parent / package).glob("*.py"):
-            if (package, path.name) == ("memory", "__main__.py"):
-                continue
-            for line in path.read_text().splitlines():
-                words = line.split()
-                if words[:1] in (["from"], ["import"]) and len(words) > 1:
-                    root = words[1].split(".")[0]
-                    assert root not in allowed or root in may, f"{path.name}: {line.strip()}"
-
-
 def test_flatten_keeps_every_leaf():
     assert flatten(ConfigDict({"a": {"b": 1, "c": ()}, "d": "x"})) == {"a.b": 1, "a.c": (), "d": "x"}

@@ -318,71 +318,16 @@ def test_every_step_is_told_once_as_it_is_done():
     assert told == done.steps and len({json.dumps(step.keys) for step in told}) == len(told)
 
 
-STEP = {
-    "stage",
-    "what",
-    "keys",
-    "allocated_bytes",
-    "host_bytes",
-    "predicted_seconds",
-    "predicted_seconds_low",
-    "predicted_seconds_high",
-    "recompute_flops_fraction",
-    "fits",
-    "verdict",
-}
-WHOLE = {
-    "best",
-    "walk",
-    "certificate",
-    "budget_bytes",
-    "host_budget_bytes",
-    "batch_tokens",
-    "config",
-    "given",
-    "target",
-    "versions",
-    "programs",
-    "seconds",
-    "stopped",
-    "ties",
-    "rates",
-    "reach",
-    "layouts",
-}
-
-
-def test_the_json_has_every_key():
+def test_the_json_repeats_the_search():
     for budget, levers in ((24, PLAIN), (5, PLAIN), (17.5, HOST)):
         done = walk(budget, levers)
         out = json.loads(json.dumps(as_json(done)))
-        assert set(out) == WHOLE and all(set(step) == STEP for step in out["walk"])
         assert (out["batch_tokens"], out["budget_bytes"]) == (8 * SEQ, budget * GIB)
         assert out["programs"] == len(out["walk"]) and out["seconds"] > 0 == len(out["stopped"])
-        assert out["target"]["name"] == "h100" and out["versions"] == {"jax": "9"}
         assert (out["best"] is None) != (out["certificate"] is None)
     best = out["best"]
-    assert {
-        "flags",
-        "what",
-        "allocated_bytes",
-        "breakdown",
-        "predicted_seconds",
-        "predicted_seconds_low",
-        "rates",
-    } <= set(best)
     assert Row.from_answer(best["overrides"], best).ok and best["overrides"] == dict(done.best.keys)
     assert [step["keys"] for step in out["walk"]].count(best["overrides"]) == 1
-    assert set(as_json(walk(5))["certificate"]) == {
-        "keys",
-        "flags",
-        "what",
-        "allocated_bytes",
-        "missing_bytes",
-        "host_bytes",
-        "host_missing_bytes",
-        "breakdown",
-    }
 
 
 def test_what_was_measured_stands_in_the_best_row():
