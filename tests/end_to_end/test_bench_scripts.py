@@ -2,9 +2,7 @@
 
 import json
 import re
-import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -126,118 +124,6 @@ def test_bars_of_the_sizes(benches, name, found, missed):
     row, checks = benches[0].measured(name, found)
     assert [check.name for check in checks if not check.held] == missed
     assert row["held"] == ("NO" if missed else "yes")
-
-
-@pytest.fixture
-def structure(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "bench")
-    import structure
-
-    return structure
-
-
-# One import circle (low - high), one import against the layers (low imports high), one file name and one class name
-# used twice, one file with a single importer (helper by high), two ConfigDict parameters, two keys spelled in memory/.
-MADE_UP_TREE = {
-    "pyproject.toml": '[project]\nname = "made"\n',
-    "configs/__init__.py": "",
-    "configs/base.py": """
-        from ml_collections import ConfigDict
-        def get_config():
-            return ConfigDict({"model": {"width": 8}, "seed": 0})
-    """,
-    "memory/__init__.py": "",
-    "memory/low/__init__.py": '"""The lower room."""',
-    "memory/low/rows.py": """
-        import typing
-        if typing.TYPE_CHECKING:
-            from made.memory.high.view import View
-        class Row: ...
-        KEYS = ("model.width", "model.", "seed", "model.depth")
-    """,
-    "memory/high/__init__.py": '''
-        """The upper room. It draws.
-
-        More about it.
-        """
-    ''',
-    "memory/high/view.py": """
-        from ..low import rows
-        from made.memory.high import helper
-        class View: ...
-    """,
-    "memory/high/helper.py": "class Row: ...",
-    "train/__init__.py": "",
-    "train/rows.py": """
-        import dataclasses
-        from made.memory.low import rows
-        def one(config: "ConfigDict", n): return config
-        def two(other, *, config: ml_collections.ConfigDict = None):
-            copy = dataclasses.replace(other, a=1)
-            return copy.replace(b="text".replace("t", "T"))
-    """,
-    "tests/test_rows.py": "def test_rows(): ...",
-    "tests/support/layers.py": """
-        LAYERS = ["memory.low", "memory.high"]
-        def declared():
-            return set(LAYERS)
-        def may_import(importer, imported):
-            rooms = [".".join(name.split(".")[:2]) for name in (importer, imported)]
-            if not declared() >= set(rooms):
-                return None
-            return LAYERS.index(rooms[0]) >= LAYERS.index(rooms[1])
-    """,
-}
-
-
-@pytest.fixture
-def made_up_tree(tmp_path):
-    for name, text in MADE_UP_TREE.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(textwrap.dedent(text).strip() + "\n")
-    return tmp_path
-
-
-def test_structure_is_counted(structure, made_up_tree):
-    figures = structure.measure(structure.SourceTree(made_up_tree))
-    assert figures["production files"] == 10 and figures["train/ files"] == 2
-    assert figures["sub-packages"] == ["memory.high", "memory.low"]
-    assert (figures["functions"], figures["lines per function, mean"], figures["statements per function, mean"]) == (
-        3,
-        2.0,
-        1.33,
-    )
-    assert len(figures["folders of at most two files"]) == 5
-    assert figures["files with one importer, in their own folder"] == ["memory.high.helper by memory.high.view"]
-    assert figures["file names used more than once"] == ["rows.py: memory.low.rows, train.rows"]
-    assert figures["class names used more than once"] == ["Row: memory.high.helper, memory.low.rows"]
-    assert figures["import circles between modules"] == ["memory.high.view - memory.low.rows"]
-    assert figures["import circles between folders"] == ["memory.high - memory.low"]
-    assert figures["pairs of folders that import each other"] == ["memory.high - memory.low"]
-    assert figures["imports against the layers"] == ["memory.low.rows imports memory.high.view"]
-    assert figures["folders without a layer"] == ["train.rows"]
-    assert figures["ConfigDict parameters in train/"] == ["train.rows.one(config)", "train.rows.two(config)"]
-    assert figures["config keys spelled in memory/"] == ["memory.low.rows:5 model.width", "memory.low.rows:5 model."]
-    assert figures["dataclasses.replace calls"] == ["train.rows:5", "train.rows:6"]
-    assert figures["functions that chain them"] == ["train.rows.two"]
-    assert (figures["test files"], figures["test_*.py files"]) == (2, 1)
-
-
-def test_structures_of_two_trees_are_compared(structure, made_up_tree, tmp_path_factory, capsys):
-    after = tmp_path_factory.mktemp("after")
-    shutil.copytree(made_up_tree, after, dirs_exist_ok=True)
-    (after / "memory" / "high").rename(after / "memory" / "view")  # imports of the old name lead nowhere
-    (after / "memory" / "view" / "helper.py").unlink()
-    json_file = after / "structure.json"
-    assert structure.main([str(made_up_tree), str(after), f"--json={json_file}", "--list=class names"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["before", "after", "change"]
-    assert "production files 10 9 -1" in [" ".join(line.split()) for line in lines]
-    assert "  Row: memory.high.helper, memory.low.rows" in lines
-    assert json.loads(json_file.read_text())["after"]["import circles between modules"] == []
-    with pytest.raises(SystemExit):
-        structure.main([str(made_up_tree / "memory")])
-    assert "has no pyproject.toml: give the root of a checkout" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -29,16 +29,6 @@ class Module:
     def is_package(self) -> bool:
         return self.path.name == "__init__.py"
 
-    @property
-    def package(self) -> str:
-        """The package at the top of the tree: configs, memory, model or train."""
-        return self.name.split(".")[0]
-
-    @property
-    def room(self) -> str:
-        """The sub-package directly under the package, or the module itself at the top of the package."""
-        return room_of(self.name)
-
 
 def room_of(name: str) -> str:
     return ".".join(name.split(".")[:2])
@@ -99,13 +89,6 @@ class SourceTree:
     def own_name(self, name: str) -> str:
         """The name without the project, "" for a module of another project."""
         return name.removeprefix(f"{self.project}.") if name.startswith(f"{self.project}.") else ""
-
-    def room_imports(self) -> Mapping[str, frozenset[str]]:
-        """Room -> other rooms that its modules import."""
-        rooms: dict[str, set[str]] = {module.room: set() for module in self.modules.values()}
-        for name, imported in self.imports.items():
-            rooms[room_of(name)] |= {room_of(other) for other in imported}
-        return {room: frozenset(others - {room}) for room, others in rooms.items()}
 
 
 def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:

@@ -1,7 +1,6 @@
-"""The layers of the packages: which module may import which. The only declaration; two readers use it.
+"""The layers of the packages: which module may import which. The only declaration; tests/test_rooms.py enforces it.
 
-tests/test_rooms.py enforces it, tests/bench/structure.py counts imports against it in any tree. A room is a sub-package
-directly under a package, or a module at the top of a package.
+A room is a sub-package directly under a package, or a module at the top of a package.
 """
 
 # Package -> packages that its modules may import.
