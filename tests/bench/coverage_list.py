@@ -30,7 +30,7 @@ COMMAND_LINES = "support.command_line"
 
 
 def commands() -> list[str]:
-    return list(cli.COMMANDS)
+    return [name for name, row in cli.COMMANDS.items() if not row.part_of]
 
 
 def public_names() -> list[str]:
