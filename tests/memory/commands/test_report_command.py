@@ -266,28 +266,6 @@ def test_one_screen(step):
     assert max(map(len, lines)) <= 100
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["report"], "no config"),
-        (["report", "--hlo=missing.pb"], "no file missing.pb"),
-        (["report", "--hlo=x", "--config=tiny"], "a config and --hlo cannot be combined"),
-        (["report", "--hlo=x", "--config.model.n_layers=2"], "it needs a config"),
-        (["report", "--hlo=x", "--target=h300"], "h300"),
-        (["report", "--hlo=x", "--try-remedies"], "--try-remedies cannot be used with --hlo"),
-        (["report", "--config=nothing"], "nothing"),
-        (["diff", "a.json"], "required"),
-        (["diff", "a.json", "b.json"], "cannot read a.json"),
-        (["diff", "a.json", "b.json", "--fail-above=x"], "x is not a percentage: give a number of 0 or more"),
-        (["diff", "a.json", "b.json", "--fail-above=nan"], "fail-above"),
-    ],
-)
-def test_mistakes_are_one_line(capsys, arguments, words):
-    code, out, err = run(capsys, *arguments)
-    assert code == 2 and out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
-
-
 def test_unwritable_output(step, capsys, tmp_path):
     code, _, err = run(capsys, "report", f"--hlo={step[0]}", f"--json={tmp_path}/no/such/folder.json")
     assert code == 2 and "cannot write" in err and err.count("\n") == 1

@@ -461,28 +461,3 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     none, wrong = read_result(tmp_path / "w.json")["rows"]
     assert none["status"] == "ok" and "does not occur in this program" in wrong["status"]
     assert wrong["peak_bytes"] is None and wrong["measured"] is None
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--remat=none"], "no config"),
-        (["--config=tiny", "--target=h300:8"], "h300"),
-        (["--config=tiny", "--target=h200:8", "--measure"], "is another machine"),
-        (["--config=tiny", "--grid=model.d_modle=1,2"], "d_model"),
-        (["--config=tiny", "--grid=model.d_model"], "--grid=KEY=V1,V2"),
-        (["--config=tiny", "--jobs=0"], "1 or more"),
-        (["--config=tiny", "--remat=none,"], "--remat=none, has an empty policy: write --remat=P1,P2"),
-        (["--config=tiny", "--json=/no/such/c.json"], "cannot write /no/such/c.json: there is no folder /no/such"),
-        (["--config=tiny", "--html=/no/such/c.html"], "cannot write /no/such/c.html: there is no folder /no/such"),
-        (["--config=tiny", "--remat=none,custom("], "custom(NAME,NAME)"),
-        (["--config=tiny", "--remat=full(v)"], "full(v) is not a remat policy: write"),
-        (["--config=tiny", "--remat=custom()"], "custom() is not a remat policy: write"),
-        (["--config=tiny", "--remat=custom(v)+save(q)"], "custom(v)+save(q) is not a remat policy: write"),
-    ],
-)
-def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
-    monkeypatch.setattr(worker_pool, "Worker", None)
-    assert command.main(["compare", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error

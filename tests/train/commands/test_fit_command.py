@@ -32,36 +32,6 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--budget=0"], "--budget=0 is out of range: a device has 72.78 GiB available; give more than 0"),
-        (["--budget=-3GiB"], "--budget: '-3GiB' is not a valid size: write it as 72GiB"),
-        (["--budget=x"], "--budget: 'x' is not a valid size"),
-        (["--budget=100GiB"], "--budget=100GiB is out of range: a device has 72.78 GiB available"),
-        (["--vary=remat,rmat"], "unknown lever 'rmat': did you mean remat"),
-        (["--batch-tokens=5"], "--batch-tokens=5 is not a multiple of the sequence length 16: give a multiple of 16"),
-        (["--batch-tokens=0"], "--batch-tokens=0 is too small: give 1 or more"),
-        (["--batch-tokens=32"], "over 1 ranks with batch.micro=8: give --batch-tokens=128"),
-        (["--max-compiles=0"], "--max-compiles=0 is too small: give 1 or more"),
-        (["--max-seconds=-1"], "--max-seconds=-1.0 is too small: give 0.001 or more"),
-        (["--max-seconds=nan"], "--max-seconds=nan"),
-        (["--measure"], "--measure runs on this machine, but target h100 is another machine: leave the target out"),
-        (["--target=h300"], "h300"),
-        (["--jobs=0"], "1 or more"),
-        (["--json=/no/such/f.json"], "cannot write /no/such/f.json: there is no folder /no/such"),
-        (["--html=/no/such/f.html"], "cannot write /no/such/f.html: there is no folder /no/such"),
-        (["--config.model.d_modle=1"], "d_model"),
-        (["--config.batch.accumulation_schedule=(0:1,10:2)"], "give the schedule when training"),
-    ],
-)
-def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
-    monkeypatch.setattr(worker_pool, "Worker", None)
-    assert command.main(["fit", "--target=h100", *SMALL, *words]) == 2
-    out, error = capsys.readouterr()
-    assert error.count("\n") == 1 and message in error and not out
-
-
 def test_the_command(tmp_path, monkeypatch, capsys):
     """A budget that nothing helps; one that takes some recomputation; the same again out of the cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -364,25 +364,3 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "ask", lambda *about, **more: ({}, True))
     assert command.main(["fit", "--budgets=10", "--config=tiny", "--target=cpu:1", "--no-cache"]) == 130
     assert "10 points left" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no config"),
-        (["--config=tiny", "--budgets=1"], "--budgets=1 is out of range: give at least 2"),
-        (["--config=tiny", "--target=h300"], "h300"),
-        (["--config=tiny", "--cost=bytes"], "choose one of time, flops"),
-        (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
-        (["--config=tiny", "--config.remat.layers=(0-1:full)"], "leave it out"),
-        (["--config=tiny", "--to=much"], "--to: 'much' is not a valid size"),
-        (["--config=tiny", "--from=0"], "--from=0 is too small: give more than 0"),
-        (["--config=tiny", "--from=2GiB", "--to=1GiB"], "--from=2GiB is more than --to=1GiB"),
-        (["--config=tiny", "--html=/no/such/f.html"], "there is no folder /no/such"),
-    ],
-)
-def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
-    monkeypatch.setattr(worker_pool, "Worker", None)
-    assert command.main(["fit", *words, *([] if "--budgets=1" in words else ["--budgets=10"])]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error

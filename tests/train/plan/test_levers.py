@@ -209,26 +209,3 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "run", lambda jobs, **more: ({}, True))
     assert command.main(["compare", "--levers", "--config=tiny", "--target=cpu:1"]) == 130
     assert "stages are missing" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no config"),
-        (["--config=tiny", "--savings=full,full"], "--savings=full,full: a saving is listed twice"),
-        (["--config=tiny", "--savings=bf16,"], "unknown saving ''"),
-        (["--config=tiny", "--savings=bf17"], "unknown saving 'bf17': did you mean bf16? Else choose one of fp32"),
-        (["--config=tiny", "--target=h300"], "h300"),
-        (["--config=tiny", "--config.model.d_modle=1"], "d_model"),
-        (
-            ["--config=tiny", "--savings=full", "--config.remat.policy=none"],
-            "no saving can be applied: full: --config.remat.policy",
-        ),
-        (["--config=tiny", "--json=/no/such/l.json"], "there is no folder /no/such"),
-    ],
-)
-def test_mistakes_are_one_line_before_anything_compiles(words, message, capsys, monkeypatch):
-    monkeypatch.setattr(worker_pool, "Worker", None)
-    assert command.main(["compare", "--levers", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and message in error
