@@ -41,11 +41,11 @@ def test_rows(clip):
 
 @pytest.mark.exhaustive
 def test_left_out():
-    main(["front"])
+    main(["diff"])
 
 @pytest.mark.oracle("cuda", "peft")
 def test_skipped():
-    main(["levers"])
+    main(["check"])
 """
 
 
@@ -56,4 +56,4 @@ def test_what_counts_as_a_test(listed, tmp_path, monkeypatch):
     found = listed.coverage()
     assert found["command fit"] == ["test_one.py::test_helpers_count"] == found["key batch.mode=scan"]
     assert found["name watch"] == ["test_one.py::test_rows"] == found["key optimizer.clip"]
-    assert not any(found[name] for name in ("key optimizer.clip=layer", "command front", "command levers"))
+    assert not any(found[name] for name in ("key optimizer.clip=layer", "command diff", "command check"))
