@@ -314,7 +314,7 @@ for line in sys.stdin:
         if not os.fork():
             time.sleep(600)
         print(f"end {os.getpid()}", file=sys.stderr, flush=True)
-        os._exit(0)
+        os._exit(5)
     if job["overrides"]["config"] == "end":
         os._exit(0)
     if job["overrides"]["config"] == "hang":
@@ -353,7 +353,7 @@ def test_a_worker_that_dies_costs_one_row_and_is_replaced(fake, tmp_path):
 def test_a_worker_that_dies_and_leaves_a_child_ends_with_the_child(fake):
     answers, _ = worker_pool.run(jobs_of("leave", "a"), workers=1, env=os.environ)
     how, _, group = answers["leave-0"]["status"].rpartition(" end ")
-    assert how == "the worker died (exit code 0):" and answers["a-1"]["status"] == "ok"
+    assert how == "the worker died (exit code 5):" and answers["a-1"]["status"] == "ok"
     until = time.monotonic() + 30
     while re.search(rf"^ *{group} +[^Z]", subprocess.check_output(["ps", "-eo", "pgid,stat"], text=True), re.M):
         assert time.monotonic() < until, "the child still runs"
