@@ -25,7 +25,7 @@ from bytescope.train.user_errors import UserError
 SUMMARY = """\
 Train transformers in JAX knowing, before the first step, what every byte of
 device memory holds."""
-USAGE = "usage: bytescope COMMAND [CONFIG [TARGET]] [--config.KEY=VALUE ...] [...]"
+USAGE = "usage: bytescope COMMAND [CONFIG [TARGET]] [KEY=VALUE ...] [...]"
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command,
 config or data, 3 does not fit, 4 non-finite loss, 5 a process is missing or

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands.moved import moved_flag
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
@@ -28,7 +26,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that raises ReportError, a one-line message with exit code 2, if the arguments are wrong.
 
     keys_named: a function from the last part of a config key, such as "seq_len", to the full config keys with this
-    ending. Error messages suggest these keys. Only commands that take --config.KEY set it.
+    ending. Error messages suggest these keys. Only commands that take KEY=VALUE set it.
     remedies: a flag that the command does not have, such as "--budget", or "TARGET" -> what to give instead.
     """
 
@@ -49,7 +47,7 @@ class Parser(argparse.ArgumentParser):
                 raise ReportError(f"{message}: {self.remedies[flag[1]]}")
             if answer := moved_flag(self.prog.split()[1], flag[1]):
                 raise ReportError(answer)
-            if self.keys_named and "--config.KEY" in self._option_string_actions:
+            if self.keys_named and any(action.dest == "settings" for action in self._actions):
                 near = [f"--config.{key}" for key in self.keys_named(flag[1].lstrip("-").replace("-", "_"))]
             near = near or nearest(flag[1], self._option_string_actions)
             if not near and self.keys_named is None and "--grid" in self._option_string_actions:
@@ -137,52 +135,25 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Adds the words KEY=VALUE after the target, which set keys of another trainer's program."""
+def add_settings(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Adds the words KEY=VALUE, which set keys of the subject. `meaning`: help text."""
     parser.add_argument(
         "settings",
         nargs="*",
         metavar="KEY=VALUE",
-        help="keys of MaxText, if CONFIG is a program of MaxText: maxtext:llama2-7b or maxtext:my.yml",
+        help=f"{meaning}; also --config.KEY=VALUE",
     )
 
 
-def settle_settings(args: argparse.Namespace) -> None:
-    """Moves a word KEY=VALUE in the place of the target to `args.settings`, and checks that such words are given only
-    for the program of an adapter. A command without such words is left unchanged.
-
-    Raises:
-        ReportError: a word is given with a config, --program or --hlo, or a word has no "=".
-    """
-    if "settings" not in args:
-        return
-    for name in ("target_here", "config_here"):
-        word = vars(args).get(name)
-        if word is not None and "=" in word:
-            args.settings.insert(0, word)
-            setattr(args, name, None)
-    subject = args.config_here or args.config
-    flags = [name for name in ("program", "hlo") if vars(args).get(name) is not None]
-    for word in args.settings:
-        if "=" not in word and not is_adapted(subject):
-            raise ReportError(f"unrecognized arguments: {word}; see --help")
-        if "=" not in word:
-            raise ReportError(f"unrecognized argument {word}: after the target, only words KEY=VALUE are allowed")
-        if flags or not is_adapted(subject):
-            what = f"--{flags[0]}" if flags else f"the config {subject}" if subject else "no program"
-            compares = "," in word and "grid" in vars(args)
-            flag = f"--grid={shlex.quote(word)}" if compares else f"--config.{shlex.quote(word)}"
-            remedy = f"write {flag} for a key of a config" if not flags else "leave it out"
-            raise ReportError(
-                f"{word} is a key of another trainer's program, such as maxtext:llama2-7b, but the command has {what}: "
-                f"{remedy}"
-            )
+def is_setting(word: str) -> bool:
+    """Returns whether a word of a command line has the form KEY=VALUE."""
+    return re.match(r"[A-Za-z_][\w.]*=", word) is not None
 
 
 def refuse_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Raises ReportError if a flag is given that the program of an adapter cannot have.
 
-    names: the flags without dashes. Also refuses --program, --hlo and --config.KEY.
+    names: the flags without dashes. Also refuses --program, --hlo and --config.KEY=VALUE.
     """
     for name in ("program", "hlo", *names):
         if vars(args).get(name):

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 _SAME = "the same flag there"
 _SUBJECT = {
     "--config": "give the config as the first word",
-    "--config.KEY": "write KEY=VALUE after the subject; --config.KEY=VALUE stays valid",
     "--target": "give the target after the subject",
     "--mem-fraction": "write TARGET@FRACTION, such as h100:8@0.9",
     "--program": "give MODULE:FUNCTION or FILE.py:FUNCTION as the first word",
@@ -31,18 +30,17 @@ _LIST = {"": "use bytescope list {command}", "--grep --json": _SAME}
 # Command -> flags, separated by spaces -> what to write instead. The flags "" stand for the command itself.
 MOVED: Mapping[str, Mapping[str, str]] = {
     # ---- commands that stay
-    "train": {key: _SUBJECT[key] for key in ("--config", "--config.KEY")},
+    "train": {key: _SUBJECT[key] for key in ("--config",)},
     "generate": _LIMIT | _CHUNK,
     "report": _SUBJECT
     | _CHUNK
     | _SOURCE
     | {"--dtype --weights --tensor --fsdp --sequences --length --kv": "write generate.{name}=VALUE"},
-    "explain": {key: _SUBJECT[key] for key in ("--config.KEY",)}
-    | {
+    "explain": {
         "--config --program --hlo --report": "give the subject after the log: bytescope explain LOG SUBJECT TARGET",
         "--target": "give the target after the log and the subject",
     },
-    "estimate": {key: _SUBJECT[key] for key in ("--config", "--config.KEY")}
+    "estimate": {key: _SUBJECT[key] for key in ("--config",)}
     | {
         "--params": "give gpt:N as the first word, such as gpt:7e9",
         "--layers --heads --kv-heads": "write model.n_{name}=N",

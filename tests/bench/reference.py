@@ -56,9 +56,10 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Config and target may be given by position or as `--config=` and `--target=`. `--config.KEY=VALUE` changes a",
-        "config key ([keys](keys.md)). All commands exit with 0 when they are done, 1 if a check that you asked for",
-        "failed, 2 for a mistake in the command, config or data, 3 if the program does not fit, 130 after Ctrl-C.",
+        "Config and target may be given by position or as `--config=` and `--target=`. Words `KEY=VALUE` after the",
+        "config change config keys ([keys](keys.md)): `bytescope train tiny batch.micro=4`. All commands exit with 0",
+        "when they are done, 1 if a check that you asked for failed, 2 for a mistake in the command, config or data,",
+        "3 if the program does not fit, 130 after Ctrl-C.",
         "",
     ]
     for group, names in GROUPS.items():
@@ -153,8 +154,9 @@ def keys_page() -> str:
     lines = [
         "# Config keys",
         "",
-        "Every key of [configs/base.py](../../configs/base.py). `--config.KEY=VALUE` changes one on the command line;",
-        "`bytescope list keys --grep=WORD` prints the keys that mention a word.",
+        "Every key of [configs/base.py](../../configs/base.py). `KEY=VALUE` after the config changes one on the",
+        "command line, as does `--config.KEY=VALUE`; `bytescope list keys --grep=WORD` prints the keys that mention a",
+        "word.",
     ]
     for group, rows in groups.items():
         lines += ["", f"## {group}", "", *table(("key", "default", "meaning"), rows)]

@@ -10,7 +10,7 @@ import functools
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import audit_command, report_command
-from bytescope.memory.commands.arguments import add_settings, check_files, refuse_flags
+from bytescope.memory.commands.arguments import check_files, refuse_flags
 from bytescope.memory.errors import ReportError
 from bytescope.train.commands.config_arguments import add_subject, check_program, with_xla
 from bytescope.train.launch.runtime import TRAIN_FRACTION
@@ -19,7 +19,6 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report --audit` to the parser."""
     add_subject(parser)
-    add_settings(parser)
     report_command.add_program(parser)
     audit_command.add_output(parser)
 

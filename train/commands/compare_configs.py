@@ -9,7 +9,7 @@ import argparse
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import compare_command
-from bytescope.memory.commands.arguments import add_compiling, add_settings, add_xla, refuse_flags
+from bytescope.memory.commands.arguments import add_compiling, add_xla, refuse_flags
 from bytescope.memory.compare import grids
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.errors import ReportError
@@ -21,7 +21,6 @@ from bytescope.train.plan.config_grid import POLICY, given_flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope compare` to the parser."""
     add_subject(parser, "set a config key in every combination; bytescope list keys lists the keys")
-    add_settings(parser)
     compare_command.add_program(parser)
     parser.add_argument(
         "--remat",
@@ -104,7 +103,7 @@ def _check_program(args: argparse.Namespace) -> None:
     if args.overrides:
         key, text = args.overrides[0]
         raise ReportError(
-            f"--config.{key} cannot be used with --program, because it needs a config: write --grid={key}={text}"
+            f"{key}={text} cannot be used with --program, because it needs a config: write --grid={key}={text}"
         )
     for flag, remedy in (("remat", "write --grid=KEY=V1,V2"), ("formulas", "leave it out")):
         if getattr(args, flag):

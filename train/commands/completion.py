@@ -60,8 +60,6 @@ def make_root_parser() -> argparse.ArgumentParser:
                 action.choices = ["local", "cpu", *CHIPS]
             elif action.dest in values or action.metavar in metavars:
                 action.complete = values.get(action.dest) or metavars[action.metavar]
-            elif "--config.KEY" in action.option_strings:
-                action.help = argparse.SUPPRESS
     return root
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 
-from bytescope.memory.commands.arguments import settle_settings
+from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.commands.arguments import add_settings, is_setting
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError, did_you_mean
@@ -17,15 +19,15 @@ from bytescope.train.user_errors import UserError
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
 XLA_FLAGS = "xla.flags"
-SET_KEY = "set a config key; bytescope list keys lists the keys"
+SET_KEY = "set a config key, such as batch.micro=4; bytescope list keys lists the keys"
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
     """Adds the arguments CONFIG and TARGET (the devices to compile for), each as a positional argument and as a flag.
-    Also adds the flags --config.KEY and --mem-fraction.
+    Also adds the words KEY=VALUE and the flag --mem-fraction.
 
     Args:
-        overriding: help text of --config.KEY.
+        overriding: help text of KEY=VALUE.
     """
     add_config(parser)
     parser.add_argument(
@@ -35,7 +37,7 @@ def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> N
         help="devices to compile for, such as h200:8, h100:2x8 (hosts x devices), v5e:4x4 or cpu:8 "
         "(default: local, the devices of this machine); bytescope list targets lists the chips",
     )
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=overriding)
+    add_settings(parser, overriding)
     parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
     add_memory_fraction(parser)
 
@@ -62,7 +64,51 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 
 
-def settle_subject(args: argparse.Namespace) -> None:
+def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses a command line whose words are a subject, keys of it (KEY=VALUE or --config.KEY=VALUE) and a target. The
+    result has the pairs (key, text) in `overrides`; for a program of another trainer, the words are in `settings`.
+
+    Raises:
+      ValueError: the command line is not valid.
+    """
+    rest, overrides = split_overrides(argv)
+    args = parser.parse_intermixed_args(rest)  # options may be between config and target
+    args.overrides = overrides
+    if "settings" in args:
+        if "--" in rest:
+            raise ReportError("the words after -- are arguments of a script, and the command runs none: leave them out")
+        _sort_words(parser, args)
+    _settle_subject(args)
+    return args
+
+
+def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Sorts the positional arguments. The first is the subject, unless a flag gives one; later ones KEY=VALUE are
+    keys, and the rest is the target."""
+    places = [name for name in ("config_here", "target_here") if name in args]
+    words = [vars(args)[name] for name in places if vars(args)[name] is not None] + args.settings
+    by_flag = any(vars(args).get(name) is not None for name in ("config", "program", "hlo"))
+    subject = words[:1] if places and not by_flag else []
+    if subject and is_setting(subject[0]) and not os.path.exists(subject[0]):
+        raise ReportError(f"{subject[0]} is the first word, which is the config: write a config such as tiny before it")
+    settings = [word for word in words[len(subject) :] if is_setting(word)]
+    others = [*subject, *(word for word in words[len(subject) :] if not is_setting(word))]
+    for name in places:
+        setattr(args, name, others.pop(0) if others else None)
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    adapted = is_adapted(subject[0] if subject else args.config)
+    args.settings = settings if adapted else []
+    for key, _, text in () if adapted else (word.partition("=") for word in settings):
+        if "," in text and "grid" in args:
+            raise ReportError(
+                f"{key}={text} has several values: write --grid={key}={text} to compare them, or --config.{key}={text} "
+                "for one value with commas"
+            )
+        args.overrides.append((key, text))
+
+
+def _settle_subject(args: argparse.Namespace) -> None:
     """Sets `args.config` and `args.target` from the positional arguments or the flags. The target defaults to "local".
 
     If --program or --hlo is given instead of a config, the only positional argument is the target.
@@ -70,7 +116,6 @@ def settle_subject(args: argparse.Namespace) -> None:
     Raises:
       ReportError: the config or the target is given twice, or a positional argument is not a target.
     """
-    settle_settings(args)
     _refuse_swapped(args)
     _move_target(args)
     for name in ("config", "target"):
@@ -135,16 +180,21 @@ def check_program(args: argparse.Namespace) -> None:
         raise ReportError("--program and --hlo cannot be combined: give one of the two")
     if not given and not args.config:
         raise ReportError(f"{NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
-    if given and args.overrides:
-        raise ReportError(
-            f"--config.{args.overrides[0][0]} cannot be used with --{given[0]}, because it needs a config: leave it out"
-        )
+    refuse_keys(args)
     if args.hlo is not None and args.xla:
         raise ReportError(
             f"--xla={args.xla[0]} cannot be used with --hlo, because a dump is compiled already: leave it out"
         )
     if args.program is not None:
         user_program.split(args.program)
+
+
+def refuse_keys(args: argparse.Namespace) -> None:
+    """Raises ReportError if keys of a config are given together with --program or --hlo."""
+    for flag in ("program", "hlo"):
+        if vars(args).get(flag) is not None and args.overrides:
+            given = "=".join(args.overrides[0])
+            raise ReportError(f"{given} cannot be used with --{flag}, because it needs a config: leave it out")
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -174,8 +224,7 @@ def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) ->
         return overrides
     if LORA_RANK in dict(overrides):
         raise ReportError(
-            f"--lora trains adapters, but --config.{LORA_RANK}={dict(overrides)[LORA_RANK]} switches them "
-            "off: leave one out"
+            f"--lora trains adapters, but {LORA_RANK}={dict(overrides)[LORA_RANK]} switches them off: leave one out"
         )
     return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
     add_json,
+    add_settings,
     check_files,
     user_path,
     write,
@@ -63,7 +64,7 @@ UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope estimate` to the parser."""
     add_config(parser)
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
+    add_settings(parser, SET_KEY)
     parser.add_argument(
         "--params",
         metavar="N",

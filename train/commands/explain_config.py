@@ -10,6 +10,7 @@ import functools
 from collections.abc import Sequence
 
 from bytescope.memory.commands import explain_command, report_command
+from bytescope.memory.commands.arguments import add_settings
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import SET_KEY
@@ -20,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope explain`, including --config, to the parser."""
     explain_command.add_arguments(parser)
     parser.add_argument("--config", metavar="CONFIG", help="compare the failure with the training step of a config")
-    parser.add_argument("--config.KEY", dest="unused", metavar="VALUE", help=SET_KEY)
+    add_settings(parser, SET_KEY)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     `--`, returns its exit code."""
     if args.config is None:
         if args.overrides:
-            raise ReportError(f"--config.{args.overrides[0][0]} needs a config: give --config=CONFIG, or leave it out")
+            raise ReportError(f"{'='.join(args.overrides[0])} needs a config: give --config=CONFIG, or leave it out")
         return explain_command.run(args)
     from bytescope.train.program import config_files as configs
 

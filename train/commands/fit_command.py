@@ -17,7 +17,6 @@ from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
     INTERRUPTED,
     add_compiling,
-    add_settings,
     check,
     write,
 )
@@ -28,7 +27,7 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.progress_bar import ProgressBar, progress
-from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
+from bytescope.train.commands.config_arguments import add_lora, add_subject, refuse_keys, require_config, with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_grid import given_flags
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope fit` to the parser."""
     add_subject(parser, "set a config key in all programs; the search does not change this key")
     fit_program.add_program(parser)
-    add_settings(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",
@@ -97,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
         _check_numbers(args)
         return fit_adapter.run(args)
     if args.program:
+        refuse_keys(args)
         return fit_program.run(args)
     require_config(args)
     from bytescope.train.plan.config_factory import check_config

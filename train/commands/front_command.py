@@ -124,7 +124,7 @@ def _check_arguments(args: argparse.Namespace) -> tuple[str, tuple[int | None, i
     for key, text in args.overrides:
         if key in OWN:
             raise ReportError(
-                f"--config.{key}={text} cannot be set, because this command chooses the remat plan: leave it out "
+                f"{key}={text} cannot be set, because this command chooses the remat plan: leave it out "
                 "(--cost sets what to minimize, --auto-offload allows tensors in host memory)"
             )
     target = args.target.strip().lower()

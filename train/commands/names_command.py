@@ -13,7 +13,7 @@ from bytescope.memory.commands.arguments import add_json, check_files
 from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
 from bytescope.memory.errors import ReportError
-from bytescope.train.commands.config_arguments import add_subject, require_config
+from bytescope.train.commands.config_arguments import add_subject, refuse_keys, require_config
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
 if TYPE_CHECKING:
@@ -37,11 +37,7 @@ def run(args: argparse.Namespace) -> int:
         check_files(args)
         if args.config:
             raise ReportError("a config and --program cannot be combined: give one of the two")
-        if args.overrides:
-            raise ReportError(
-                f"--config.{args.overrides[0][0]} cannot be used with --program, because it needs a config: leave it "
-                "out"
-            )
+        refuse_keys(args)
         return names_program.run(args)
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices

@@ -45,7 +45,7 @@ class Subcommand:
         summary: what the command does, in one line.
         examples: arguments of example calls, used if the module has no parser of its own.
         reads: what a command without a config reads, such as "reads a trace"; "" for a command with a config. It is
-          part of the error message about --config.KEY.
+          part of the error message about --config.KEY=VALUE.
         part_of: for an ability of another command, how it is called, such as "report --names". The last word is the
           flag that selects it, or a placeholder if the subject does.
         is_list: whether `bytescope list NAME` runs the command. The overview then leaves the command out.
@@ -391,20 +391,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     """Parses the arguments of the command `name` with the parser of its module. The result has `overrides`."""
-    from bytescope.train.commands.config_arguments import settle_subject, split_overrides, suggest_keys
+    from bytescope.train.commands.config_arguments import parse_words, suggest_keys
 
-    overrides: list[tuple[str, str]] = []
-    own_parser = hasattr(COMMANDS[name].load(), "make_parser")
-    if not own_parser and any(argument.lstrip("-").startswith("config.") for argument in argv):
-        argv, overrides = split_overrides(argv)
     parser = make_parser(name)
     if not any(argument.startswith(("--program", "--hlo")) for argument in argv):  # such a program has no config
         parser.keys_named = suggest_keys
-    args = parser.parse_intermixed_args(argv)  # options may be between config and target
-    settle_subject(args)
-    args.overrides = overrides
-    if overrides and (reads := COMMANDS[name].reads):
-        key = overrides[0][0]
+    args = parse_words(parser, argv)
+    if args.overrides and (reads := COMMANDS[name].reads):
+        key = args.overrides[0][0]
         raise ReportError(f"{spelling_of(name)} takes no --config.{key}: the command {reads}; leave the flag out")
     return args
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import report_command
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, add_settings, check_files, refuse_flags
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, check_files, refuse_flags
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Finding, ReportRecord
@@ -38,7 +38,6 @@ _SOURCES = ("bytescope.configs", "bytescope.memory", "bytescope.model", "bytesco
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report` to the parser."""
     add_subject(parser)
-    add_settings(parser)
     report_command.add_program(parser)
     parser.add_argument(
         "--formulas",

@@ -26,29 +26,27 @@ CONFIG: config file, shipped config (default: tiny), or hf:FOLDER of weights."""
 EPILOG = """\
 examples:
   bytescope train                              a tiny model, about two minutes
-  bytescope train gpt2_small --config.data.source=SHARDS --workdir=runs/gpt2
+  bytescope train gpt2_small data.source=SHARDS --workdir=runs/gpt2
 exit codes: 0 done, or saved after the first Ctrl-C; 2 mistake, 3 does not fit,
 4 non-finite loss, 5 process lost, 130 stopped by a second Ctrl-C"""
 
 
 def make_parser() -> Parser:
     """Returns the argument parser of `bytescope train`."""
-    from bytescope.memory.commands.arguments import Parser, add_host_memory, add_rates, user_path
-    from bytescope.train.commands.config_arguments import add_lora
+    from bytescope.memory.commands.arguments import Parser, add_host_memory, add_rates, add_settings, user_path
+    from bytescope.train.commands.config_arguments import SET_KEY, add_lora
     from bytescope.train.launch.processes import add_flags
 
     parser = Parser(
         prog="bytescope train",
-        usage="%(prog)s [CONFIG] [--config.KEY=VALUE ...] [...]",
+        usage="%(prog)s [CONFIG] [KEY=VALUE ...] [...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--config.KEY", dest="unused", metavar="VALUE", help="set a config key; bytescope list keys lists the keys"
-    )
+    add_settings(parser, SET_KEY)
     parser.add_argument(
         "--workdir",
         type=user_path,
@@ -88,13 +86,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     Raises:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
-    from bytescope.train.commands.config_arguments import settle_subject, split_overrides, suggest_keys
+    from bytescope.train.commands.config_arguments import parse_words, suggest_keys
 
-    rest, overrides = split_overrides(argv)
     parser = make_parser()
     parser.keys_named = suggest_keys
-    args = parser.parse_args(rest)
-    settle_subject(args)
+    args = parse_words(parser, argv)
     if args.budget == "":
         raise UserError("--budget= has no value: give a size such as 72GiB, or leave it out")
     if args.budget and not args.fit:
@@ -103,7 +99,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--config.remat.budget={args.budget}"
         )
     args.named = args.config is not None
-    args.config, args.overrides = args.config if args.named else DEFAULT, overrides
+    args.config = args.config if args.named else DEFAULT
     return args
 
 

@@ -225,14 +225,14 @@ def override(config: ConfigDict, key: str, text: str) -> None:
     if key not in flat:
         group = [name for name in flat if name.startswith(key + ".")]
         if group:
-            raise UserError(f"--config.{key} is a group of keys: set one of its keys, such as --config.{group[0]}=...")
-        raise UserError(f"--config.{key} is an unknown key{_suggest_keys(key, flat)}")
+            raise UserError(f"{key} is a group of keys: set one of its keys, such as {group[0]}=...")
+        raise UserError(f"{key} is an unknown key{_suggest_keys(key, flat)}")
     kind = type(flat[key])
     try:
         value = PARSERS[kind](text)
     except (ValueError, KeyError):
         raise UserError(
-            f"--config.{key}={text} has the wrong type: give a value of type {kind.__name__}, such as {flat[key]!r}"
+            f"{key}={text} has the wrong type: give a value of type {kind.__name__}, such as {flat[key]!r}"
         ) from None
     *path, leaf = key.split(".")
     node = config

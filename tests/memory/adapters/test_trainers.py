@@ -29,6 +29,11 @@ def test_words_after_the_target_are_keys_of_the_trainer(words):
     assert (args.config, args.target, args.settings) == ("maxtext:llama2-7b", "h100:8", ["a=1", "b=2"])
 
 
+def test_words_before_the_target_are_keys_too():
+    args = registry.parse(["report", "maxtext:llama2-7b", "a=1", "h100:8", "b=2,3"])
+    assert (args.target, args.settings, args.overrides) == ("h100:8", ["a=1", "b=2,3"], [])
+
+
 def test_without_a_target_the_words_follow_the_program():
     args = registry.parse(["compare", "maxtext:my.yml", "a=1", "--grid=b=1,2"])
     assert (args.config, args.target, args.settings) == ("maxtext:my.yml", "local", ["a=1"])
@@ -37,19 +42,19 @@ def test_without_a_target_the_words_follow_the_program():
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("report tiny h100:8 a=b", "a=b is a key of another trainer's program"),
-        ("compare tiny a=b", "write --config.a=b for a key of a config"),
-        ("compare tiny h100:8 a=b,c", "write --grid=a=b,c for a key of a config"),
-        ("report tiny h100:8 a=b,c", "write --config.a=b,c for a key of a config"),
-        ("report --program=f.py:p h100:8 a=b", "the command has --program: leave it out"),
-        ("report --hlo=f.pb h100:8 a=b", "the command has --hlo: leave it out"),
-        ("report maxtext:llama2-7b h100:8 word", "only words KEY=VALUE are allowed"),
-        ("report maxtext:llama2-7b a=1 h100:8", "unrecognized argument h100:8"),
+        ("report tiny h100:8 a=b", "a is an unknown key"),
+        ("compare tiny cpu a=b", "a is an unknown key"),
+        ("compare tiny h100:8 a=b,c", "write --grid=a=b,c to compare them, or --config.a=b,c"),
+        ("report tiny h100:8 a=b,c", "a is an unknown key"),
+        ("report --program=f.py:p h100:8 a=b", "a=b cannot be used with --program"),
+        ("report --hlo=f.pb h100:8 a=b", "a=b cannot be used with --hlo"),
+        ("fit --program=f.py:p h100:8 a=b", "a=b cannot be used with --program"),
+        ("report maxtext:llama2-7b h100:8 word", "unrecognized arguments: word"),
         ("report maxtext:llama2-7b h100:8 --program=f.py:p", "give either a config or --program"),
         ("report maxtext:llama2-7b h100:8 --formulas", "--formulas cannot be used with maxtext:llama2-7b"),
         ("compare maxtext:llama2-7b h100:8 --measure", "--measure cannot be used with maxtext:llama2-7b"),
         ("report maxtext:llama2-7b h100:8 --config.a=1", "write a key of the trainer as a word, a=1"),
-        ("compare maxtext:llama2-7b h100:8 a=1 --levers", "unrecognized arguments: a=1"),
+        ("compare maxtext:llama2-7b h100:8 a=1 --levers", "maxtext:llama2-7b"),
     ],
 )
 def test_words_are_refused_in_one_line(command, said, capsys):

@@ -95,7 +95,7 @@ def test_reports_of_the_command_line(tmp_path, capsys):
     assert main(["explain", str(log), f"--report={report}", "--config=tiny"]) == 2
     assert "--config and --report cannot be combined" in capsys.readouterr().err
     assert main(["explain", str(log), "--config.model.n_layers=2"]) == 2
-    assert "--config.model.n_layers needs a config" in capsys.readouterr().err
+    assert "needs a config" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive

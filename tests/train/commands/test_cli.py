@@ -110,6 +110,45 @@ def test_config_and_target_by_position_or_flag(words):
     assert (args.config, args.target, args.overrides) == ("llama_8b", "h100:8", [("model.n_layers", "2")])
 
 
+@pytest.mark.parametrize(
+    ("line", "config", "target"),
+    [
+        ("train tiny batch.micro=4 train.steps=2", "tiny", None),
+        ("train tiny --verbose batch.micro=4 --config.train.steps=2", "tiny", None),
+        ("train --config=tiny batch.micro=4 train.steps=2", "tiny", None),
+        ("report tiny batch.micro=4 h100:8 train.steps=2", "tiny", "h100:8"),
+        ("report tiny --names h100:8 batch.micro=4 train.steps=2", "tiny", "h100:8"),
+        ("report tiny --audit batch.micro=4 train.steps=2", "tiny", "local"),
+        ("report runs/lr=3e-4 batch.micro=4 train.steps=2", "runs/lr=3e-4", "local"),
+        ("compare tiny --levers batch.micro=4 train.steps=2 cpu:2", "tiny", "cpu:2"),
+        ("compare tiny batch.micro=4 cpu:2 train.steps=2 --grid=remat.policy=none,full", "tiny", "cpu:2"),
+        ("fit tiny cpu:2 batch.micro=4 train.steps=2", "tiny", "cpu:2"),
+        ("fit tiny cpu:2 --budgets=3 batch.micro=4 train.steps=2", "tiny", "cpu:2"),
+        ("estimate tiny batch.micro=4 train.steps=2", "tiny", None),
+        ("explain job.log --config=tiny batch.micro=4 train.steps=2", "tiny", "local"),
+    ],
+)
+def test_words_after_the_subject_set_keys(line, config, target):
+    args = cli.parse(line.split())
+    assert args.config == config and getattr(args, "target", None) == target
+    assert sorted(args.overrides) == [("batch.micro", "4"), ("train.steps", "2")] and args.settings == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("train batch.micro=4", "batch.micro=4 is the first word, which is the config: write a config such as tiny"),
+        ("train tiny h100:8", "h100:8 is a target, which bytescope train does not take"),
+        ("report tiny batch.mico=4", "batch.mico is an unknown key: did you mean batch.micro?"),
+        ("report tiny h100:8 -- batch.micro=4", "the words after -- are arguments of a script"),
+    ],
+)
+def test_other_words_are_refused(line, message, capsys):
+    assert cli.main(line.split()) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and message in err
+
+
 def test_every_command_and_flag_stays_or_has_a_new_spelling():
     """Nothing is homeless: what a parser knows either stays, or the table says what to write instead."""
     planned = {name: kept.split() + new.split() for name, (kept, new) in STAYING.items()}
@@ -151,7 +190,7 @@ def test_the_trainers_config_by_position():
         (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
         (["train", "tiny", "--config=char"], "config is given twice"),
         (["fit"], "no config: give --config=FILE"),
-        (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see --help"),
+        (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
         (["list", "keys", "--grep=qqq"], "--grep=qqq: no row that bytescope list keys prints contains this word"),
         (["list", "configs", "--config.a=1"], "takes no --config.a"),
         (["prepare"], "required"),
@@ -251,7 +290,6 @@ def test_names_that_are_not_utf8_are_printed(tmp_path):
 MEANINGS = {
     "--budget": "memory (budget )?per device",
     "--config": "the training step of a config|the same as the argument CONFIG",
-    "--config.KEY": "(set a|override a) (config )?key",
     "--dtype": "float32, bfloat16 or float16",
     "--force": "replace OUT",
     "--formulas": "published formulas predict",

@@ -70,7 +70,7 @@ def test_overrides_take_the_type_of_the_key(key, text, value):
         ("train.step", "7", "did you mean train.steps"),
         ("model.dmodel", "7", "did you mean model.d_model"),
         ("learning_rate", "1", "did you mean optimizer.learning_rate"),
-        ("train", "7", "--config.train is a group"),
+        ("train", "7", "train is a group"),
         ("train.steps", "many", "give a value of type int, such as"),
         ("train.steps", "1.5", "give a value of type int"),
         ("model.scan", "maybe", "give a value of type bool"),

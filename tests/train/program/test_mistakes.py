@@ -349,7 +349,7 @@ MISTAKES = {
         ("tiny h100 --formulas", "unrecognized"),
         ("tiny --program=a:b", "tiny is not a target"),
         ("--config=tiny --program=a:b", "a config and --program cannot be combined"),
-        ("--program=a:b --config.train.steps=1", "--config.train.steps cannot be used with --program"),
+        ("--program=a:b --config.train.steps=1", "train.steps=1 cannot be used with --program"),
         ("--program=nowhere", "does not name a function"),
         ("--program=step.py:exits cpu", "step.py:exits: SystemExit: 3"),
         ("--program=step.py:update cpu", "step.py:update: the loss must return a scalar"),
