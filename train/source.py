@@ -31,6 +31,8 @@ IDENTITY_KEYS = {"config", "global_rows"}  # only the config.json of a run has t
 MAX_JSON_BYTES = 64 * 2**20  # larger JSON files are not read; the largest published index has 8 MB
 # Prefix of the name of a config that is derived from a folder of weights, as in `hf:FOLDER`.
 WEIGHTS = "hf:"
+# Prefix of a model that `bytescope estimate` takes by its number of parameters, as in `gpt:7e9`.
+ASSUMED = "gpt:"
 NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
 SHIPPED = Path(configs.__path__[0])
 

@@ -193,7 +193,7 @@ def estimate(question: Question) -> Estimate:
     if q.attention == "flash":
         notes += ("FlashAttention recomputes the core in its gradient: selective keeps the same tensors as none.",)
     if q.model.experts:
-        notes += ("Experts: a device has buffers for all rows that it may receive, or for the rows of --capacity.",)
+        notes += ("Experts: a device has buffers for all rows that it may receive, or for the rows of its capacity.",)
     return Estimate(
         q,
         state,
@@ -256,31 +256,35 @@ def check(question: Question) -> Question:
     """
     q, layout, model = question, question.layout, question.model
     sizes = {
-        "params": q.parameters,
+        "parameters": q.parameters,
         "layers": model.layers,
-        "width": model.width,
+        "width of the model": model.width,
         "heads": model.heads,
-        "kv-heads": model.kv_heads,
-        "sequence": q.sequence,
-        "batch": q.batch,
-        "tensor": layout.tensor,
-        "data": layout.data,
-        "vocabulary": model.vocabulary,
+        "key/value heads": model.kv_heads,
+        "width of a head": model.head_width,
+        "tokens per sequence": q.sequence,
+        "sequences per micro-batch": q.batch,
+        "tokens per chunk of logits": 1 if q.logit_tokens is None else q.logit_tokens,
+        "tokens per chunk of the MLP": q.mlp_tokens + 1,
+        "tensor-parallel devices": layout.tensor,
+        "data-parallel ranks": layout.data,
+        "rows of the vocabulary": model.vocabulary,
     }
     for name, size in sizes.items():
         if not 1 <= size < 1e18:
-            raise ReportError(f"--{name}={size:g} is out of range: give 1 or more, below 1e18")
+            raise ReportError(f"{name}: {size:g} is out of range: give 1 or more, below 1e18")
     if model.heads % model.kv_heads:
-        raise ReportError(f"--kv-heads={model.kv_heads} does not divide the {model.heads} heads: give a divisor")
+        raise ReportError(f"{model.kv_heads} key/value heads do not divide the {model.heads} heads: give a divisor")
     if model.kv_heads % layout.tensor:
         raise ReportError(
-            f"--tensor={layout.tensor} does not divide the {model.kv_heads} key/value heads: give a divisor"
+            f"{layout.tensor} tensor-parallel devices do not divide the {model.kv_heads} key/value heads: give a "
+            "divisor"
         )
     if model.adapters:
         _check_adapters(model, model.adapters)
     _check_experts(question)
     if layout.sequence and layout.tensor == 1:
-        raise ReportError("--sequence-parallel needs tensor-parallel devices: give --tensor=2 or more")
+        raise ReportError("sequence parallelism needs tensor-parallel devices: give 2 or more")
     return question
 
 
@@ -288,43 +292,42 @@ def _check_experts(question: Question) -> None:
     experts, layout = question.model.experts, question.layout
     if layout.expert > 1 and experts is None:
         raise ReportError(
-            f"--expert-parallel={layout.expert} needs a model with experts: give --experts too, or leave "
-            "--expert-parallel out"
+            f"{layout.expert} expert-parallel devices need a model with experts: give experts, or 1 device"
         )
     if experts is None:
         return
     if experts.per_token > experts.count:
         raise ReportError(
-            f"--experts-per-token={experts.per_token} is more than the {experts.count} experts of the model: give "
+            f"{experts.per_token} experts per token are more than the {experts.count} experts of the model: give "
             f"at most {experts.count}"
         )
     if not expert_formulas.routed_count(question.model):
         raise ReportError(
-            f"--dense-layers={experts.dense_layers} --moe-every={experts.every} leave none of the "
-            f"{question.model.layers} layers with experts: lower one of these flags"
+            f"{experts.dense_layers} dense layers and experts in every layer {experts.every} leave none of the "
+            f"{question.model.layers} layers with experts: lower one of the two"
         )
     if experts.count % layout.expert:
         raise ReportError(
-            f"--expert-parallel={layout.expert} does not divide the {experts.count} experts: give a divisor"
+            f"{layout.expert} expert-parallel devices do not divide the {experts.count} experts: give a divisor"
         )
     if layout.data % layout.expert:
         raise ReportError(
-            f"--expert-parallel={layout.expert} does not divide the {layout.data} data-parallel ranks (--data): "
-            "give a divisor"
+            f"{layout.expert} expert-parallel devices do not divide the {layout.data} data-parallel ranks: give a "
+            "divisor"
         )
     if question.mlp_tokens:
-        raise ReportError(f"--mlp-tokens={question.mlp_tokens} is only for models without experts: leave this flag out")
+        raise ReportError("an MLP in chunks is only for models without experts: compute all tokens at once")
 
 
 def _check_adapters(model: ModelShape, asked: Adapters) -> None:
     if not 1 <= asked.rank < 1e9:
-        raise ReportError(f"--lora-rank={asked.rank} is out of range: give 1 or more, below 1e9")
+        raise ReportError(f"the rank {asked.rank} of the adapters is out of range: give 1 or more, below 1e9")
     for name in asked.targets:
         if name not in TARGETS:
-            raise ReportError(f"--lora-targets: {name!r} is not the name of a matrix: {remedy_for(name, TARGETS)}")
+            raise ReportError(f"{name!r} is not the name of a matrix: {remedy_for(name, TARGETS)}")
     if not adapter_formulas.adapted_anywhere(model):
         raise ReportError(
-            f"--lora-targets={','.join(asked.targets)} cannot be adapted: no layer of this model has these matrices; "
+            f"{','.join(asked.targets)} cannot be adapted: no layer of this model has these matrices; "
             f"give some of {','.join(matrices(model))}"
         )
 

@@ -182,15 +182,15 @@ LISTS = [
     case("bash", "--print-completion bash"),
     case("zsh", "--print-completion zsh"),
     case("fish", "--print-completion fish"),
-    case("estimate_params", "estimate --params=7e9 --json=params.json --html=params.html", widths=(80, 120)),
-    case("estimate_config", "estimate llama_8b --zero=3 --data=8 --json=config.json --html=config.html"),
-    case("estimate_lora", "estimate llama_8b --lora-rank=16 --lora-base=nf4 --json=lora.json"),
+    case("estimate_params", "estimate gpt:7e9 --json=params.json --html=params.html", widths=(80, 120)),
+    case("estimate_config", "estimate llama_8b h100:8 --json=config.json --html=config.html"),
+    case("estimate_lora", "estimate llama_8b lora.rank=16 lora.base=nf4 --json=lora.json"),
     case(
         "estimate_experts",
-        "estimate --params=47b --experts=8 --experts-per-token=2 --data=8 --expert-parallel=8 --zero=3 "
+        "estimate gpt:47b h100:8 model.experts=8 mesh.expert=8 mesh.strategy=zero3 "
         "--json=experts.json --html=experts.html",
     ),
-    case("estimate_latent", "estimate deepseek_v3 --tensor=4 --optimizer=adamw_8bit --offload=optimizer --fused"),
+    case("estimate_latent", "estimate deepseek_v3 mesh.tensor=4 optimizer.name=adamw_8bit offload.optimizer=True"),
     case("estimate_stages", "estimate llama_8b --stages=4 --micro-batches=8 --schedule=v", widths=(80, 120)),
 ]  # fmt: skip
 
@@ -226,7 +226,7 @@ ERRORS = [
         "levers": "fit tiny cpu --vary=remat,magic",
         "savings": "levers tiny cpu --savings=fp32,magic",
         "points": "front tiny cpu --budgets=many",
-        "params": "estimate --params=seven",
+        "params": "estimate gpt:seven",
         "schedule": "estimate llama_8b --stages=2 --micro-batches=4 --schedule=2f2b",
         "grep": "keys --grep=zzzz",
         "shell": "--print-completion csh",

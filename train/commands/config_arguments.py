@@ -53,13 +53,13 @@ def add_memory_fraction(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument CONFIG as a positional argument and as a flag."""
+def add_config(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds the argument CONFIG as a positional argument and as a flag. `more` is appended to its help text."""
     parser.add_argument(
         "config_here",
         nargs="?",
         metavar="CONFIG",
-        help="config file, or name of a shipped config; bytescope list configs lists the names",
+        help=f"config file, or name of a shipped config; bytescope list configs lists the names{more}",
     )
     parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 
@@ -122,7 +122,7 @@ def _settle_subject(args: argparse.Namespace) -> None:
         by_position = vars(args).pop(f"{name}_here", None)
         if by_position is None:
             continue
-        if getattr(args, name) is not None:
+        if vars(args).get(name) is not None:
             raise ReportError(
                 f"{name} is given twice, as {by_position} and as --{name}={getattr(args, name)}: leave one out"
             )

@@ -50,7 +50,6 @@ class Subcommand:
           flag that selects it, or a placeholder if the subject does.
         is_list: whether `bytescope list NAME` runs the command. The overview then leaves the command out.
         is_tool: whether other programs run the command, such as a shell. The overview then names it below the groups.
-        without_target: what to give instead of a target, if users may expect that the command takes one.
     """
 
     module: str
@@ -61,7 +60,6 @@ class Subcommand:
     part_of: str = ""
     is_list: bool = False
     is_tool: bool = False
-    without_target: str = ""
 
     @property
     def flag(self) -> str:
@@ -187,9 +185,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.estimate_command",
         "measure",
         "estimate memory and FLOPs with formulas, without compiling",
-        ("--params=7e9", "llama_8b --zero=3 --data=8 --html=estimate.html", "llama_8b --stages=4 --micro-batches=16"),
-        without_target="formulas do not depend on the kind of device: give the number of devices with --data=N or "
-        "--tensor=N, or compile for the target with bytescope report",
+        ("gpt:7e9", "llama_8b h100:8 batch.micro=2 --html=estimate.html", "llama_8b --stages=4 --micro-batches=16"),
     ),
     "calibrate": Subcommand(
         "train.commands.calibrate_runs",
@@ -365,7 +361,7 @@ def _parser_of(name: str, module: ModuleType) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.remedies = {**ELSEWHERE, **({"TARGET": command.without_target} if command.without_target else {})}
+    parser.remedies = ELSEWHERE
     module.add_arguments(parser)
     return parser
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError
-from bytescope.memory.formulas import transformer_formulas
+from bytescope.memory.formulas import adapter_formulas, transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
 from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
@@ -166,14 +166,14 @@ def model_facts(
     )
 
 
-def question_of(flat: Mapping[str, Any]) -> Question:
-    """Returns the input of the memory calculator (model, batch, sharding, precision) for a config. A mesh axis of -1
-    counts as 1 device.
+def question_of(flat: Mapping[str, Any], devices: int = 0) -> Question:
+    """Returns the input of the memory calculator (model, batch, sharding, precision) for a config.
 
     `mesh.strategy` becomes a ZeRO stage over the ranks of the mesh axes `fsdp`, `expert` and `context`. The calculator
     does not model that the axis `context` shards each sequence.
 
-    flat: the config, dotted key -> value.
+    flat: the config, dotted key -> value. devices: total number of devices, which gives the size of a mesh axis that
+    is -1; 0 means unknown, and the axis then counts as 1 device.
 
     Raises:
         ReportError: the formulas do not cover the config.
@@ -181,7 +181,7 @@ def question_of(flat: Mapping[str, Any]) -> Question:
     why = _why_no_formula(flat)
     if why:
         raise ReportError(why)
-    mesh, schedule = mesh_of(flat), None
+    mesh, schedule = mesh_of(flat, devices), None
     if mesh["stage"] > 1:
         ranks = mesh["fsdp"] * mesh["expert"] * mesh["context"] * mesh["data"]
         steps = accumulation(flat, ranks)
@@ -277,6 +277,7 @@ def _why_no_formula(config: Mapping[str, Any]) -> str:
         ("model.attention", KERNELS),
         ("model.attention_kind", ATTENTION_KINDS),
         ("mesh.strategy", ZERO_STAGES),
+        ("lora.base", adapter_formulas.BASES),
     ):
         if config[key] not in table:
             known = ", ".join(table)

@@ -24,71 +24,50 @@ from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
 from bytescope.train.plan import config_facts
 
-# SHAPE and REST: input of the page -> flag of `bytescope estimate`. The flags of SHAPE describe the shape of a model
-# and are valid only together with --params.
+# Input of the page -> config key with the same value. The script forms the other keys from several inputs. The sizes
+# are always part of a command for gpt:N.
+SIZES = {
+    "layers": "model.n_layers",
+    "width": "model.d_model",
+    "heads": "model.n_heads",
+    "kv_heads": "model.n_kv_heads",
+    "head_width": "model.d_head",
+    "mlp_width": "model.d_ff",
+    "vocabulary": "model.vocab_size",
+}
 SHAPE = {
-    "layers": "layers",
-    "width": "d-model",
-    "heads": "heads",
-    "kv_heads": "kv-heads",
-    "head_width": "d-head",
-    "mlp_width": "d-ff",
-    "vocabulary": "vocabulary",
-    "gated": "gated",
-    "tied": "untied",
-    "dropout": "dropout",
-    "qk_norm": "qk-norm",
-    "post_norms": "post-norms",
-    "experts": "experts",
-    "experts_per_token": "experts-per-token",
-    "d_expert": "d-expert",
-    "shared_experts": "shared-experts",
-    "dense_layers": "dense-layers",
-    "moe_every": "moe-every",
-    "capacity": "capacity",
-    "slots": "expert-slots",
-    "mla_q_rank": "mla-q-rank",
-    "mla_kv_rank": "mla-kv-rank",
-    "mla_d_rope": "mla-d-rope",
-    "mla_d_value": "mla-d-value",
+    **SIZES,
+    "gated": "model.mlp",
+    "tied": "model.tie_embeddings",
+    "dropout": "model.dropout",
+    "qk_norm": "model.qk_norm",
+    "post_norms": "model.post_norms",
+    "experts": "model.experts",
+    "experts_per_token": "model.experts_per_token",
+    "d_expert": "model.d_expert",
+    "shared_experts": "model.shared_experts",
+    "dense_layers": "model.dense_layers",
+    "moe_every": "model.moe_every",
+    "capacity": "model.capacity_factor",
+    "slots": "model.moe_kernel",
+    "mla_q_rank": "model.mla_q_rank",
+    "mla_kv_rank": "model.mla_kv_rank",
+    "mla_d_rope": "model.mla_d_rope",
+    "mla_d_value": "model.mla_d_value",
 }
 REST = {
-    "lora_rank": "lora-rank",
-    "lora_targets": "lora-targets",
-    "lora_base": "lora-base",
-    "sequence": "length",
-    "batch": "batch",
-    "logit_tokens": "logit-tokens",
-    "mlp_tokens": "mlp-tokens",
-    "attention": "attention",
-    "precision": "precision",
-    "optimizer": "optimizer",
-    "offload": "offload",
-    "fused": "fused",
-    "tensor": "tensor",
-    "sequence_parallel": "sequence-parallel",
-    "data": "data",
-    "expert_parallel": "expert-parallel",
-    "zero": "zero",
+    "lora_rank": "lora.rank",
+    "lora_targets": "lora.targets",
+    "lora_base": "lora.base",
+    "sequence": "data.seq_len",
+    "batch": "batch.micro",
+    "precision": "precision.preset",
+    "optimizer": "optimizer.name",
+    "fused": "optimizer.fused_backward",
+    "tensor": "mesh.tensor",
+    "sequence_parallel": "mesh.sequence_parallel",
+    "expert_parallel": "mesh.expert",
 }
-# Input -> the input that must be set for it to have an effect.
-WITHIN = (
-    dict.fromkeys(("lora_targets", "lora_base"), "lora_rank")
-    | dict.fromkeys(
-        (
-            "experts",
-            "experts_per_token",
-            "d_expert",
-            "shared_experts",
-            "dense_layers",
-            "moe_every",
-            "capacity",
-            "slots",
-        ),
-        "experts",
-    )
-    | dict.fromkeys(("mla_q_rank", "mla_kv_rank", "mla_d_rope", "mla_d_value"), "mla_kv_rank")
-)
 
 # Initial values of the inputs for experts and for latent attention if the model has none.
 NO_EXPERTS, NO_LATENT = ExpertShape(0, 2, 0), Latent(0, 0, 64, 128)
@@ -123,7 +102,7 @@ def render(
 
 def page_data(question: Question, presets: Mapping[str, Preset], recompute: str) -> dict[str, Any]:
     """Returns the data of the page's script as JSON values: the tables of the formulas, the initial inputs, the shipped
-    configs, and the flags of `bytescope estimate`. `recompute`: a key of `transformer_formulas.RECOMPUTE`."""
+    configs, and their keys. `recompute`: a key of `transformer_formulas.RECOMPUTE`."""
     return {
         "inputs": inputs(question, recompute),
         "aspect": ASPECT,
@@ -143,9 +122,10 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "parts": training_state.ROLES,
         "recompute": transformer_formulas.RECOMPUTE,
         "attention": transformer_formulas.ATTENTION,
-        "shape_flags": SHAPE,
-        "flags": REST,
-        "within": WITHIN,
+        "sizes": SIZES,
+        "shape": SHAPE,
+        "keys": SHAPE | REST,
+        "strategies": {stage: name for name, stage in config_facts.ZERO_STAGES.items()},
         "cards": cards(),
         "padded": question.model.experts is None or question.model.experts.padded,
         "models": {name: inputs(preset.question, preset.recompute) for name, preset in presets.items()},

@@ -2,7 +2,7 @@
 // The calculator's inputs, table and chart. The inputs are stored in the address (#layers=32&zero=3), so that an
 // estimate can be shared. Inputs that are not in the address have the values of the command line.
 (() => {
-  const { GIB, root, address, count, exact, make, flags } = base, data = base.data();
+  const { GIB, root, address, count, exact, make } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
   const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
   const ROWS = [["params", "parameters", "params"], ["frozen", "frozen parameters", "frozen"],
@@ -35,11 +35,12 @@
   const least = (name) => (ZERO.includes(name) ? 0 : 1);
   const wrongExperts = (q) => (q.experts ? Object.entries({ experts_per_token: q.experts_per_token > q.experts,
     dense_layers: !routedLayers(q), expert_parallel: q.experts % q.expert_parallel || q.data % q.expert_parallel,
-    mlp_tokens: q.mlp_tokens }) : [["expert_parallel", q.expert_parallel > 1]])
+    mlp_tokens: q.mlp_tokens, capacity: q.slots && !q.capacity }) : [["expert_parallel", q.expert_parallel > 1]])
     .filter(([, mistaken]) => mistaken).map(([name]) => name);
   const wrong = (q) => COUNTS.filter((name) => !(q[name] >= least(name) && q[name] < 1e18)).concat(
     WHOLE.filter((name) => q[name] % 1), q.heads % q.kv_heads ? ["kv_heads"] : [],
-    q.kv_heads % q.tensor ? ["tensor"] : [], wrongExperts(q), q.lora_rank && !(adapted(q).length
+    q.kv_heads % q.tensor ? ["tensor"] : [], wrongExperts(q), q.mlp_tokens % q.batch ? ["mlp_tokens"] : [],
+    q.lora_rank && !(adapted(q).length
       && targetsOf(q).every((name) => data.targets.includes(name))) ? ["lora_targets"] : []);
   const options = { zero: Object.keys(data.zero), recompute: Object.keys(data.recompute), attention: data.attention,
     offload: Object.keys(data.offloads), precision: Object.keys(data.precisions),
@@ -57,7 +58,7 @@
     put(name, address.has(name) ? address.get(name) : data.inputs[name]);
     if ($(name).value === "" && $(name).tagName === "SELECT") put(name, data.inputs[name]);
   }
-  const SHAPE = Object.keys(data.shape_flags).filter((name) => name !== "dropout");
+  const SHAPE = Object.keys(data.shape).filter((name) => name !== "dropout");
   // Editing the parameter count changes the shape, and editing the shape changes the count: the last edit counts.
   const follow = (name, q) => {
     if (name === "parameters") for (const [key, value] of Object.entries(shapeFor(q.parameters))) put(key, value);
@@ -69,7 +70,7 @@
   const OTHER = "as below";
   for (const [id, presets] of [["model", data.models], ["card", data.cards]])
     $(id).append(new Option(OTHER, ""), ...Object.keys(presets).map((name) => new Option(name, name)));
-  const OF_SHAPE = ["parameters", ...Object.keys(data.shape_flags)];
+  const OF_SHAPE = ["parameters", ...Object.keys(data.shape)];
   const sameShape = (inputs, q) => OF_SHAPE.every((key) => inputs[key] === q[key]);
   // Returns the preset with the current inputs: the chosen preset, otherwise the first that matches.
   const presetOf = (presets, chosen, same) => (presets[chosen] && same(presets[chosen]) ? chosen
@@ -84,26 +85,30 @@
   };
 
   // ---- the command that gives the same figures --------------------------------------------------------
-  const flag = (name, value) => (typeof value !== "boolean" ? `--${name}=${value}` : (value ? "--" : "--no-") + name);
-  // Inputs of features that the model does not have.
-  const absent = (name, q) => name in data.within && !q[data.within[name]];
+  const STATE = { none: [], optimizer: ["optimizer"], params: ["params"], both: ["optimizer", "params"] };
+  const keysOf = (q) => {
+    const keys = Object.fromEntries(Object.entries(data.keys).map(([name, key]) => [key, q[name]]));
+    Object.assign(keys, {
+      "model.mlp": q.gated ? "swiglu" : "gelu", "model.dropout": q.dropout ? 0.1 : 0,
+      "model.moe_kernel": q.slots ? "capacity" : "auto", "model.attention_kind": q.mla_kv_rank ? "mla" : "gqa",
+      "model.attention": q.attention === "naive" ? "naive" : "chunked", "model.mlp_chunk": q.mlp_tokens / q.batch,
+      "loss.kind": q.logit_tokens ? "chunked" : "full", "mesh.fsdp": q.data / q.expert_parallel,
+      "mesh.strategy": data.strategies[q.zero],
+    });
+    if (q.logit_tokens) keys["loss.chunk"] = q.logit_tokens;
+    if (!q.mla_kv_rank) delete keys["model.mla_kv_rank"];
+    for (const part of STATE.both) keys["offload." + part] = STATE[q.offload].includes(part);
+    return keys;
+  };
+  // Keys whose value in a config may differ from the input that follows from it, and the keys on which that depends.
+  const FOLLOWING = { "model.attention": ["model.dropout", "data.seq_len", "precision.preset"],
+    "mesh.sequence_parallel": ["mesh.tensor"], "mesh.strategy": ["mesh.fsdp", "mesh.expert"] };
   const command = (q) => {
-    const model = modelOf(q), config = data.models[model], known = config || data.defaults;
-    const words = ["bytescope estimate" + (config ? " " + model : "")];
-    if (!config) {
-      words.push("--params=" + q.parameters);
-      for (const [name, word] of Object.entries(data.shape_flags)) {
-        if (absent(name, q)) continue;
-        const yes = word === "untied" ? !q[name] : q[name];
-        if (typeof q[name] !== "boolean") words.push(flag(word, q[name])); else if (yes) words.push("--" + word);
-      }
-    }
-    for (const [name, word] of Object.entries(data.flags)) {
-      if (name === "sequence_parallel" && q.tensor === 1) continue;  // there is nothing to share
-      if (absent(name, q)) continue;
-      if (q[name] !== known[name]) words.push(flag(word, q[name]));
-    }
-    return words.join(" ");
+    const model = modelOf(q), config = data.models[model], keys = keysOf(q), known = keysOf(config || data.defaults);
+    const changed = (key) => keys[key] !== known[key], sizes = config ? [] : Object.values(data.sizes);
+    const given = Object.keys(keys).filter((key) => sizes.includes(key) || changed(key)
+      || (config && (FOLLOWING[key] || []).some(changed)));
+    return ["bytescope estimate", config ? model : "gpt:" + q.parameters, ...given.map((key) => `${key}=${keys[key]}`)];
   };
 
   // ---- drawing --------------------------------------------------------------------------------------
@@ -185,7 +190,7 @@
       + `${q.experts ? `, ${count(Math.round(found.parameters.active))} of them active` : ""}, on `
       + `${count(q.tensor * q.data)} ${q.tensor * q.data === 1 ? "device" : "devices"} · ${count(q.batch)} × `
       + `${count(q.sequence)} tokens per replica and micro-step · ${q.precision}, ${q.optimizer}, ZeRO ${q.zero}`;
-    $("command").replaceChildren(...flags(command(q)));
+    $("command").replaceChildren(...command(q).flatMap((word, i) => [...(i ? [" "] : []), make("span", word)]));
     $("hint").textContent = data.recompute[q.recompute]
       + (q.attention === "flash" && q.recompute === "selective" ? "; flash attention does that by itself" : "");
   };

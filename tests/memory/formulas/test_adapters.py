@@ -147,32 +147,30 @@ def test_only_adapters_have_gradients_and_moments():
 
 def test_the_command(capsys, tmp_path):
     path = tmp_path / "a.json"
-    assert main(["estimate", "llama_8b", "--lora-rank=16", "--lora-base=nf4", f"--json={path}"]) == 0
+    assert main(["estimate", "llama_8b", "lora.rank=16", "lora.base=nf4", f"--json={path}"]) == 0
     out = capsys.readouterr().out
     assert "41,943,040 trained" in " ".join(out.split()) and "frozen parameters" in out
     assert max(map(len, out.splitlines())) <= 100
     row = read_result(path)["policies"]["full"]
     assert row["frozen"] == frozen(LLAMA_8B, "nf4") and row["params"] == 4 * 41943040
-    main(["estimate", "llama_8b", "--lora-rank=0"])
+    main(["estimate", "llama_8b", "lora.rank=0"])
     assert "frozen" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--lora-rank=16", "--lora-targets=q,w"], "--lora-targets: 'w'"),
-        (["--lora-rank=-1"], "--lora-rank=-1 is out of range: give at least 0"),
-        (["--lora-targets=q"], "give --lora-rank=16 too"),
-        (["--lora-base=nf4"], "give --lora-rank=16 too"),
+        (["lora.rank=16", "lora.targets=q,w"], "'w' is not the name of a matrix"),
+        (["lora.rank=-1"], "the rank -1 of the adapters is out of range"),
         (
-            ["--lora-rank=4", "--lora-targets=gate"],
+            ["lora.rank=4", "lora.targets=gate"],
             "no layer of this model has these matrices; give some of q,k,v,o,up",
         ),
-        (["--lora-rank=4", "--lora-base=nf5"], "choose one of bf16, nf4, int8"),
+        (["lora.rank=4", "lora.base=nf5"], "formulas exist for bf16, nf4, int8"),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, words):
-    assert main(["estimate", "--params=7b", *arguments]) == 2
+    assert main(["estimate", "gpt:7b", *arguments]) == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
 

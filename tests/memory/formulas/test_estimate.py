@@ -118,7 +118,7 @@ def test_the_shipped_config_asks_that_question():
 
 
 def test_parameters_alone(capsys, tmp_path):
-    code, out, err = run(capsys, "--params=7e9", f"--json={tmp_path / 'a.json'}")
+    code, out, err = run(capsys, "gpt:7e9", f"--json={tmp_path / 'a.json'}")
     assert (code, err) == (0, "") and max(map(len, out.splitlines())) <= 100
     document = read_result(tmp_path / "a.json")
     row = document["policies"]["none"]
@@ -130,32 +130,41 @@ def test_parameters_alone(capsys, tmp_path):
 
 @pytest.mark.parametrize("count, unit", [("1m", "MB"), ("7b", "GB"), ("405b", "GB"), ("1t", "TB")])
 def test_a_screen_is_100_columns_at_every_size(capsys, count, unit):
-    _, out, _ = run(capsys, f"--params={count}", "--precision=mixed_fp32_grads")
+    _, out, _ = run(capsys, f"gpt:{count}", "precision.preset=mixed_fp32_grads")
     assert max(map(len, out.splitlines())) <= 100 and f"none, {unit}" in out
     assert next(line for line in out.splitlines() if line.startswith("total")).count(".") == 6
 
 
-def test_flags_spread_the_state(capsys, tmp_path):
-    run(capsys, "--params=7b", "--zero=2", "--data=64", "--tensor=1", f"--json={tmp_path / 'a.json'}")
+def test_keys_spread_the_state(capsys, tmp_path):
+    run(capsys, "gpt:7b", "mesh.strategy=zero2", "mesh.fsdp=64", f"--json={tmp_path / 'a.json'}")
     document = read_result(tmp_path / "a.json")
     assert sum(document["per_parameter"].values()) == 2 + 14 / 64
     run(
         capsys,
-        "--config=llama_8b",
+        "llama_8b",
         "--config.optimizer.b1=0.8",
-        "--data=16",
-        "--zero=0",
-        "--optimizer=lion",
-        "--precision=fp32",
+        "h100:2x8",
+        "mesh.strategy=ddp",
+        "optimizer.name=lion",
+        "precision.preset=fp32",
         f"--json={tmp_path / 'a.json'}",
     )
     document = read_result(tmp_path / "a.json")
     assert sum(document["per_parameter"].values()) == 12 and document["question"]["layout"]["data"] == 16
 
 
+def test_a_target_gives_devices_and_memory(capsys):
+    out = " ".join(run(capsys, "llama_8b", "h100:8")[1].split())
+    assert "ZeRO 3 over 8" in out and "h100:8 has 72.78 GiB for a program on each device: the estimates for none" in out
+    out = " ".join(run(capsys, "gpt:7b", "h100:8", "mesh.tensor=1", "mesh.strategy=zero1")[1].split())
+    assert "ZeRO 1 over 8" in out and "the estimates for" in out
+    out = " ".join(run(capsys, "gpt:70b", "h100:8")[1].split())
+    assert "h100:8 has 72.78 GiB for a program on each device: no estimate fits" in out
+
+
 def test_a_config_of_unknown_devices_says_so(capsys):
     assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "--config=llama_8b")[1]
-    assert "counts as" not in run(capsys, "--config=llama_8b", "--data=8")[1]
+    assert "counts as" not in run(capsys, "llama_8b", "h100:8")[1]
     ring = run(capsys, "--config=llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
     assert "mesh.context=2 is ignored" in ring and "counts as" not in ring
 
@@ -163,30 +172,25 @@ def test_a_config_of_unknown_devices_says_so(capsys):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--params=lots"], "--params=lots is not a number of parameters"),
-        (["--params=0"], "--params=0 is out of range: give at least 1"),
-        (["--params=7b", "--heads=0"], "--heads=0 is out of range: give at least 1"),
-        (["--params=7b", "--tensor=7"], "--tensor=7 does not divide"),
-        (["--params=7b", "--sequence-parallel"], "give --tensor=2 or more"),
-        (["--params=7b", "--data=0"], "--data=0 is out of range"),
-        (["--params=7b", "--heads=32", "--kv-heads=5"], "--kv-heads=5 does not divide the 32 heads"),
-        (["--config=tiny", "--gated"], "--config.model.mlp=..."),
-        (["--params=7b", "--d-ff=0"], "--d-ff=0 is out of range: give at least 1"),
-        (["--config=tiny", "--logit-tokens=-1"], "--logit-tokens=-1 is out of range: give at least 0"),
-        (["--params=7b", "--config.seed=1"], "it needs a config"),
-        (["--config=tiny", "--layers=3"], "--config.model.n_layers=..."),
+        (["gpt:lots"], "gpt:lots has no number of parameters: write gpt:7e9"),
+        (["gpt:0"], "gpt:0 is out of range: give at least 1"),
+        (["gpt:7b", "model.n_heads=0"], "model.n_heads=0 is out of range: give at least 1"),
+        (["gpt:7b", "mesh.tensor=7"], "7 tensor-parallel devices do not divide"),
+        (["gpt:7b", "h100:8", "mesh.tensor=3"], "the mesh of gpt:7b has 6 devices, but h100:8 has 8: give as many"),
+        (["gpt:7b", "h101:8"], "did you mean h100"),
+        (["gpt:7b", "model.n_heads=32", "model.n_kv_heads=5"], "5 key/value heads do not divide the 32 heads"),
+        (["gpt:7b", "model.d_ff=0"], "model.d_ff=0 is out of range: give at least 1"),
+        (["gpt:7b", "model.layers=3"], "model.layers is an unknown key: did you mean model.n_layers?"),
+        (["tiny", "loss.chunk=-1"], "tokens per chunk of logits: -1 is out of range: give 1 or more"),
+        (["tiny", "model.mlp_chunk=-4"], "out of range: give 1 or more"),
+        (["tiny", "--layers=3"], "estimate has no --layers: write model.n_layers=N"),
         (["--config=tinny"], "did you mean tiny"),
-        (["--params=7b", "--zero=4"], "choose one of 0, 1, 2, 3"),
-        ([], "or --params=7e9"),
-        (["--params=7b", "--d-expert=64"], "--d-expert=64 has no effect without --experts"),
-        (["--params=7b", "--experts=8", "--expert-parallel=3"], "--expert-parallel=3 does not divide the 8 experts"),
-        (
-            ["--params=7b", "--experts=8", "--expert-parallel=4", "--data=2"],
-            "does not divide the 2 data-parallel ranks",
-        ),
-        (["--params=7b", "--expert-parallel=4"], "needs a model with experts: give --experts too"),
-        (["--params=7b", "--experts=8", "--dense-layers=99"], "give --layers and --d-model too"),
-        (["--params=7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
+        (["gpt:7b", "mesh.strategy=zero4"], "formulas exist for ddp, zero1, zero2, zero3"),
+        ([], "or gpt:7e9"),
+        (["gpt:7b", "model.experts=8", "mesh.expert=3"], "3 expert-parallel devices do not divide the 8 experts"),
+        (["gpt:7b", "mesh.expert=4"], "4 expert-parallel devices need a model with experts"),
+        (["gpt:7b", "model.experts=8", "model.dense_layers=99"], "give model.n_layers and model.d_model too"),
+        (["gpt:7b", "--html=/no/such/place.html"], "cannot write /no/such/place.html"),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, words):
@@ -275,7 +279,14 @@ def test_a_config_says_its_levers(capsys):
     ]
     keys += [("optimizer.clip", "layer")]
     assert question_of(load_flat("llama_8b", keys)) == LEVERS
-    _, out, _ = run(capsys, "--params=7b", "--offload=both", "--fused", "--precision=fp8")
+    _, out, _ = run(
+        capsys,
+        "gpt:7b",
+        "offload.optimizer=True",
+        "offload.params=1",
+        "optimizer.fused_backward=1",
+        "precision.preset=fp8",
+    )
     assert next(line for line in out.splitlines() if line.startswith("in host memory")).split()[3] == "84.00"
 
 
@@ -332,7 +343,7 @@ settle("data_ranks", 4); settle("sequence", 512); settle("logit_tokens", 0); set
 settle("model", "gpt2_xl"); settle("card", "h200"); settle("tensor", 5); settle("sequence_parallel", true); note();
 settle("layers", 7); settle("lora_rank", 8); settle("lora_base", "nf4"); settle("lora_targets", "q, o");
 settle("tied", false); settle("gated", true); settle("head_width", 32); settle("dropout", true);
-settle("offload", "both"); settle("mlp_tokens", 100); settle("precision", "fp8"); settle("zero", 1); note();
+settle("offload", "both"); settle("mlp_tokens", 128); settle("precision", "fp8"); settle("zero", 1); note();
 settle("parameters", "13b"); settle("memory", 7); note();
 settle("lora_rank", 0); settle("mlp_tokens", 0); settle("experts", 8); settle("d_expert", 512); settle("moe_every", 2);
 settle("data_ranks", 4); settle("expert_parallel", 2);
@@ -346,14 +357,8 @@ def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
     page = estimate_page.render(presets["llama_8b"].question, "llama_8b", presets)
     document = browse(tmp_path, page, script=CHOICES, options=["--dump-dom"])
     seen = json.loads(entities.unescape(re.search("<title>(.*?)</title>", document, re.S)[1]))
-    assert [command.split(" --")[0] for command, *_ in seen] == [
-        "bytescope estimate llama_8b",
-        "bytescope estimate llama_8b",
-        "bytescope estimate gpt2_xl",
-        "bytescope estimate",
-        "bytescope estimate",
-        "bytescope estimate",
-    ]
+    subjects = [command.split()[2].partition(":")[0] for command, *_ in seen]
+    assert subjects == ["llama_8b", "llama_8b", "gpt2_xl", "gpt", "gpt", "gpt"]
     assert seen[0][0] == "bytescope estimate llama_8b"
     h200 = str(estimate_page.cards()["h200"]["memory"])
     assert [memory for _, _, memory, _ in seen] == ["72.78", "72.78", h200, h200, "7", "7"]
@@ -370,7 +375,7 @@ def test_a_copied_command_gives_the_figures_that_are_shown(tmp_path, capsys):
 
 def test_the_presets_are_the_shipped_configs_and_the_chips(tmp_path, capsys):
     path = tmp_path / "e.html"
-    assert run(capsys, "llama_1b", "--data=4", f"--html={path}")[0] == 0
+    assert run(capsys, "llama_1b", "mesh.fsdp=4", f"--html={path}")[0] == 0
     page = one_file(path.read_text())
     assert set(page.data["models"]) == set(purposes()) and set(page.data["cards"]) == set(CHIPS)
     assert page.data["cards"]["h100"]["memory"] == round(limits.limit_bytes(targets.parse("h100@0.92")) / 2**30, 2)

@@ -179,31 +179,31 @@ def test_experts_are_sharded_over_their_axis_in_any_case(layout, dense, routed):
 
 def test_an_estimate_tells_total_and_active(tmp_path, capsys):
     shape = [
-        "--layers=32",
-        "--d-model=4096",
-        "--heads=32",
-        "--kv-heads=8",
-        "--d-ff=14336",
-        "--vocabulary=32000",
-        "--gated",
-        "--untied",
-        "--experts=8",
-        "--data=8",
-        "--expert-parallel=8",
+        "model.n_layers=32",
+        "model.d_model=4096",
+        "model.n_heads=32",
+        "model.n_kv_heads=8",
+        "model.d_ff=14336",
+        "model.vocab_size=32000",
+        "model.mlp=swiglu",
+        "model.tie_embeddings=False",
+        "model.experts=8",
+        "h100:8",
+        "mesh.expert=8",
     ]
-    assert main(["estimate", "--params=46702526464", *shape, f"--json={tmp_path / 'e.json'}"]) == 0
+    assert main(["estimate", "gpt:46702526464", *shape, f"--json={tmp_path / 'e.json'}"]) == 0
     out, document = capsys.readouterr().out, read_result(tmp_path / "e.json")
     assert document["parameters"] == {"total": 46_702_526_464, "active": 12_879_659_008}
     assert "46,702,526,464 parameters" in out and "12,879,659,008 active" in out
     assert max(map(len, out.splitlines())) <= 100
     expected = estimate(Question(46702526464, MIXTRAL, StepLayout(data=8, expert=8))).to_json()
     assert document["policies"] == expected["policies"] and document["model_flops"] == expected["model_flops"]
-    assert main(["estimate", "--params=47e9", "--experts=8"]) == 0  # the shape follows from the count
+    assert main(["estimate", "gpt:47e9", "model.experts=8"]) == 0  # the shape follows from the count
     assert "of 8 experts" in capsys.readouterr().out
 
 
 def test_a_dense_model_is_active_as_a_whole(tmp_path):
-    assert main(["estimate", "--params=7b", f"--json={tmp_path / 'e.json'}"]) == 0
+    assert main(["estimate", "gpt:7b", f"--json={tmp_path / 'e.json'}"]) == 0
     assert read_result(tmp_path / "e.json")["parameters"] == {"total": 7e9, "active": 7e9}
 
 

@@ -297,7 +297,6 @@ MEANINGS = {
     "--hlo": "compare the failure with an XLA dump|report on an XLA dump",
     "--html": "page",
     "--json": "as JSON",
-    "--layers": "layers of the model",
     "--length": "tokens per (calibration )?sequence",
     "--lora": "LoRA adapters instead of the weights",
     "--measure": "on this machine",

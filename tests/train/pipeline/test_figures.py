@@ -44,7 +44,7 @@ def test_the_estimate_has_a_line_for_each_schedule(capsys, tmp_path):
     assert "interleaved: each stage is idle 15.8 % of the time and stores 1.38 times" in out
     assert "v: each stage is idle 27.3 % of the time and stores 1 times" in out
     one = read_result(file)
-    assert cli.main([*words, "--schedule=v"]) == 0 and cli.main(["estimate", "--params=7e9", *words[2:4]]) == 0
+    assert cli.main([*words, "--schedule=v"]) == 0 and cli.main(["estimate", "gpt:7e9", *words[2:4]]) == 0
     # A V stores 4/7 of the activations of the layers.
     kept = read_result(file)["policies"]["none"]["kept"] / one["policies"]["none"]["kept"]
     assert kept == pytest.approx(1 / 1.75)
