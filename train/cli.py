@@ -102,9 +102,18 @@ def run_process(argv: Sequence[str]) -> int:
 def supervised(argv: Sequence[str]) -> int:
     """Runs a command line and returns its exit code. A command that executes a user's code runs in a child process."""
     own = [*itertools.takewhile(lambda word: word != "--", argv)]
-    is_script = own[:1] == ["report"] and any(word.endswith(".py") for word in own[1:2])
-    has_code = own[:1] == ["check"] or is_script or any(word.startswith("--prog") for word in own)
+    is_script = own[:1] == ["report"] and any(word.endswith(".py") or word.startswith("script:") for word in own[1:2])
+    takes_function = own[:1] in (["report"], ["compare"], ["fit"], ["explain"])
+    has_code = own[:1] == ["check"] or is_script or (takes_function and any(map(_names_function, own[1:])))
     return supervise(lambda: main(argv)) if has_code and not {"-h", "--help"} & {*own} else main(argv)
+
+
+def _names_function(word: str) -> bool:
+    if ":" not in word:
+        return False
+    from bytescope.train.commands.subjects import is_function
+
+    return word.startswith("--program") or is_function(word)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -147,7 +147,10 @@ def _find_config(name: str | Path) -> ConfigPath | None:
         return ConfigPath(Path(os.path.expanduser(folder)), folder)
     if not text:
         return None
-    for path in (_expand_home(name), SHIPPED / text, SHIPPED / f"{text}.py", SHIPPED.parent / text):
+    paths = [_expand_home(name)]
+    if not text.startswith(("./", "../")):
+        paths += [SHIPPED / text, SHIPPED / f"{text}.py", SHIPPED.parent / text]
+    for path in paths:
         if os.path.isfile(path):  # isfile returns False for a name that is too long for the file system
             return ConfigPath(path)
     return None

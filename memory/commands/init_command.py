@@ -7,6 +7,7 @@ program that `bytescope report --program` reads.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import subprocess
@@ -144,6 +145,11 @@ def _report(args: argparse.Namespace, file: Path) -> int:
         print(f"{args.script}: the step was not reached; missing:")
         for place, text in result["missing"]:
             print(f"  {place or args.script}: {in_one_line(text)}")
+        if names := _functions_in(args.script):
+            print(
+                f"{args.script} defines {', '.join(names)}: bytescope report {args.script}:{names[0]} reports on a "
+                "function that returns (step, arguments)"
+            )
         return _MISSING
     write(file, result["text"])
     print(f"found {result['step']}")
@@ -151,6 +157,14 @@ def _report(args: argparse.Namespace, file: Path) -> int:
     args.command, args.program = "report", f"{file}:program"
     args.hlo, args.config, args.settings = None, None, []
     return report_command.run(args)
+
+
+def _functions_in(script: str) -> list[str]:
+    try:
+        statements = ast.parse(Path(script).read_bytes()).body
+    except (SyntaxError, ValueError):
+        return []
+    return [statement.name for statement in statements if isinstance(statement, ast.FunctionDef)]
 
 
 def _check_saved(path: Path) -> None:

@@ -12,7 +12,7 @@ from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.program import user_program
-from bytescope.train.commands import trainer_packages
+from bytescope.train.commands import subjects, trainer_packages
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.source import NO_CONFIG
 from bytescope.train.user_errors import UserError
@@ -64,9 +64,11 @@ def add_config(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
 
 
-def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str) -> argparse.Namespace:
     """Parses a command line whose words are a subject, keys of it (KEY=VALUE or --config.KEY=VALUE) and a target. The
     result has the pairs (key, text) in `overrides`; for a program of another trainer, the words are in `settings`.
+
+    called: the command as the user calls it, such as "compare --levers".
 
     Raises:
       ValueError: the command line is not valid.
@@ -78,6 +80,7 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpars
         if "--" in rest:
             raise ReportError("the words after -- are arguments of a script, and the command runs none: leave them out")
         _sort_words(parser, args)
+    subjects.settle(args, called)
     _settle_subject(args)
     return args
 

@@ -20,6 +20,16 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope explain`, including --config, to the parser."""
     explain_command.add_arguments(parser)
+    parser.add_argument(
+        "config_here",
+        nargs="?",
+        metavar="SUBJECT",
+        help="compare the failure with this program: a config, FILE.py:FUNCTION or MODULE:FUNCTION, an XLA dump, a run "
+        "directory or a saved report",
+    )
+    parser.add_argument(
+        "target_here", nargs="?", metavar="TARGET", help="devices of the failed job, the same as --target"
+    )
     parser.add_argument("--config", metavar="CONFIG", help="compare the failure with the training step of a config")
     add_settings(parser, SET_KEY)
 

@@ -313,9 +313,11 @@ def abilities_of(name: str) -> list[str]:
     return [ability for ability, command in COMMANDS.items() if command.part_of.partition(" ")[0] == name]
 
 
-def find_ability(name: str, argv: Sequence[str]) -> str:
-    """Returns the row of COMMANDS that a command line runs: the ability that a flag or the subject selects, or the
-    command `name` itself.
+def find_ability(name: str, argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the row of COMMANDS that a command line runs, and its arguments.
+
+    The row is the ability that a flag or the subject selects, or the command `name` itself. If the subject selects it,
+    its prefix is removed.
 
     argv: the arguments after the command. Those after "--" belong to another program.
     """
@@ -323,12 +325,14 @@ def find_ability(name: str, argv: Sequence[str]) -> str:
     flags = {argument.partition("=")[0] for argument in own}
     for ability in abilities_of(name):
         if COMMANDS[ability].flag and COMMANDS[ability].flag in flags:
-            return ability
+            return ability, list(argv)
     if name == "report" and own and not own[0].startswith("-"):
-        from bytescope.train.commands.report_subjects import ability_of_subject
+        from bytescope.train.commands.subjects import ABILITIES, recognize
 
-        return ability_of_subject(own[0]) or name
-    return name
+        subject = recognize(own[0])
+        if subject.kind in ABILITIES:
+            return ABILITIES[subject.kind], [subject.name, *argv[1:]]
+    return name, list(argv)
 
 
 def make_parser(name: str) -> Parser:
@@ -375,7 +379,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     name, *rest = argv or [""]
     if name not in COMMANDS or COMMANDS[name].part_of:
         raise UserError(moved_command(name, rest) or f"{_unknown_command_message(name)}; see bytescope --help")
-    name = find_ability(name, rest)
+    name, rest = find_ability(name, rest)
     module = COMMANDS[name].load()
     if hasattr(module, "parse"):
         args = module.parse(rest)
@@ -387,12 +391,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     """Parses the arguments of the command `name` with the parser of its module. The result has `overrides`."""
+    from bytescope.train.commands import subjects
     from bytescope.train.commands.config_arguments import parse_words, suggest_keys
 
     parser = make_parser(name)
-    if not any(argument.startswith(("--program", "--hlo")) for argument in argv):  # such a program has no config
+    own_program = (word.startswith(("--program", "--hlo")) or subjects.is_function(word) for word in argv)
+    if not any(own_program):  # it has no config
         parser.keys_named = suggest_keys
-    args = parse_words(parser, argv)
+    args = parse_words(parser, argv, spelling_of(name))
     if args.overrides and (reads := COMMANDS[name].reads):
         key = args.overrides[0][0]
         raise ReportError(f"{spelling_of(name)} takes no --config.{key}: the command {reads}; leave the flag out")

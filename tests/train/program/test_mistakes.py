@@ -392,7 +392,7 @@ MISTAKES = {
         ("notes.md --config.model.n_layers=2", "needs a config"),
         ("notes.md --program=x", "--program"),
         ("notes.md --jsn=x", "did you mean --json?"),
-        ("notes.md more.log", "unrecognized"),
+        ("notes.md more.log", "no config file 'more.log'"),
         ("notes.md -- true", "cannot be combined"),
         ("--", "no command is given after --"),
         ("-- /no/such/program", "cannot run /no/such/program"),

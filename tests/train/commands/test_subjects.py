@@ -1,0 +1,118 @@
+"""The first word of a command names its subject."""
+
+import dataclasses
+import json
+
+import pytest
+
+from bytescope.train import cli
+from bytescope.train.commands.subjects import recognize
+from support.command_line import called
+
+pytestmark = pytest.mark.quick
+
+FILES = {
+    "config.py": "def get_config(): ...",
+    "imported.py": "from other import get_config",
+    "script.py": "raise SystemExit('a file is not run to recognize it')",
+    "broken.py": "def",
+    "step.hlo.pb": "",
+    "module.after_optimizations.hlo.pb.gz": "",
+    "card.xplane.pb": "",
+    "report.json": "{}",
+    "run/metrics.jsonl": "",
+    "run/profile/card.xplane.pb": "",
+    "lr=3e-4/metrics.jsonl": "",
+    "weights/config.json": "{}",
+    "weights/model.safetensors": "",
+    "profile/plugins/card.xplane.pb": "",
+    "dump/module_0001.jit_step.gpu_after_optimizations.hlo.pb": "",
+    "tiny/metrics.jsonl": "",
+    "both/metrics.jsonl": "",
+    "both/module_0001.jit_step.after_optimizations.txt": "",
+    "empty/notes.md": "",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("tiny llama_8b config.py imported.py broken.py missing.py h100:8 maxtext:default hf:weights", "config"),
+        ("my_package.train:program script.py:program config.py:program ./script.py:program a:b.c", "function"),
+        ("step.hlo.pb module.after_optimizations.hlo.pb.gz missing.hlo.pb dump", "dump"),
+        ("script.py ./script.py", "script"),
+        ("run run/ ./run lr=3e-4 ./tiny", "run"),
+        ("report.json", "report"),
+        ("card.xplane.pb profile missing.xplane.pb", "trace"),
+    ],
+)
+def test_what_a_word_names(words, kind, folder):
+    for word in words.split():
+        assert dataclasses.astuple(recognize(word)) == (kind, word)
+
+
+def test_a_prefix_names_the_kind(folder):
+    for kind in ("config", "script", "dump", "run", "report", "trace"):
+        assert dataclasses.astuple(recognize(f"{kind}:both")) == (kind, "both")
+    assert recognize("weights:both").name == "hf:both" and recognize("weights").name == "hf:weights"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["report", "both"], "both contains a run and a dump: write run:both or dump:both"),
+        (["report", "empty"], "empty is a folder without a run, weights, a saved report, a trace or an XLA dump"),
+        (["report", "--verbose", "run"], "run is a run: write it as the first word, bytescope report run"),
+        (["report", "run", "--names"], "run is a run: bytescope report --names takes a config or MODULE:FUNCTION"),
+        (["compare", "dump", "h100"], "dump is an HLO dump, which is compiled already: bytescope compare takes"),
+        (["compare", "script.py"], "--save-program=step.py, and give step.py:program"),
+        (["compare", "a:f", "--levers"], "a:f is a function: bytescope compare --levers takes a config\n"),
+        (["fit", "a:f", "--budgets=4"], "a:f is a function: bytescope fit --budgets takes a config\n"),
+        (["fit", "report.json"], "report.json is a saved report: bytescope fit takes a config"),
+    ],
+)
+def test_a_command_says_which_subjects_it_takes(words, message, folder, capsys):
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["report", "names", "audit", "compare", "fit"])
+def test_a_function_and_a_dump_as_the_first_word(name, folder):
+    args = cli.parse(called(name, ["script.py:program", "h100:8"]))
+    assert (args.program, args.config, args.target) == ("script.py:program", None, "h100:8")
+    if name in ("report", "audit"):
+        args = cli.parse(called(name, ["dump", "h100:8"]))
+        assert (args.hlo.name, args.config, args.target) == ("dump", None, "h100:8")
+
+
+@pytest.mark.parametrize(
+    ("word", "field", "value"),
+    [
+        ("tiny", "config", "tiny"),
+        ("config.py", "config", "config.py"),
+        ("script.py:program", "program", "script.py:program"),
+        ("dump", "hlo", "dump"),
+        ("run", "report", "run/memory.json"),
+        ("report.json", "report", "report.json"),
+    ],
+)
+def test_explain_takes_the_subject_after_the_log(word, field, value, folder):
+    args = cli.parse(["explain", "job.log", word, "h100:8"])
+    given = {name: str(vars(args)[name]) for name in ("config", "program", "hlo", "report") if vars(args)[name]}
+    assert given == {field: value} and args.target == "h100:8"
+
+
+def test_a_folder_with_one_saved_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("bytescope.memory.records.report_record.load", lambda file: json.loads(file.read_text()))
+    (tmp_path / "a.json").write_text("{}")
+    assert dataclasses.astuple(recognize(str(tmp_path))) == ("report", str(tmp_path / "a.json"))
