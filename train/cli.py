@@ -113,7 +113,7 @@ def _names_function(word: str) -> bool:
         return False
     from bytescope.train.commands.subjects import is_function
 
-    return word.startswith("--program") or is_function(word)
+    return is_function(word)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -153,9 +153,9 @@ def is_setting(word: str) -> bool:
 def refuse_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
     """Raises ReportError if a flag is given that the program of an adapter cannot have.
 
-    names: the flags without dashes. Also refuses --program, --hlo and --config.KEY=VALUE.
+    names: the flags without dashes. Also refuses --config.KEY=VALUE.
     """
-    for name in ("program", "hlo", *names):
+    for name in names:
         if vars(args).get(name):
             flag = f"--{name.replace('_', '-')}"
             raise ReportError(f"{flag} cannot be used with {args.config}, a program of another trainer: leave it out")

@@ -49,9 +49,9 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope report --audit` for a program of --program, of --hlo or of an adapter:
-    compiles it, prints the audit, and writes the files of --json and --html. Returns the exit code: 1 with --strict if
-    a request was not honored, else 0."""
+    """Runs `bytescope report --audit` for a user's function, a dump or the program of an adapter: compiles it, prints
+    the audit, and writes the files of --json and --html. Returns the exit code: 1 with --strict if a request was not
+    honored, else 0."""
     program, subject = report_command.open_program(args)
     report = make_audited_report(args, program, subject)
     show(report)

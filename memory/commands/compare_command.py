@@ -24,19 +24,15 @@ from bytescope.memory.devices.xla_flags import flags_text, parse_flags
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
 
-
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds --program, which names the user's function that returns the program to compare."""
-    parser.add_argument(
-        "--program",
-        metavar="MODULE:FUNCTION",
-        help="compare your own programs instead of a config: a function as for bytescope report --program; its "
-        "parameters with defaults are the keys of --grid",
-    )
+# Subjects of bytescope compare that are not configs, as a part of a help text.
+OTHER_SUBJECTS = (
+    "or your own programs, MODULE:FUNCTION or FILE.py:FUNCTION, as for bytescope report; parameters of the function "
+    "with defaults are the keys of --grid"
+)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope compare` for the programs of a user's function (--program) or of an adapter. Returns the exit
+    """Runs `bytescope compare` for the programs of a user's function or of an adapter. Returns the exit
     code."""
     from bytescope.memory.devices.platform import choose_platform, simulate_devices
 

@@ -1,7 +1,7 @@
 """bytescope explain: explains an out-of-memory message in a log. With the report of the program that ran, the failure
 is compared with the prediction.
 
-jax is imported only for --program and --hlo. `train.commands.explain_config` adds --config.
+jax is imported only for the program that ran. `train.commands.explain_config` adds configs.
 """
 
 from __future__ import annotations
@@ -42,14 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=user_path,
         help="compare the failure with a memory report, such as memory.json in the run directory",
     )
-    parser.add_argument(
-        "--program",
-        metavar="MODULE:FUNCTION",
-        help="compare the failure with your own step instead of a config; bytescope report --help explains FUNCTION",
-    )
-    parser.add_argument(
-        "--hlo", metavar="FILE", type=user_path, help="compare the failure with an XLA dump of the failed job"
-    )
+    parser.set_defaults(program=None, hlo=None)
     parser.add_argument(
         "--target",
         metavar="TARGET",
@@ -108,8 +101,8 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
         targets.parse(args.target)
         if given in ([], ["report"]):
             raise ReportError(
-                f"--target={args.target} needs the program that ran: give "
-                f"{' or '.join(f'--{name}' for name in subjects if name != 'report')} too, or leave --target out"
+                f"--target={args.target} needs the program that ran: write bytescope explain LOG SUBJECT TARGET, or "
+                "leave --target out"
             )
 
 

@@ -1,4 +1,4 @@
-"""bytescope fit --program: finds the least recomputation with which a user's own training step fits a memory budget.
+"""bytescope fit MODULE:FUNCTION: finds the least recomputation with which a user's training step fits a memory budget.
 
 The step is traced and compiled with each remat policy that the search of `memory.plan_remat` proposes. The answer is a
 policy for `jax.checkpoint`, with the bytes, seconds and recomputed FLOPs of the step that was compiled with it.
@@ -10,7 +10,7 @@ Keys of the JSON result (sizes are bytes on ONE device):
   (lines of code for the source), `breakdown` (row -> bytes) and `kept`, the values that every layer keeps: `label`,
   `name` (the checkpoint name, "" for none), `type`, `count` and `bytes` in all layers, `where`.
 - `walk`: the programs that were compiled, in order: `stage`, `what`, `keys` (the trainer's keys that the search set, {}
-  for --program), `allocated_bytes`, `host_bytes`, `predicted_seconds` with `predicted_seconds_low` and
+  for a function), `allocated_bytes`, `host_bytes`, `predicted_seconds` with `predicted_seconds_low` and
   `predicted_seconds_high`, `predicted_tokens_per_s` (null if the tokens are unknown), `recomputed_flops`,
   `recompute_flops_fraction` (recomputed FLOPs divided by all other FLOPs), `fits`, `verdict`. Figures are null if the
   program could not be compiled.
@@ -49,29 +49,30 @@ AS_WRITTEN = "as written"
 CONFIG_FLAGS = ("batch_tokens", "vary", "lora", "measure", "max_compiles", "max_seconds", "jobs", "no_cache")
 
 
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags for a user's own program: --program and --only-names."""
-    parser.add_argument(
-        "--program",
-        metavar="MODULE:FUNCTION",
-        help="search the remat policy of your own step instead of a config; FUNCTION returns the step with its "
-        "arguments, as for bytescope report --program",
-    )
+# Subjects of bytescope fit that are not configs, as a part of a help text.
+OTHER_SUBJECTS = (
+    "or your own step, MODULE:FUNCTION or FILE.py:FUNCTION, as for bytescope report, whose remat policy is searched"
+)
+
+
+def add_only_names(parser: argparse.ArgumentParser) -> None:
+    """Adds --only-names, for a user's own program."""
     parser.add_argument(
         "--only-names",
         action="store_true",
-        help="with --program, keep only values that the source names with checkpoint_name; then the policy is the only "
-        "line to change",
+        help="with your own step, keep only values that the source names with checkpoint_name; then the policy is the "
+        "only line to change",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope fit --program`. Returns the exit code: 0 if a policy fits, 3 if none fits, 130 after Ctrl-C."""
+    """Runs `bytescope fit` for a user's function. Returns the exit code: 0 if a policy fits, 3 if none fits, 130 after
+    Ctrl-C."""
     for flag in CONFIG_FLAGS:
         if getattr(args, flag, None):
             raise ReportError(
-                f"--{flag.replace('_', '-')} searches the keys of a config and cannot be used with --program: leave it "
-                "out"
+                f"--{flag.replace('_', '-')} searches the keys of a config and cannot be used with {args.program}: "
+                "leave it out"
             )
     check_files(args)
     from bytescope.memory.commands.report_command import start_platform

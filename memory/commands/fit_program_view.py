@@ -1,4 +1,4 @@
-"""Shows the result of `bytescope fit --program` on the terminal and as an HTML page.
+"""Shows the result of `bytescope fit MODULE:FUNCTION` on the terminal and as an HTML page.
 
 Both show the JSON of the search (`memory/commands/fit_program.py`). The page shares its template and script with the
 page of `bytescope fit` for configs.
@@ -77,8 +77,8 @@ KEPT_COLUMNS = (
 
 
 def render_text(out: Mapping[str, Any]) -> RenderableType:
-    """Renders the result of `bytescope fit --program` for the terminal: the policy with its figures and its code. If
-    nothing fits, renders the smallest program and the bytes that are missing."""
+    """Renders the result of `bytescope fit MODULE:FUNCTION` for the terminal: the policy with its figures and its code.
+    If nothing fits, renders the smallest program and the bytes that are missing."""
     effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
     if out["stopped"]:
         effort += f"; stopped early: {out['stopped']}"
@@ -155,7 +155,7 @@ def large_parts(row: Mapping[str, Any]) -> str:
 
 
 def render_page(out: Mapping[str, Any]) -> str:
-    """Returns the HTML page with the result of `bytescope fit --program`."""
+    """Returns the HTML page with the result of `bytescope fit MODULE:FUNCTION`."""
     best, budget = out["best"], out["budget_bytes"]
     chosen = best or out["certificate"] or {"what": ""}
     records = [{**row, "number": number} for number, row in enumerate(out["walk"], 1)]

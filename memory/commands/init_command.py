@@ -1,7 +1,7 @@
 """bytescope report SCRIPT: reports on the training step of a script, without its data.
 
 The script runs in a child process, because it may end, crash or hang. The child answers in a file: the source of a
-program that `bytescope report --program` reads.
+program that `bytescope report FILE:program` reads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def make_parser() -> Parser:
         "--save-program",
         metavar="FILE",
         type=user_path,
-        help="also write a Python file with the step and its arguments, for bytescope report --program=FILE:program",
+        help="also write a Python file with the step and its arguments, for bytescope report FILE:program",
     )
     parser.add_argument(
         "--value",

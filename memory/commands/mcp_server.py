@@ -29,6 +29,7 @@ from bytescope.memory.commands import mcp_answers
 from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.processes import ENDED
+from bytescope.memory.program import user_program
 
 # Seconds between two progress notifications.
 PROGRESS_SECONDS = 2.0
@@ -80,8 +81,8 @@ async def report(
     """Compiles one program (program, hlo or config: give one) for target and reports its memory: verdict (fits, tight,
     exceeds), predicted and limit bytes, breakdown of the peak, findings with remedies, largest buffers with source
     lines. Takes seconds to minutes."""
-    flags = make_flags(target=target, program=program, hlo=hlo, config=config, try_remedies=try_remedies)
-    return mcp_answers.report_answer(await run_command(ctx, "report", [*flags, *config_flags(config, overrides)]))
+    words = [*subject_of(program, hlo, config), *make_flags(target=target, try_remedies=try_remedies)]
+    return mcp_answers.report_answer(await run_command(ctx, "report", [*words, *config_flags(config, overrides)]))
 
 
 async def explain(
@@ -101,9 +102,9 @@ async def explain(
     failure is the size of this program. Without them, takes a second."""
     if (text is None) == (log is None):
         raise ToolError("give either text, the message itself, or log, the path of a file")
-    flags = make_flags(target=target, program=program, hlo=hlo, config=config)
+    words = [*subject_of(program, hlo, config), *make_flags(target=target)]
     name = "-" if log is None else os.path.join(".", log)  # a name that begins with - is no flag
-    result = await run_command(ctx, "explain", [name, *flags, *config_flags(config, overrides)], text or "")
+    result = await run_command(ctx, "explain", [name, *words, *config_flags(config, overrides)], text or "")
     return mcp_answers.explain_answer(result)
 
 
@@ -127,9 +128,9 @@ async def compare(
 ) -> dict[str, Any]:
     """Compiles variants of one program (program or config: give one) for target and compares them: bytes, recomputed
     FLOPs (0 to 1), predicted seconds, whether each fits, and the best. Takes seconds per row."""
-    flags = make_flags(target=target, program=program, config=config, remat=remat, what_if=what_if)
-    flags += [f"--grid={key}={','.join(map(as_text, values))}" for key, values in (grid or {}).items()]
-    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*flags, *config_flags(config, overrides)]))
+    words = [*subject_of(program, None, config), *make_flags(target=target, remat=remat, what_if=what_if)]
+    words += [f"--grid={key}={','.join(map(as_text, values))}" for key, values in (grid or {}).items()]
+    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*words, *config_flags(config, overrides)]))
 
 
 async def fit(
@@ -160,8 +161,6 @@ async def fit(
     fits: the missing bytes. Takes minutes."""
     flags = make_flags(
         target=target,
-        program=program,
-        config=config,
         budget=budget,
         batch_tokens=batch_tokens,
         vary=vary,
@@ -169,7 +168,8 @@ async def fit(
         max_compiles=max_compiles,
         max_seconds=max_seconds,
     )
-    return mcp_answers.fit_answer(await run_command(ctx, "fit", [*flags, *config_flags(config, overrides)]))
+    words = [*subject_of(program, None, config), *flags, *config_flags(config, overrides)]
+    return mcp_answers.fit_answer(await run_command(ctx, "fit", words))
 
 
 def make_server() -> MCPServer:
@@ -180,6 +180,23 @@ def make_server() -> MCPServer:
     for tool in (report, explain, compare, fit):
         server.add_tool(tool, description=" ".join((tool.__doc__ or "").split()))
     return server
+
+
+def subject_of(program: str | None, hlo: str | None, config: str | None) -> list[str]:
+    """Returns the arguments that name the subject: a function, a dump or a config; [] if none is given.
+
+    Raises ToolError if several are given, or if `program` does not name a function.
+    """
+    given = {"program": program, "hlo": hlo, "config": config}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise ToolError(f"{' and '.join(names)} cannot be combined: give one")
+    if program is not None:
+        user_program.split(program)
+        if program.startswith("-"):
+            raise ToolError(f"{program} is a flag: give module:function or path/to/file.py:function")
+        return [program]
+    return [f"dump:{hlo}"] if hlo is not None else make_flags(config=config)
 
 
 def make_flags(**values: str | float | Sequence[str] | None) -> list[str]:

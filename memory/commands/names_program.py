@@ -20,15 +20,11 @@ from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 
-
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds --program, which names the user's function that returns the loss and its arguments."""
-    parser.add_argument(
-        "--program",
-        metavar="MODULE:FUNCTION",
-        help="list the values of your own model instead of a config: FUNCTION, in a module or in path/to/file.py, "
-        "returns (loss, (params, batch)); the loss is differentiated by its first argument",
-    )
+# Subjects of bytescope report --names that are not configs, as a part of a help text.
+OTHER_SUBJECTS = (
+    "or your own model, MODULE:FUNCTION or FILE.py:FUNCTION, which returns (loss, (params, batch)); the loss is "
+    "differentiated by its first argument"
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -44,22 +44,12 @@ VERBOSE = (
 )
 
 
-def add_program(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that name a program: --program and --hlo."""
-    parser.add_argument(
-        "--program",
-        metavar="MODULE:FUNCTION",
-        help="report on your own step instead of a config. FUNCTION, in a module or in path/to/file.py, returns "
-        "(step, (state, batch)), optionally followed by a dict of options of jax.jit, or it returns "
-        "jax.jit(step).trace(...)",
-    )
-    parser.add_argument(
-        "--hlo",
-        metavar="FILE",
-        type=user_path,
-        help="report on an XLA dump instead of a config: a file *after_optimizations.hlo.pb (or .gz), or the folder "
-        "of a dump, whose largest program is used",
-    )
+# Subjects of bytescope report that are not configs, as a part of a help text.
+OTHER_SUBJECTS = (
+    "or your own step, MODULE:FUNCTION or FILE.py:FUNCTION, which returns (step, (state, batch)), optionally followed "
+    "by a dict of options of jax.jit, or returns jax.jit(step).trace(...); or an XLA dump, a file "
+    "*after_optimizations.hlo.pb (or .gz) or the folder of a dump, whose largest program is used"
+)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -99,11 +89,11 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope report` for the program of --program, of --hlo or of an adapter. Returns the exit code."""
+    """Runs `bytescope report` for a user's function, a dump or the program of an adapter. Returns the exit code."""
     if args.hlo and args.try_remedies:
         raise ReportError(
-            "--try-remedies cannot be used with --hlo, because a dump is not compiled again: give the step with "
-            "--program=MODULE:FUNCTION"
+            f"--try-remedies cannot be used with {args.hlo}, because a dump is not compiled again: give the step as "
+            "MODULE:FUNCTION"
         )
     program, subject = open_program(args)
     report, compilation = make_report(program, subject)
@@ -137,7 +127,7 @@ def _with_host_memory(report: ReportRecord, jaxpr: Any) -> ReportRecord:
 
 
 def open_program(args: argparse.Namespace) -> tuple[PreparedProgram, Callable[[int], Subject] | None]:
-    """Returns the program of --program, of --hlo or of an adapter, and a function from its model FLOPs to its
+    """Returns the program of a user's function, of a dump or of an adapter, and a function from its model FLOPs to its
     description, None if it has none. The program is not compiled yet.
 
     Raises ReportError if the program, the target or an option of --xla is not valid.

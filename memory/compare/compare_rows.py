@@ -166,10 +166,10 @@ class Row:
     def command(self, source: str, target: str, given: str) -> str:
         """Returns the command line that reproduces this row.
 
-        source: the program, as in --program=MODULE:FUNCTION. target: the name of the target, "" to leave out --target.
+        source: the program, as MODULE:FUNCTION. target: the name of the target, "" to leave out --target.
         given: the comparison's flags that are the same for all rows.
         """
-        words = ["bytescope", "compare", f"--program={source}", *([f"--target={target}"] if target else [])]
+        words = ["bytescope", "compare", source, *([f"--target={target}"] if target else [])]
         return " ".join(filter(None, (shlex.join(words), given, flags(self))))
 
     def value_text(self, key: str) -> str:

@@ -281,7 +281,7 @@ def run_version(
     program.
 
     Args:
-        reference: the program as in --program: `module:function` or `file.py:function`. The object may also be a
+        reference: the program: `module:function` or `file.py:function`. The object may also be a
             `ProgramFactory`, such as the factory of a trainer's configs.
         small: parameter of the program's function, or key of the factory -> its value as text. The values make the
             program small.

@@ -2,7 +2,7 @@
 
 The command runs in a child process, because a process that has imported a module keeps the module's old code.
 
-    python -m bytescope.memory.compare.patched_program CHANGED.json report --program=steps.py:program h100:8 --json=-
+    python -m bytescope.memory.compare.patched_program CHANGED.json report steps.py:program h100:8 --json=-
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def report_with(words: Sequence[str], changed: Mapping[Path, str]) -> ReportReco
 
     Args:
         words: command-line arguments of `bytescope report` that name the program and the target, such as
-            ["--program=steps.py:program", "h100:8"].
+            ["steps.py:program", "h100:8"].
         changed: path of a source file -> the text that is imported instead of it; {} compiles the program unchanged.
 
     Raises ReportError with a one-line message if the changed program cannot be imported, traced or compiled.

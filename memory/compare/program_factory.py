@@ -1,6 +1,6 @@
 """Factories, which make a program from config keys and their values. A comparison varies these values.
 
-Any function that `bytescope report --program` accepts is a factory. Its parameters with defaults are the keys of a
+Any function that `bytescope report` accepts is a factory. Its parameters with defaults are the keys of a
 grid.
 
     def program(width=256, layers=4, remat="full"):

@@ -47,7 +47,7 @@ class HostRates:
     it imports libraries.
 
     Fields:
-        python: Python with jax, numpy and the modules of a command: `report --program=plain_jax.py:rnn`.
+        python: Python with jax, numpy and the modules of a command: `report plain_jax.py:rnn`.
         flax: flax and optax: `report tiny cpu` minus `python`.
         trainer: flax, optax, Orbax, tensorstore and the modules of the trainer: `train tiny` minus `python`.
         gpu_plugin: jax's CUDA plugin without NVIDIA's libraries: `report tiny h100` minus `report tiny cpu`.
@@ -65,7 +65,7 @@ class HostRates:
         analysis: Python objects and text of a memory report about an empty program.
         analysis_equation: growth of these objects per equation.
         without_jax: Python with numpy, rich and the modules of a command that does not import jax:
-            `report --hlo=FILE h100:8`.
+            `report FILE.hlo.pb h100:8`.
         analysis_dump_byte: Python objects of a report on a dump, per byte of the compiled program's HloProto.
     """
 

@@ -50,7 +50,7 @@ def file_text(
     lines = [
         MARK,
         "",
-        f"    bytescope report --program={out.name}:program {target}",
+        f"    bytescope report {out.name}:program {target}",
         "",
         "Each call runs the script up to its first training step, so the file stays valid when the script changes.",
         '"""',

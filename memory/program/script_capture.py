@@ -103,7 +103,7 @@ def captured_step(
     folder: str | Path | None = None,
 ) -> Any:
     """Runs a training script up to its first training step. Returns the step as a `jax.stages.Traced`, which
-    `memory.analyze` and `bytescope report --program` take.
+    `memory.analyze` and `bytescope report` take.
 
     Args:
         script: the script's file.

@@ -67,7 +67,7 @@ class UserFunction:
     """A user's function that returns a program.
 
     Fields:
-        name: the function as written in --program.
+        name: the function as the user wrote it.
         function: the function itself.
         module: the module that contains it.
     """
@@ -137,14 +137,12 @@ def one_line_errors(what: str) -> Iterator[None]:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Splits the value of the flag --program into (module or file, function). Raises ReportError if it is not
+    """Splits the name of a function into (module or file, function). Raises ReportError if it is not
     `module:function` or `file.py:function`.
     """
     where, colon, function = name.rpartition(":")
     if not colon or not where or not function or not all(map(str.isidentifier, function.split("."))):
-        raise ReportError(
-            f"--program={name} does not name a function: write module:function or path/to/file.py:function"
-        )
+        raise ReportError(f"{name} does not name a function: write module:function or path/to/file.py:function")
     return where, function
 
 
@@ -175,8 +173,7 @@ def _import_user_module(where: str) -> ModuleType:
         raise ReportError(f"{where} is not a Python file: give path/to/file.py:function")
     if not all(map(str.isidentifier, where.split("."))):
         raise ReportError(
-            f"--program={where}: {where!r} is neither a module nor a file; write module:function or "
-            "path/to/file.py:function"
+            f"{where!r} is neither a module nor a file; write module:function or path/to/file.py:function"
         )
     _prepend_to_sys_path(Path.cwd())
     return _import_module(where, where)

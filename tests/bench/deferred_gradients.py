@@ -3,7 +3,7 @@
     python tests/bench/deferred_gradients.py            # Llama 3 8B, 32 layers: about 5 minutes on two cores
     python tests/bench/deferred_gradients.py --small    # 12 narrow layers: about 1 minute
     python tests/bench/deferred_gradients.py --layers=8 --target=h100:8
-    bytescope report --program=tests/bench/deferred_gradients.py:unrolled h200:8     # also unscheduled, scanned
+    bytescope report tests/bench/deferred_gradients.py:unrolled h200:8     # also unscheduled, scanned
 
 The step trains Llama 3 8B as the issue describes it: 131,072 tokens per sequence, sharded over 8 GPUs (context
 parallelism), so that every GPU gathers keys and values; weights and AdamW's moments sharded over the same GPUs; each

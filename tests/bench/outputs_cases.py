@@ -214,10 +214,10 @@ ERRORS = [
         "fused": "report small.py h100 --config.optimizer.fused_backward=True --config.batch.accumulation=4",
         "stages": "report small.py h100:8 --config.mesh.stage=4",
         "no_compiler": "report small.py v100",
-        "hlo": "report --hlo=garbage.hlo.pb",
-        "no_hlo": "report --hlo=absent/",
-        "program": "report --program=absent.py:step",
-        "program_function": "report --program=plain_jax.py:absent",
+        "hlo": "report garbage.hlo.pb",
+        "no_hlo": "report absent/",
+        "program": "report absent.py:step",
+        "program_function": "report plain_jax.py:absent",
         "rates": "report tiny cpu --rates=texts/00.txt",
         "diff": "diff absent.json other.json",
         "diff_kind": "diff rates.json rates.json",
@@ -315,13 +315,13 @@ REPORTS_GPUS = reports(
 )  # fmt: skip
 
 OTHER_PROGRAMS = reports(
-    report("linear", "--program=plain_jax.py:linear h200"),
-    report("rnn", "--program=plain_jax:rnn cpu --rates=rates.json", env={"PYTHONPATH": "."}),
-    report("decode", "--program=plain_jax.py:decode_kept a100-80g"),
-    report("pmap", "--program=parallel.py:pmap h100:4"),
-    report("tensor", "--program=parallel.py:tensor_parallel h100:8"),
+    report("linear", "plain_jax.py:linear h200"),
+    report("rnn", "plain_jax:rnn cpu --rates=rates.json", env={"PYTHONPATH": "."}),
+    report("decode", "plain_jax.py:decode_kept a100-80g"),
+    report("pmap", "parallel.py:pmap h100:4"),
+    report("tensor", "parallel.py:tensor_parallel h100:8"),
     case("dump", "python dump", env={"XLA_FLAGS": "--xla_dump_to=dump --xla_dump_hlo_as_proto"}),
-    report("folder", "--hlo=dump/"),
+    report("folder", "dump/"),
     case("config_github", "report small.py h100 --github", env={"GITHUB_STEP_SUMMARY": "summary.md"}),
 )
 

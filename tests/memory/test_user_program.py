@@ -124,7 +124,7 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 def test_a_step_with_its_arguments(folder, name, args, monkeypatch):
-    monkeypatch.setattr(sys, "argv", given := ["bytescope", "report", f"--program={name}"])
+    monkeypatch.setattr(sys, "argv", given := ["bytescope", "report", name])
     found = user_program.load(name)
     assert found.program.__name__ == "step" and found.args == args and found.options == {}
     assert sys.argv is given

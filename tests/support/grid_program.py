@@ -1,6 +1,6 @@
 """A training step of an MLP whose size and rematerialization are parameters: an example for `bytescope compare`.
 
-bytescope compare --program=tests/support/grid_program.py:program --grid=remat=none,full --grid=width=256,512 h100
+bytescope compare tests/support/grid_program.py:program --grid=remat=none,full --grid=width=256,512 h100
 """
 
 import jax

@@ -18,8 +18,7 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report --audit` to the parser."""
-    add_subject(parser)
-    report_command.add_program(parser)
+    add_subject(parser, others=report_command.OTHER_SUBJECTS, hlo=None)
     audit_command.add_output(parser)
 
 
@@ -37,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
     check_program(args)
     if args.passes and args.hlo:
         raise ReportError(
-            "--passes cannot be used with --hlo, because an HLO dump is already compiled: give the step with "
-            "--program=MODULE:FUNCTION instead of --hlo"
+            f"--passes cannot be used with {args.hlo}, because an HLO dump is already compiled: give the step as "
+            "MODULE:FUNCTION instead"
         )
     if not args.config:
         return audit_command.run(args)

@@ -13,15 +13,17 @@ from bytescope.memory.commands.arguments import add_compiling, add_xla, refuse_f
 from bytescope.memory.compare import grids
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.errors import ReportError
-from bytescope.memory.program import user_program
 from bytescope.train.commands.config_arguments import add_subject, with_xla
 from bytescope.train.plan.config_grid import POLICY, given_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope compare` to the parser."""
-    add_subject(parser, "set a config key in every combination; bytescope list keys lists the keys")
-    compare_command.add_program(parser)
+    add_subject(
+        parser,
+        "set a config key in every combination; bytescope list keys lists the keys",
+        others=compare_command.OTHER_SUBJECTS,
+    )
     parser.add_argument(
         "--remat",
         metavar="P,P",
@@ -97,14 +99,11 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def _check_program(args: argparse.Namespace) -> None:
-    user_program.split(args.program)
-    if args.config:
-        raise ReportError("a config and --program cannot be combined: give one of the two")
     if args.overrides:
         key, text = args.overrides[0]
         raise ReportError(
-            f"{key}={text} cannot be used with --program, because it needs a config: write --grid={key}={text}"
+            f"{key}={text} cannot be used with {args.program}, because it needs a config: write --grid={key}={text}"
         )
     for flag, remedy in (("remat", "write --grid=KEY=V1,V2"), ("formulas", "leave it out")):
         if getattr(args, flag):
-            raise ReportError(f"--{flag} cannot be used with --program, because it needs a config: {remedy}")
+            raise ReportError(f"--{flag} cannot be used with {args.program}, because it needs a config: {remedy}")

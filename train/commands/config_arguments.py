@@ -10,8 +10,7 @@ from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands.arguments import add_settings, is_setting
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.devices.xla_flags import parse_flags
-from bytescope.memory.errors import ReportError, did_you_mean
-from bytescope.memory.program import user_program
+from bytescope.memory.errors import ReportError
 from bytescope.train.commands import subjects, trainer_packages
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.source import NO_CONFIG
@@ -22,14 +21,19 @@ XLA_FLAGS = "xla.flags"
 SET_KEY = "set a config key, such as batch.micro=4; bytescope list keys lists the keys"
 
 
-def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY) -> None:
+def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY, others: str = "", **fields: None) -> None:
     """Adds the arguments CONFIG and TARGET (the devices to compile for), each as a positional argument and as a flag.
     Also adds the words KEY=VALUE and the flag --mem-fraction.
 
     Args:
         overriding: help text of KEY=VALUE.
+        others: help text of subjects other than configs; "" if the command takes only configs. If it takes others, the
+            parsed arguments have the field `program`, a user's function.
+        fields: further fields of subjects: hlo=None, an XLA dump.
     """
-    add_config(parser)
+    add_config(parser, others)
+    if others:
+        parser.set_defaults(program=None, **fields)
     parser.add_argument(
         "target_here",
         nargs="?",
@@ -53,22 +57,24 @@ def add_memory_fraction(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_config(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Adds the argument CONFIG as a positional argument and as a flag. `more` is appended to its help text."""
+def add_config(parser: argparse.ArgumentParser, others: str = "") -> None:
+    """Adds the argument CONFIG as a positional argument and as a flag. With `others`, the help text of other subjects,
+    the positional argument is called SUBJECT."""
+    configs = "config file, or name of a shipped config; bytescope list configs lists the names"
     parser.add_argument(
         "config_here",
         nargs="?",
-        metavar="CONFIG",
-        help=f"config file, or name of a shipped config; bytescope list configs lists the names{more}",
+        metavar="SUBJECT" if others else "CONFIG",
+        help=f"{configs}; {others}" if others else configs,
     )
-    parser.add_argument("--config", metavar="CONFIG", help="the same as the argument CONFIG")
+    parser.add_argument("--config", metavar="CONFIG", help="the config, the same as the first argument")
 
 
-def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str) -> argparse.Namespace:
+def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str = "") -> argparse.Namespace:
     """Parses a command line whose words are a subject, keys of it (KEY=VALUE or --config.KEY=VALUE) and a target. The
     result has the pairs (key, text) in `overrides`; for a program of another trainer, the words are in `settings`.
 
-    called: the command as the user calls it, such as "compare --levers".
+    called: the command as the user calls it, such as "compare --levers"; "" if its subject is always a config.
 
     Raises:
       ValueError: the command line is not valid.
@@ -80,7 +86,8 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: st
         if "--" in rest:
             raise ReportError("the words after -- are arguments of a script, and the command runs none: leave them out")
         _sort_words(parser, args)
-    subjects.settle(args, called)
+    if called:
+        subjects.settle(args, called)
     _settle_subject(args)
     return args
 
@@ -114,13 +121,10 @@ def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 def _settle_subject(args: argparse.Namespace) -> None:
     """Sets `args.config` and `args.target` from the positional arguments or the flags. The target defaults to "local".
 
-    If --program or --hlo is given instead of a config, the only positional argument is the target.
-
     Raises:
-      ReportError: the config or the target is given twice, or a positional argument is not a target.
+      ReportError: the config or the target is given twice.
     """
     _refuse_swapped(args)
-    _move_target(args)
     for name in ("config", "target"):
         by_position = vars(args).pop(f"{name}_here", None)
         if by_position is None:
@@ -147,23 +151,6 @@ def _refuse_swapped(args: argparse.Namespace) -> None:
         raise ReportError(f"{first} is a target, which follows the config: write {second} {first}")
 
 
-def _move_target(args: argparse.Namespace) -> None:
-    from bytescope.memory.devices.chips import base_name
-    from bytescope.memory.devices.targets import names
-
-    flag = next((flag for flag in ("program", "hlo") if vars(args).get(flag) is not None), None)
-    first = vars(args).get("config_here")
-    if flag is None or first is None:
-        return
-    if vars(args).get("target_here") is not None or base_name(first) not in names():
-        near = did_you_mean(first, names())
-        raise ReportError(
-            f"{first} is not a target{f' ({near})' if near else ''}, and with --{flag} the only positional "
-            f"argument is the target: give either a config or --{flag}"
-        )
-    args.config_here, args.target_here = None, first
-
-
 def require_config(args: argparse.Namespace) -> None:
     """Raises ReportError if the command line has no config."""
     if not args.config:
@@ -171,33 +158,27 @@ def require_config(args: argparse.Namespace) -> None:
 
 
 def check_program(args: argparse.Namespace) -> None:
-    """Checks the flags that name a program: a config, --program or --hlo.
+    """Checks that a config, a function or a dump is given, and that the flags belong to it.
 
     Raises:
-      ReportError: none or several of them are given, or another flag does not belong to the given one.
+      ReportError: none is given, or a flag does not belong to the given one.
     """
-    given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
-    if given and args.config:
-        raise ReportError(f"a config and --{given[0]} cannot be combined: give one of the two")
-    if len(given) > 1:
-        raise ReportError("--program and --hlo cannot be combined: give one of the two")
-    if not given and not args.config:
-        raise ReportError(f"{NO_CONFIG}; or give a program with --program=MODULE:FUNCTION or --hlo=FILE")
+    other = args.program or args.hlo
+    if not other and not args.config:
+        raise ReportError(f"{NO_CONFIG}; or give MODULE:FUNCTION or an XLA dump as the first argument")
     refuse_keys(args)
     if args.hlo is not None and args.xla:
         raise ReportError(
-            f"--xla={args.xla[0]} cannot be used with --hlo, because a dump is compiled already: leave it out"
+            f"--xla={args.xla[0]} cannot be used with {args.hlo}, because a dump is compiled already: leave it out"
         )
-    if args.program is not None:
-        user_program.split(args.program)
 
 
 def refuse_keys(args: argparse.Namespace) -> None:
-    """Raises ReportError if keys of a config are given together with --program or --hlo."""
-    for flag in ("program", "hlo"):
-        if vars(args).get(flag) is not None and args.overrides:
-            given = "=".join(args.overrides[0])
-            raise ReportError(f"{given} cannot be used with --{flag}, because it needs a config: leave it out")
+    """Raises ReportError if keys of a config are given together with a function or a dump."""
+    other = vars(args).get("program") or vars(args).get("hlo")
+    if other and args.overrides:
+        given = "=".join(args.overrides[0])
+        raise ReportError(f"{given} cannot be used with {other}, because it needs a config: leave it out")
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -51,7 +51,7 @@ UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope estimate` to the parser."""
-    add_config(parser, "; gpt:N for a GPT with about N parameters, such as gpt:7e9, gpt:7b or gpt:350m")
+    add_config(parser, "gpt:N for a GPT with about N parameters, such as gpt:7e9, gpt:7b or gpt:350m")
     parser.add_argument(
         "target_here",
         nargs="?",

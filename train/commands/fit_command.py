@@ -45,8 +45,12 @@ MAX_MEASURED = 3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope fit` to the parser."""
-    add_subject(parser, "set a config key in all programs; the search does not change this key")
-    fit_program.add_program(parser)
+    add_subject(
+        parser,
+        "set a config key in all programs; the search does not change this key",
+        others=fit_program.OTHER_SUBJECTS,
+    )
+    fit_program.add_only_names(parser)
     parser.add_argument(
         "--budget",
         metavar="SIZE",

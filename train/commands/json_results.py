@@ -361,7 +361,7 @@ class LayerKeys(TypedDict):
 
 
 class FitProgramResult(TypedDict):
-    """The result of `bytescope fit --program`, and of `bytescope fit` for a program of another trainer, such as
+    """The result of `bytescope fit MODULE:FUNCTION`, and of `bytescope fit` for a program of another trainer, such as
     `maxtext:llama2-7b`."""
 
     program: str

@@ -12,7 +12,6 @@ from bytescope.memory.commands import names_program
 from bytescope.memory.commands.arguments import add_json, check_files
 from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
-from bytescope.memory.errors import ReportError
 from bytescope.train.commands.config_arguments import add_subject, refuse_keys, require_config
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
@@ -22,8 +21,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report --names` to the parser."""
-    add_subject(parser)
-    names_program.add_program(parser)
+    add_subject(parser, others=names_program.OTHER_SUBJECTS)
     add_json(parser, "the names")
 
 
@@ -35,8 +33,6 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.program is not None:
         check_files(args)
-        if args.config:
-            raise ReportError("a config and --program cannot be combined: give one of the two")
         refuse_keys(args)
         return names_program.run(args)
     from bytescope.memory.devices import targets

@@ -100,8 +100,8 @@ COMMANDS: Mapping[str, Subcommand] = {
         "report the peak memory of a program and what uses it",
         (
             "llama_8b h200:8 --html=report.html",
-            "--program=my_package.train:program h100:8",
-            "--hlo=step.after_optimizations.hlo.pb --json=a.json",
+            "my_package.train:program h100:8",
+            "step.after_optimizations.hlo.pb --json=a.json",
             "maxtext:llama2-7b h100:8 per_device_batch_size=2 remat_policy=full",
         ),
     ),
@@ -152,7 +152,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "train.commands.names_command",
         "measure",
         "list the tensors that remat policies can save, with bytes",
-        ("llama_8b h200:8", "--program=my_package.train:loss h200:8 --json=names.json"),
+        ("llama_8b h200:8", "my_package.train:loss h200:8 --json=names.json"),
         part_of="report --names",
     ),
     "diff": Subcommand(
@@ -168,8 +168,8 @@ COMMANDS: Mapping[str, Subcommand] = {
         "check that each checkpoint, offload and donation was honored",
         (
             "llama_8b h100:8 --strict",
-            "--program=my_package.train:program h100:8 --json=audit.json",
-            "--hlo=step.after_optimizations.hlo.pb",
+            "my_package.train:program h100:8 --json=audit.json",
+            "step.after_optimizations.hlo.pb",
             "maxtext:llama2-7b h100:8 remat_policy=minimal",
         ),
         part_of="report --audit",
@@ -201,7 +201,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         (
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
             "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
-            "--program=my_package.train:program --grid=width=256,512 h100:8",
+            "my_package.train:program --grid=width=256,512 h100:8",
             "maxtext:llama3-8b h100:8 per_device_batch_size=1 --remat=all",
         ),
     ),
@@ -226,7 +226,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         (
             "llama_8b h100:8 --batch-tokens=4194304",
             "llama_8b rtx4090 --budget=20GiB --vary=remat,micro",
-            "--program=my_package.train:program h100:8 --budget=60GiB",
+            "my_package.train:program h100:8 --budget=60GiB",
             "maxtext:llama3-8b h100:8 max_target_length=8192",
         ),
     ),
@@ -395,8 +395,7 @@ def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     from bytescope.train.commands.config_arguments import parse_words, suggest_keys
 
     parser = make_parser(name)
-    own_program = (word.startswith(("--program", "--hlo")) or subjects.is_function(word) for word in argv)
-    if not any(own_program):  # it has no config
+    if not any(map(subjects.is_function, argv)):  # a function has no config
         parser.keys_named = suggest_keys
     args = parse_words(parser, argv, spelling_of(name))
     if args.overrides and (reads := COMMANDS[name].reads):

@@ -37,8 +37,8 @@ _SOURCES = ("bytescope.configs", "bytescope.memory", "bytescope.model", "bytesco
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report` to the parser."""
-    add_subject(parser)
-    report_command.add_program(parser)
+    others = "or a training script, a run directory, a saved report or a profiler trace"
+    add_subject(parser, others=f"{report_command.OTHER_SUBJECTS}; {others}", hlo=None)
     parser.add_argument(
         "--formulas",
         action="store_true",
@@ -83,7 +83,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raises ReportError if flags contradict each other, or if a requested file cannot be written."""
     check_files(args)
     check_program(args)
-    given = [name for name in ("program", "hlo") if getattr(args, name) is not None]
+    other = args.program or args.hlo
     generate_flags.check_pool(args)
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
@@ -97,11 +97,8 @@ def _check_flags(args: argparse.Namespace) -> None:
                 "leave one of them out"
             )
     for flag in ("formulas", "run", "generate"):
-        if given and getattr(args, flag):
-            raise ReportError(
-                f"--{flag} cannot be used with --{given[0]}, because it needs a config: give a config instead of "
-                f"--{given[0]}"
-            )
+        if other and getattr(args, flag):
+            raise ReportError(f"--{flag} cannot be used with {other}, because it needs a config: give a config instead")
 
 
 def _report_step(args: argparse.Namespace) -> int:

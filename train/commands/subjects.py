@@ -36,7 +36,7 @@ PREFIXES = ("config", "script", "dump", "run", "weights", "report", "trace")
 ABILITIES = {"run": "saved", "report": "saved", "trace": "trace", "script": "init-program"}
 # Kind of subject -> its field in parsed arguments.
 _PLACES = {"config": "config_here", "function": "program", "dump": "hlo", "report": "report"}
-DUMP_ENDS = (".hlo.pb", ".hlo.pb.gz", ".hlo.txt")
+DUMP_ENDS = (".pb", ".pb.gz", ".hlo.txt")  # .xplane.pb is a trace
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*", re.DOTALL)
 
 

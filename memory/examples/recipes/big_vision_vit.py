@@ -1,8 +1,8 @@
 """The training step of big_vision's `train.py`, compiled for GPUs that are not there.
 
     export PYTHONPATH=big_vision                # a checkout of google-research/big_vision; it has no package
-    bytescope report --program=big_vision_vit.py:program h100:8
-    bytescope compare --program=big_vision_vit.py:program h100:8 --grid=remat=none,nothing_saveable,dots_saveable
+    bytescope report big_vision_vit.py:program h100:8
+    bytescope compare big_vision_vit.py:program h100:8 --grid=remat=none,nothing_saveable,dots_saveable
 
 Config, model, optimizer and shardings are big_vision's own. `update_fn` is a copy of the function of this name inside
 `big_vision.train.main`, without mixup and without the norms that the function logs. Needs einops.

@@ -1,7 +1,7 @@
 """A training step in Equinox, compiled for GPUs that are not there.
 
-    bytescope report --program=equinox_gpt.py:program h100:8
-    bytescope compare --program=equinox_gpt.py:program h100:8 --grid=remat=none,full --grid=fsdp=false,true
+    bytescope report equinox_gpt.py:program h100:8
+    bytescope compare equinox_gpt.py:program h100:8 --grid=remat=none,full --grid=fsdp=false,true
 
 Replace `Gpt` and `train_step` by your own: models made by `eqx.filter_eval_shape` and steps under `eqx.filter_jit` are
 read as they are. Needs equinox and optax.

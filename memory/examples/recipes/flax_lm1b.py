@@ -1,8 +1,8 @@
 """The training step of Flax's example lm1b (Linen), compiled for GPUs that are not there.
 
     export PYTHONPATH=flax/examples/lm1b        # of a checkout of google/flax; the example is not in the package
-    bytescope report --program=flax_lm1b.py:program h100:8
-    bytescope compare --program=flax_lm1b.py:program h100:8 --grid=batch=32,128 --grid=data=1,8 --grid=fsdp=1,8
+    bytescope report flax_lm1b.py:program h100:8
+    bytescope compare flax_lm1b.py:program h100:8 --grid=batch=32,128 --grid=data=1,8 --grid=fsdp=1,8
 
 The step, the optimizer, the initial state and the shardings are the example's own functions.
 """

@@ -1,7 +1,7 @@
 """The training step of Keras 3 (JAX backend), compiled for GPUs that are not there.
 
-    bytescope report --program=keras_gpt.py:program h100:8
-    bytescope compare --program=keras_gpt.py:program h100:8 --grid=remat=none,full
+    bytescope report keras_gpt.py:program h100:8
+    bytescope compare keras_gpt.py:program h100:8 --grid=remat=none,full
 
 The step is `model.train_step`, the function that `model.fit` jits. Replace `build_model` by your own model.
 """

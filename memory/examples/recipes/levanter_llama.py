@@ -1,8 +1,8 @@
 """The training step of Levanter's `Trainer`, compiled for GPUs that are not there.
 
     uv pip install --prerelease=allow levanter gitpython chex 'jax[cuda13]==0.10.2'
-    bytescope report --program=levanter_llama.py:program h100:8
-    bytescope compare --program=levanter_llama.py:program h100:8 --grid=remat=full,true,save_all --grid=microbatch=1,4
+    bytescope report levanter_llama.py:program h100:8
+    bytescope compare levanter_llama.py:program h100:8 --grid=remat=full,true,save_all --grid=microbatch=1,4
 
 Model, optimizer, loss, axis mappings and the jitted step are Levanter's own.
 """

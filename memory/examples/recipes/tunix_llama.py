@@ -1,8 +1,8 @@
 """The training step of tunix's `PeftTrainer`, compiled for GPUs that are not there.
 
     pip install google-tunix
-    bytescope report --program=tunix_llama.py:program h100:8
-    bytescope compare --program=tunix_llama.py:program h100:8 --grid=remat=none,block,decoder --grid=rank=0,16
+    bytescope report tunix_llama.py:program h100:8
+    bytescope compare tunix_llama.py:program h100:8 --grid=remat=none,block,decoder --grid=rank=0,16
 
 Model, shardings, loss and the jitted step are tunix's own. LoRA adapters are qwix's, as in tunix's examples.
 Parameters are bfloat16, as tunix loads them.

@@ -24,7 +24,7 @@ def program(size=512):
 def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "steps.py").write_text(STEP)
-    words = ["report", "--audit", "--program=steps.py:program", "cpu", "--json=audit.json", "--html=audit.html"]
+    words = ["report", "--audit", "steps.py:program", "cpu", "--json=audit.json", "--html=audit.html"]
     assert cli.main(words) == 0 and cli.main([*words, "--strict"]) == 1
     text = capsys.readouterr().out
     assert "1 of 2 requests honored" in text and "another\n  donated array" in text
@@ -37,7 +37,7 @@ def test_a_donation_that_is_not_used(tmp_path, monkeypatch, capsys):
         ("reused", 2**20, True),
     ]
     assert "Requests to jax and XLA" in (tmp_path / "audit.html").read_text()
-    assert cli.main(["report", "--program=steps.py:program", "cpu"]) == 0
+    assert cli.main(["report", "steps.py:program", "cpu"]) == 0
     assert "not done as asked (1 of 2 requests honored)" in capsys.readouterr().out
 
 

@@ -381,7 +381,7 @@ def test_the_guide_finds_what_added_memory(tmp_path):
     assert f"{git(project, 'rev-parse', 'HEAD~1')} is the first bad commit" in printed and "third" in printed
     assert "unchanged" in run(versions) and (project / "jax-0.11.2.json").is_file()
     run(dump)
-    assert "jit__lambda" in run("bytescope report --hlo=old cpu")
+    assert "jit__lambda" in run("bytescope report old cpu")
     assert "64" in run(grid) and "full" in run(grid)
     # An option that XLA knows for a CPU too.
     run(option.replace("xla_gpu_enable_latency_hiding_scheduler=false", "xla_cpu_enable_fast_math=true"))

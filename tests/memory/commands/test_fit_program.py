@@ -1,4 +1,4 @@
-"""`bytescope fit --program`: the printed policy, put into the source of the program, gives the promised bytes."""
+"""`bytescope fit MODULE:FUNCTION`: the printed policy, put into the source of the program, gives the promised bytes."""
 
 import importlib
 import itertools
@@ -35,7 +35,7 @@ CHECKPOINTS = {
 def fit(folder, name, *flags):
     """(exit code, JSON) of the command for a program in a folder."""
     out = folder / "fit.json"
-    code = cli.main(["fit", f"--program={folder / name}.py:program", "cpu", f"--json={out}", *flags])
+    code = cli.main(["fit", f"{folder / name}.py:program", "cpu", f"--json={out}", *flags])
     return code, read_result(out)
 
 
@@ -155,7 +155,7 @@ def test_a_limit_ends_the_search_with_the_best_program_so_far(toy, limit, reason
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--program=x.py:program", "cpu", "--vary=remat"], "--vary searches the keys of a config"),
+        (["x.py:program", "cpu", "--vary=remat"], "--vary searches the keys of a config"),
         (["toy:named", "cpu", "policy=full"], "policy=full cannot be given to fit, which searches it"),
         (["toy:named", "cpu", "--measure"], "--measure cannot be used with toy:named"),
         (["toy:named", "cpu", "--max-compiles=0"], "--max-compiles=0 is too small: give 1 or more"),
@@ -190,6 +190,6 @@ def program():
 
 def test_a_step_without_layers_says_how_to_wrap_a_block(tmp_path, capsys):
     (tmp_path / "no_layers.py").write_text(NO_LAYERS)
-    assert cli.main(["fit", f"--program={tmp_path / 'no_layers.py'}:program", "cpu"]) == 2
+    assert cli.main(["fit", f"{tmp_path / 'no_layers.py'}:program", "cpu"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "block = jax.checkpoint(block)" in error

@@ -149,7 +149,8 @@ def test_mistakes_are_one_line_with_the_remedy(served, folder):
     assert "unknown target 'h101:8': did you mean h100" in error(served, "wrong target")
     crash = error(served, "crash")
     assert "ended the process before the command was done, with exit code 7" in crash
-    assert "the last line is: the compiler crashed;" in crash and "bytescope report --target=cpu" in crash
+    assert "the last line is: the compiler crashed;" in crash
+    assert "bytescope report exits.py:program --target=cpu" in crash
     assert "cannot read ./--json=written.json" in error(served, "file as flag")
     assert "--json is not a key" in error(served, "key as flag")
     assert not (folder / "written.json").exists()
@@ -203,7 +204,7 @@ def test_a_command_ends_with(ending, folder):
 
     async def gone():
         until = time.monotonic() + 30
-        while subprocess.run(["pgrep", "-f", "program=sleeps.py:program"], stdout=subprocess.DEVNULL).returncode == 0:
+        while subprocess.run(["pgrep", "-f", "report sleeps.py:program"], stdout=subprocess.DEVNULL).returncode == 0:
             assert time.monotonic() < until, "the command still runs"
             await asyncio.sleep(0.05)
 

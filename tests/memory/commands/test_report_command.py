@@ -51,9 +51,7 @@ def run(capsys, *arguments):
 def test_report_of_a_proto(step, capsys, tmp_path):
     proto, _, report = step
     json_file, page, folder = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "x"
-    code, out, err = run(
-        capsys, "report", f"--hlo={proto}", f"--json={json_file}", f"--html={page}", f"--export={folder}"
-    )
+    code, out, err = run(capsys, "report", str(proto), f"--json={json_file}", f"--html={page}", f"--export={folder}")
     assert (code, err) == (0, "")
     assert report_text.human(report.peak_bytes) in out and "params" in out and "FITS" in out
     written = read_result(json_file)
@@ -111,7 +109,7 @@ def their_folder(tmp_path, monkeypatch):
 def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
     files = ("--json=r.json", "--html=r.html", "--export=x", "--github")
     node = ("--host-memory=1GiB", "--processes-per-node=4")
-    code, out, err = run(capsys, "report", "--program=their_steps:program", *files, *node)
+    code, out, err = run(capsys, "report", "their_steps:program", *files, *node)
     assert (code, err) == (0, "") and out.startswith("jit_step on local (cpu)") and "FITS" in out
     report = memory.load("r.json")
     assert report.breakdown["optimizer"] >= 4 * 64 * 64 and report.xla.alias_bytes == 4 * 64 * 64, "roles, donation"
@@ -124,9 +122,9 @@ def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
     assert report.findings[0].kind == "node_memory" and "the 4 processes of a node need" in out
     assert "<html" in Path("r.html").read_text() and Path("x", "m.hlo_proto.pb").stat().st_size
     assert "### Device memory: jit_step on local" in Path("summary.md").read_text()
-    code, out, err = run(capsys, "report", "--program=their_steps.py:bare")
+    code, out, err = run(capsys, "report", "their_steps.py:bare")
     assert (code, err) == (0, "") and "outputs" in out
-    code, out, err = run(capsys, "report", "--program=their_steps:mistaken")
+    code, out, err = run(capsys, "report", "their_steps:mistaken")
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert "their_steps:mistaken: the step cannot be compiled: TypeError: dot_general" in err
     assert "(their_steps.py:5)" in err
@@ -134,7 +132,7 @@ def test_report_of_a_step_of_somebodys_repository(their_folder, capsys):
 
 def test_the_remedies_of_a_step_are_compiled_on_request(their_folder, capsys):
     require("cuda")
-    code, out, err = run(capsys, "report", "--program=their_steps:copies", "h100", "--try-remedies", "--json=r.json")
+    code, out, err = run(capsys, "report", "their_steps:copies", "h100", "--try-remedies", "--json=r.json")
     report = memory.load("r.json")
     assert (code, err) == (0, "")
     if report.peak_bytes < 2 * 4 * 20000**2:  # XLA of jaxlib 0.12 makes no such copies
@@ -173,7 +171,7 @@ def writes():
 def run_process(function):
     """(exit code, standard output, standard error) of a report in a process of its own."""
     (Path("hostile.py")).write_text(HOSTILE)
-    words = ["-m", "bytescope.memory", "report", f"--program=hostile.py:{function}", "cpu", "--json=-"]
+    words = ["-m", "bytescope.memory", "report", f"hostile.py:{function}", "cpu", "--json=-"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
@@ -207,15 +205,15 @@ def test_a_program_finds_as_many_devices_as_its_target_has(their_folder, capsys,
     asked = []
     monkeypatch.setattr(platform, "simulate_devices", asked.append)
     for target, simulated in (("h100:2x8", ["cpu:16"]), ("cpu:4", ["cpu:4"]), ("local", ["local"])):
-        assert run(capsys, "report", "--program=their_steps:missing", target)[0] == 2
+        assert run(capsys, "report", "their_steps:missing", target)[0] == 2
         assert asked[-1] == simulated
     monkeypatch.setattr(platform, "choose_platform", lambda fraction: "cuda")
-    assert run(capsys, "report", "--program=their_steps:missing", "h100:4")[0] == 2 and asked[-1] == ["h100:4"]
+    assert run(capsys, "report", "their_steps:missing", "h100:4")[0] == 2 and asked[-1] == ["h100:4"]
 
 
 def test_a_step_that_exceeds_its_target_has_ways_out(their_folder, capsys, tiny_limit):
     require("cuda")
-    words = ["--program=their_steps:described", "h100", "--github", "--json=r.json", "--html=r.html", "--allocators"]
+    words = ["their_steps:described", "h100", "--github", "--json=r.json", "--html=r.html", "--allocators"]
     code, out, err = run(capsys, "report", *words)
     assert (code, err) == (3, "") and "h100 (NVIDIA H100" in out and "EXCEEDS" in out
     verdicts = {row["allocator"]: row["verdict"] for row in read_result(Path("r.json"))["allocators"]}
@@ -267,7 +265,7 @@ def test_one_screen(step):
 
 
 def test_unwritable_output(step, capsys, tmp_path):
-    code, _, err = run(capsys, "report", f"--hlo={step[0]}", f"--json={tmp_path}/no/such/folder.json")
+    code, _, err = run(capsys, "report", str(step[0]), f"--json={tmp_path}/no/such/folder.json")
     assert code == 2 and "cannot write" in err and err.count("\n") == 1
 
 
@@ -415,7 +413,7 @@ def tiny_limit(monkeypatch):
 def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "free_host_bytes", lambda *_: 80_000)
     files = [f"--json={tmp_path / 'r.json'}", f"--html={tmp_path / 'r.html'}", f"--export={tmp_path / 'x'}"]
-    code, out, err = run(capsys, "report", f"--hlo={step[0]}", "--target=cpu:1", *files)
+    code, out, err = run(capsys, "report", str(step[0]), "--target=cpu:1", *files)
     assert (code, err) == (command_arguments.DOES_NOT_FIT, "") and command_arguments.DOES_NOT_FIT == 3
     assert "EXCEEDS" in out and "too much" in out and "bytescope fit" not in out  # there is no config to fit
     assert read_result(tmp_path / "r.json")["fits"] is False

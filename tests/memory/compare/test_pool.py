@@ -366,7 +366,7 @@ def test_a_row_whose_worker_died_fails_the_command(monkeypatch, capsys):
             return {"status": "the worker died", "dead": True} if dies else super().ask(message)
 
     monkeypatch.setattr(worker_pool, "Worker", Dying)
-    program = f"--program={ROOT / 'tests/support/grid_program.py'}:program"
+    program = f"{ROOT / 'tests/support/grid_program.py'}:program"
     words = ["compare", program, "cpu:1", "--grid=layers=1", "--no-cache"]
     assert command.main([*words, "--grid=width=32,64"]) == 1
     assert "width=64: the worker died" in capsys.readouterr().out

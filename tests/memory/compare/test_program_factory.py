@@ -1,4 +1,4 @@
-"""compare --program: any function from the values of a grid to a program."""
+"""compare MODULE:FUNCTION: any function from the values of a grid to a program."""
 
 import re
 import sys
@@ -19,7 +19,7 @@ from support.json_results import read_result
 from support.same_process import SameProcess
 
 EXAMPLE = Path(__file__).parents[2] / "support" / "grid_program.py"
-PROGRAM = f"--program={EXAMPLE}:program"
+PROGRAM = f"{EXAMPLE}:program"
 
 
 def compare(*words):
@@ -56,7 +56,7 @@ def test_rows_of_any_program_are_compiled_measured_cached_and_drawn(tmp_path, mo
     assert second["rows"] == first["rows"] and "4 from the cache" in capsys.readouterr().out
     page = Page((tmp_path / "b.html").read_text())
     assert len(page.data["rows"]) == 4 and page.data["keys"] == [["remat", "remat"], ["width", "width"]]
-    assert all(row["command"].startswith(f"bytescope compare --program={EXAMPLE}") for row in page.data["rows"])
+    assert all(row["command"].startswith(f"bytescope compare {EXAMPLE}") for row in page.data["rows"])
     assert compare_page.render(second)  # without what the function says of its keys, too
 
 
@@ -79,10 +79,10 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch
         ),
         (["--grid=width=wide"], "width=wide has the wrong type: give a whole number"),
         (["--grid=adam=maybe"], "adam=maybe has the wrong type: give true or false"),
-        (["--remat=none,full"], "--remat cannot be used with --program, because it needs a config: write --grid"),
-        (["--formulas"], "--formulas cannot be used with --program, because it needs a config"),
+        (["--remat=none,full"], "because it needs a config: write --grid"),
+        (["--formulas"], "program, because it needs a config"),
         (["--config.width=3"], "because it needs a config: write --grid=width=3"),
-        (["--config=tiny"], "a config and --program cannot be combined"),
+        (["--config=tiny"], "config is given twice"),
         (["--grid=target=h300"], "h300"),
         (["--jobs=0"], "1 or more"),
     ],

@@ -151,7 +151,7 @@ def test_a_users_program_is_traced_once_and_compiled_with_each_option(tmp_path, 
     monkeypatch.setattr(worker_pool, "Worker", OneWorker)
     tried = ("memory slop 50 %", "cuBLAS, no Triton products", "barriers from 64 MiB")
     monkeypatch.setattr(what_if, "VARIANTS", {name: what_if.VARIANTS[name] for name in tried})
-    files, words = [f"--json={tmp_path / 'w.json'}"], ["compare", f"--program={file}:program", "h100", "--jobs=1"]
+    files, words = [f"--json={tmp_path / 'w.json'}"], ["compare", f"{file}:program", "h100", "--jobs=1"]
     assert command.main([*words, "--what-if", *files]) == 0
     out = read_result(tmp_path / "w.json")
     rows = {row["change"]: row for row in out["rows"]}

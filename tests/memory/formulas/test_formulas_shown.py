@@ -106,9 +106,9 @@ def test_the_report_command(capsys, tmp_path):
     assert load(file).breakdown["residuals"] == 8192, "a report as ever"
     line = next(line for line in out.splitlines() if line.startswith("activations kept"))
     assert line.split() == ["activations", "kept", "8.00", "KiB", "8.00", "KiB", "+0", "B", "+0.0", "%"]
-    assert main(["report", "--hlo=x.pb", "--formulas"]) == 2
+    assert main(["report", "x.pb", "--formulas"]) == 2
     error = capsys.readouterr().err
-    assert "--formulas cannot be used with --hlo, because it needs a config" in error and error.count("\n") == 1
+    assert "--formulas cannot be used with x.pb, because it needs a config" in error and error.count("\n") == 1
 
 
 def test_the_compare_command(tmp_path, monkeypatch, capsys):

@@ -80,7 +80,7 @@ def test_the_model_is_within_15_percent_of_recorded_reports(case):
     ("size", "imports_jax", "measured"), [(475_848, False, 58), (2_400_341, False, 80), (2_400_341, True, 211)]
 )
 def test_the_model_is_within_15_percent_of_recorded_reports_on_dumps(size, imports_jax, measured):
-    """VmHWM in MiB of `bytescope report --hlo=FILE`, with and without a target, in the phase "analyze"."""
+    """VmHWM in MiB of `bytescope report FILE.hlo.pb`, with and without a target, in the phase "analyze"."""
     assert 0.9 < HostMemory(dump_terms(size, imports_jax)).predicted("analyze") / (measured * MIB) < 1.15
 
 

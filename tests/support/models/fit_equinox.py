@@ -1,5 +1,5 @@
 """A training step in equinox under filter_jit and filter_checkpoint, whose source a test edits as
-`bytescope fit --program` says."""
+`bytescope fit` says."""
 
 import equinox as eqx
 import jax

@@ -1,5 +1,5 @@
 """A training step in flax.linen under nn.scan and nn.remat, with optax and named values, whose source a test edits as
-`bytescope fit --program` says."""
+`bytescope fit` says."""
 
 import flax.linen as nn
 import jax

@@ -1,4 +1,4 @@
-"""A training step in plain jax, whose source a test edits as `bytescope fit --program` says. Each value of the block
+"""A training step in plain jax, whose source a test edits as `bytescope fit` says. Each value of the block
 has a line of its own."""
 
 import jax
