@@ -23,9 +23,15 @@ from bytescope.train.launch.signals import INTERRUPTED, end_quietly
 from bytescope.train.user_errors import UserError
 
 SUMMARY = """\
-Train transformers in JAX knowing, before the first step, what every byte of
-device memory holds."""
-USAGE = "usage: bytescope COMMAND [CONFIG [TARGET]] [KEY=VALUE ...] [...]"
+See what every byte of device memory holds in a JAX training step before it
+runs, find what fits, and train transformers."""
+USAGE = "usage: bytescope COMMAND [SUBJECT [TARGET]] [KEY=VALUE ...] [...]"
+START = """\
+start with:
+  bytescope report train.py h100:8  memory of your training script, or of a
+                                    config, a function, a dump or a run
+  bytescope explain job.log         cause of an out-of-memory error, what helps
+  bytescope train tiny              train a transformer, its memory shown first"""
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command,
 config or data, 3 does not fit, 4 non-finite loss, 5 a process is missing or
@@ -35,11 +41,10 @@ exits 0."""
 
 def overview() -> str:
     """Returns the text of `bytescope --help`, which lists each command on one line."""
-    lines = [USAGE, "", SUMMARY, ""]
-    for group, names in GROUPS.items():
+    lines = [USAGE, "", SUMMARY, "", START, ""]
+    for group, names in (*GROUPS.items(), ("run by other programs", TOOLS)):
         lines.append(f"{group}:")
-        lines += [f"  {name:<13}{COMMANDS[name].summary}" for name in names]
-    lines += ["run by other programs:", *(f"  {name:<13}{COMMANDS[name].summary}" for name in TOOLS)]
+        lines += [f"  {name:<13}{COMMANDS[name].summary}{_flags_of_abilities(name)}" for name in names]
     return "\n".join(
         [
             *lines,
@@ -51,6 +56,11 @@ def overview() -> str:
             EXIT_CODES,
         ]
     )
+
+
+def _flags_of_abilities(name: str) -> str:
+    flags = ", ".join(filter(None, (COMMANDS[ability].flag for ability in registry.abilities_of(name))))
+    return f" ({flags})" if flags else ""
 
 
 def version() -> str:

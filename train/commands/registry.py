@@ -92,12 +92,12 @@ COMMANDS: Mapping[str, Subcommand] = {
         part_of="export --awq",
     ),
     "export": Subcommand(
-        "train.commands.export_command", "train", "write the model of a run as a folder that transformers loads"
+        "train.commands.export_command", "train", "write a run's model as a folder that transformers loads"
     ),
     "report": Subcommand(
         "train.commands.report_config",
         "measure",
-        "report the peak memory of a program and what uses it",
+        "report what uses memory in a program",
         (
             "llama_8b h200:8 --html=report.html",
             "my_package.train:program h100:8",
@@ -197,7 +197,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "compare": Subcommand(
         "train.commands.compare_configs",
         "plan",
-        "compare memory and time of remat policies or config values",
+        "compare memory and time of policies or config values",
         (
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
             "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
@@ -222,7 +222,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     "fit": Subcommand(
         "train.commands.fit_command",
         "plan",
-        "find the fastest configuration that fits a memory budget",
+        "find the fastest configuration that fits a budget",
         (
             "llama_8b h100:8 --batch-tokens=4194304",
             "llama_8b rtx4090 --budget=20GiB --vary=remat,micro",

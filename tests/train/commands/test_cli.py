@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,16 @@ def test_every_command_is_in_the_overview_once(capsys):
     assert all(f"\n  {name} " in text for name in (*names, *TOOLS)) and max(map(len, text.splitlines())) <= 80
     assert "\n  list         list configs, targets, keys and policies\n" in text
     assert not any(f"\n  {name} " in text for name in LISTS)
+    assert cli.overview().count("\n") < 40
+    assert all(f"  bytescope {name} " in text for name in ("report", "explain", "train"))
+    assert all(row.flag in text for row in COMMANDS.values())
+
+
+def test_one_sentence_says_what_it_is():
+    root = Path(__file__).parents[3]
+    sentence = " ".join(cli.SUMMARY.split())
+    assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["description"] == sentence
+    assert " ".join((root / "README.md").read_text().split()).startswith(f"# bytescope {sentence} ")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
