@@ -2,7 +2,7 @@
 (`pytest11`).
 
     def test_step_fits(assert_fits):
-        assert_fits(step, state, batch, target="h100:8", donate_argnums=0)      # or size="72GiB"
+        assert_fits(step, state, batch, target="h100:8", donate_argnums=0)      # or budget="72GiB"
 
     def test_logits_stay_small(memory_report):
         report = memory_report(step, state, batch, target="h100:8")
@@ -49,7 +49,7 @@ def memory_report(request: pytest.FixtureRequest) -> Callable[..., Report]:
 def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Pytest fixture: the function `memory.assert_fits`. If the test fails, pytest also shows the memory report.
 
-    The function raises GuardError, an AssertionError, if the predicted bytes of a program exceed a size or the memory
+    The function raises GuardError, an AssertionError, if the predicted bytes of a program exceed a budget or the memory
     of its target.
     """
     return _guard(request.node)

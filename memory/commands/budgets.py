@@ -3,7 +3,7 @@
     [tool.bytescope.budgets.train_step]
     program = "my_package.train:program"    # or config = "llama_8b"
     target = "h100:8"
-    limit = "60GiB"                         # or "80%" of the memory that is available there, which is the default
+    budget = "60GiB"                        # or "80%" of the memory that is available there, which is the default
     keys = { width = 4096 }                 # parameters of the function, or keys of the config
     baseline = "memory_baseline.json"       # written by bytescope check --update-baseline
     fail_above = 2                          # maximum growth in per cent of the baseline
@@ -41,7 +41,7 @@ _KEYS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "program": ((str,), "text"),
     "config": ((str,), "text"),
     "target": ((str,), "text"),
-    "limit": ((str, int), 'a size such as "60GiB"'),
+    "budget": ((str, int), 'a size such as "60GiB"'),
     "keys": ((dict,), "a table"),
     "baseline": ((str,), "text"),
     "fail_above": ((int, float), "a number"),
@@ -96,7 +96,7 @@ class Budget:
         of the target; False if it is the free memory of this machine at the moment. Raises ReportError if the limit
         is not a size. If `is_fixed`, also raises it for a limit that is larger than `available`.
         """
-        what = f"{self.name}: limit"
+        what = f"{self.name}: budget"
         if self.limit.endswith("%"):
             try:
                 percent = float(self.limit.removesuffix("%"))
@@ -218,6 +218,8 @@ def _read_budget(name: str, entry: Any, folder: Path) -> Budget:
     if not isinstance(entry, dict):
         raise ReportError(f"{TABLE}.{name} is not a table: write {_EXAMPLE}")
     for key, value in entry.items():
+        if key == "limit":
+            raise ReportError(f"{name}: the key limit is now called budget: write budget = {_as_toml(value)}")
         if key not in _KEYS:
             raise ReportError(f"{name} has the unknown key {key}: {remedy_for(key, _KEYS)}")
         kinds, wanted = _KEYS[key]
@@ -231,14 +233,14 @@ def _read_budget(name: str, entry: Any, folder: Path) -> Budget:
     fail_above = entry.get("fail_above")
     if fail_above is not None and not 0 <= fail_above < math.inf:
         raise ReportError(f"{name}: fail_above = {fail_above} is not a percentage: give a number of 0 or more")
-    limit = str(entry.get("limit", "")).strip()
+    limit = str(entry.get("budget", "")).strip()
     if limit and not limit.endswith("%"):
         try:
             size = parse_bytes(limit)
         except ReportError as error:
-            raise ReportError(f"{name}: limit: {error}") from error
+            raise ReportError(f"{name}: budget: {error}") from error
         if size == 0:
-            raise ReportError(f"{name}: limit = {limit} must be more than 0: give a size such as 60GiB")
+            raise ReportError(f"{name}: budget = {limit} must be more than 0: give a size such as 60GiB")
     budget = Budget(
         name,
         entry.get("program", ""),

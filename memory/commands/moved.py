@@ -165,7 +165,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "--xla-flags": "bytescope report SUBJECT TARGET --xla=FLAG=VALUE, and bytescope diff of two reports",
         "--keys": "bytescope compare SUBJECT TARGET --grid=KEY=V,V",
         "--diff --function": "bytescope report of both files, and bytescope diff of the reports",
-        "--bytes --flops --step-seconds --of": "limit and fail_above of a budget that bytescope check reads",
+        "--bytes --flops --step-seconds --of": "budget and fail_above of an entry that bytescope check reads",
         "--no-cache --rates --json": _SAME,
     }
     | {key: now for key, now in _SUBJECT.items() if key != "--hlo"},

@@ -192,8 +192,8 @@ def analyze(
     )
 
 
-def assert_fits(program: Any, *args: Any, size: int | str | None = None, **options: Any) -> Report:
-    """Raises GuardError unless a program fits into `size` bytes of device memory, and returns the program's report.
+def assert_fits(program: Any, *args: Any, budget: int | str | None = None, **options: Any) -> Report:
+    """Raises GuardError unless a program fits into `budget` bytes of device memory, and returns the program's report.
 
     The predicted bytes of one device are compared: XLA's allocations and the memory that the runtime adds to them in
     the allocator's pool.
@@ -203,24 +203,24 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
         args: arguments of the function, with which it is compiled.
         options: keyword arguments of `memory.analyze`, such as `target` (the devices to compile for), and options of
             `jax.jit`.
-        size: the bytes that one device may use, as a number or as text such as "72GiB". If the program takes no
-            arguments, `size` may be the second positional argument. None: the bytes that are available on one device of
-            the target. A number below 1 MiB needs a unit: "512B".
+        budget: the bytes that one device may use, as a number or as text such as "72GiB". If the program takes no
+            arguments, `budget` may be the second positional argument. None: the bytes that are available on one
+            device of the target. A number below 1 MiB needs a unit: "512B".
 
     Raises:
       GuardError: the program does not fit. It is also an AssertionError. Its message lists what takes the most memory.
-      ReportError: neither `size` nor the limit of a target is known, `size` is not valid, or a size was given among the
-        function's arguments.
+      ReportError: neither `budget` nor the limit of a target is known, `budget` is not valid, or a size was given among
+        the function's arguments.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test, not this function
-    check_options(set(options) - set(_KEYWORDS), "assert_fits", ("size", *_KEYWORDS))
-    if len(args) == 1 and size is None and not takes_arguments(program):
-        (size,), args = args, ()
+    check_options(set(options) - set(_KEYWORDS), "assert_fits", ("budget", *_KEYWORDS))
+    if len(args) == 1 and budget is None and not takes_arguments(program):
+        (budget,), args = args, ()
     if args and isinstance(args[-1], str) and reads_as_size(args[-1]):
         raise ReportError(
-            f"{args[-1]!r} is a size, not an argument of the function: give it as a keyword, size={args[-1]!r}"
+            f"{args[-1]!r} is a size, not an argument of the function: give it as a keyword, budget={args[-1]!r}"
         )
-    limit = None if size is None else parse_bytes(size)  # an invalid size is refused before anything is compiled
+    limit = None if budget is None else parse_bytes(budget)  # an invalid size is refused before anything is compiled
     if isinstance(program, report_record.ReportRecord):
         report = Report.of(program)
     else:
@@ -228,12 +228,12 @@ def assert_fits(program: Any, *args: Any, size: int | str | None = None, **optio
     limit = report.limit_bytes if limit is None else limit
     if limit is None:
         raise ReportError(
-            'no size and no target is given: give the size, as in assert_fits(program, "72GiB"), or a target'
+            'no budget and no target is given: give the budget, as in assert_fits(program, "72GiB"), or a target'
         )
     excess = report.predicted_bytes - limit
-    if excess <= 0 and (size is not None or report.fits):
+    if excess <= 0 and (budget is not None or report.fits):
         return report
-    notes = pool_notes(report) if size is None else []
+    notes = pool_notes(report) if budget is None else []
     words = "; ".join(filter(None, (limit_share(report.target, limit), *notes)))
     error = GuardError(
         f"{report.program or 'the program'} takes {human(report.predicted_bytes)}"

@@ -228,7 +228,7 @@ class Watched:
 
         error = jax.errors.JaxRuntimeError(
             f"{EXHAUSTED}: {self._reporter.name} is predicted to take {human(report.predicted_bytes)} per "
-            f"device, more than limit={human(limit)}"
+            f"device, more than budget={human(limit)}"
         )
         limited = dataclasses.replace(report, limit_bytes=limit, fits=False, verdict="exceeds")
         self._reporter.report_exhausted(error, self.calls, device, arguments, limited)
@@ -250,7 +250,7 @@ def watch(
     step: Callable[..., Any],
     *,
     every: int = ...,
-    limit: int | str | None = ...,
+    budget: int | str | None = ...,
     folder: str | Path = ...,
     tell: Callable[[str], None] = ...,
     config: Mapping[str, Any] | None = ...,
@@ -265,7 +265,7 @@ def watch(
     step: None = None,
     *,
     every: int = ...,
-    limit: int | str | None = ...,
+    budget: int | str | None = ...,
     folder: str | Path = ...,
     tell: Callable[[str], None] = ...,
     config: Mapping[str, Any] | None = ...,
@@ -279,7 +279,7 @@ def watch(
     step: Callable[..., Any] | None = None,
     *,
     every: int = 100,
-    limit: int | str | None = None,
+    budget: int | str | None = None,
     folder: str | Path = ".",
     tell: Callable[[str], None] = print,
     config: Mapping[str, Any] | None = None,
@@ -300,8 +300,8 @@ def watch(
     Args:
         step: a function, plain or jitted. Without it, the result is a decorator.
         every: number of calls between two comparisons, 0 for none.
-        limit: maximum bytes on one device, as an int or a text such as "72GiB". A step that is predicted to take more
-            fails as if the device had this memory. None: no limit in addition to the device's memory.
+        budget: maximum bytes on one device, as an int or a text such as "72GiB". A step that is predicted to take more
+            fails as if the device had this memory. None: no budget in addition to the device's memory.
         folder: folder for the files of the post-mortem.
         tell: function that is called with each text, instead of `print`.
         config: a mapping that is stored in the report unchanged.
@@ -311,16 +311,16 @@ def watch(
         options: options of `jax.jit`, such as donate_argnums.
 
     Raises:
-        ReportError: `limit` is not a size, `step` cannot be called, or options are given for a jitted step.
+        ReportError: `budget` is not a size, `step` cannot be called, or options are given for a jitted step.
         TypeError: an option is not known to `jax.jit`.
     """
-    check_options(options, "watch", ("every", "limit", "folder", "tell", "config", "facts", "roles", "names"))
+    check_options(options, "watch", ("every", "budget", "folder", "tell", "config", "facts", "roles", "names"))
     if every < 0:
         raise ReportError(f"every={every} is not a number of calls: give 1 or more, or 0 for no comparisons")
     decorate = functools.partial(
         Watched,
         every=every,
-        limit=parse_bytes(limit) if limit is not None else None,
+        limit=parse_bytes(budget) if budget is not None else None,
         folder=Path(folder),
         tell=tell,
         about={"config": config, "facts": facts, "roles": checked_roles(roles), "names": tuple(names)},

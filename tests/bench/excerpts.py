@@ -235,7 +235,7 @@ def write_chats(path: Path) -> None:
 
 
 def out_of_memory() -> None:
-    """The explanation of `memory.watch` when a toy step exceeds its limit."""
+    """The explanation of `memory.watch` when a toy step exceeds its budget."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -257,7 +257,7 @@ def out_of_memory() -> None:
     params = {"up": jnp.ones((256, 1024)), "down": jnp.ones((1024, 256))}
     state, batch = (params, optimizer.init(params)), jnp.ones((2048, 256))
     other_array = jnp.ones((384, 512))
-    watched = memory.watch(jax.jit(step), limit="16MiB")
+    watched = memory.watch(jax.jit(step), budget="16MiB")
     try:
         watched(state, batch)
     except jax.errors.JaxRuntimeError:

@@ -118,7 +118,7 @@ def guard() -> None:
     memory.assert_fits(step, *arguments, target="h200", donate_argnums=0)
     for size in ("8MiB", 72, "seven"):
         try:
-            memory.assert_fits(step, *arguments, target="h200", size=size)
+            memory.assert_fits(step, *arguments, target="h200", budget=size)
         except (memory.GuardError, memory.ReportError) as error:
             print(f"{type(error).__name__}: {error}")
 
@@ -163,7 +163,7 @@ def watch() -> None:
 
     step, _, arguments = step_and_arguments()
     state, batch = jax.tree.map(lambda each: jnp.ones(each.shape, each.dtype), arguments)
-    watched = memory.watch(jax.jit(step), limit="16MiB")
+    watched = memory.watch(jax.jit(step), budget="16MiB")
     try:
         watched(state, batch)
     except Exception as error:
@@ -190,11 +190,11 @@ step, _, arguments = step_and_arguments()
 
 
 def test_fits(assert_fits):
-    assert_fits(step, *arguments, target="h200", size="1GiB")
+    assert_fits(step, *arguments, target="h200", budget="1GiB")
 
 
 def test_is_too_large(assert_fits):
-    assert_fits(step, *arguments, target="h200", size="8MiB")
+    assert_fits(step, *arguments, target="h200", budget="8MiB")
 
 
 def test_report(memory_report):

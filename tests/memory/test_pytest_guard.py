@@ -20,7 +20,7 @@ def report(size):
     return Report(size, size, {"params": size}, program="jit_step", target={"name": "h200"})
 
 def test_fits(assert_fits, memory_guard):
-    assert isinstance(assert_fits(report(1024), size="1GiB"), Report)
+    assert isinstance(assert_fits(report(1024), budget="1GiB"), Report)
     assert memory_guard(report(1024), "1KiB").peak_bytes == 1024
 
 def test_too_much(assert_fits):

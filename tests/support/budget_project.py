@@ -18,7 +18,7 @@ PYPROJECT = """
 [tool.bytescope.budgets.mlp]
 program = "step.py:program"
 target = "cpu"
-limit = "64MiB"
+budget = "64MiB"
 """
 
 

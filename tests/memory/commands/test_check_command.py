@@ -61,7 +61,7 @@ def test_a_budget_has_every_key_and_paths_beside_the_file(tmp_path):
     file = tmp_path / "pyproject.toml"
     file.write_text(
         '[tool.bytescope.budgets]\nsmall = { program = "a:b", target = "H100:8 " }\n[tool.bytescope.budgets."b c"]\n'
-        'config = "tiny"\ntarget = "cpu"\nlimit = 2097152\nkeys = { "batch.micro" = 4 }\n'
+        'config = "tiny"\ntarget = "cpu"\nbudget = 2097152\nkeys = { "batch.micro" = 4 }\n'
         'baseline = "x/b.json"\nfail_above = 2\n'
     )
     small, other = budgets.read_budgets(file)
@@ -84,18 +84,22 @@ def test_a_budget_has_every_key_and_paths_beside_the_file(tmp_path):
         ('[tool.bytescope.budgets]\na = { program = "a:b", config = "tiny", target = "cpu" }\n', "either a program or"),
         ('[tool.bytescope.budgets]\na = { program = "a:b" }\n', "a has no target"),
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = "h9" }\n', "a: unknown target 'h9'"),
-        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limt = "1GiB" }\n', "did you mean limit"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", buget = "1GiB" }\n', "did you mean budget"),
         (
             '[tool.bytescope.budgets]\na = { program = 3, target = "cpu" }\n',
             "program = 3 has the wrong type: give text",
         ),
-        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = "60" }\n', "write 60GiB"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", budget = "60" }\n', "write 60GiB"),
+        (
+            '[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = "60GiB" }\n',
+            "a: the key limit is now called budget: write budget = '60GiB'",
+        ),
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", fail_above = -1 }\n', "not a percentage"),
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", baseline = "b" }\n', "--update-baseline"),
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", size = 1 }\n', "key size: choose one of"),
-        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = 1.5 }\n', "give a size such as"),
-        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = 0 }\n', "limit = 0 must be more"),
-        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", limit = "0 %" }\n', "give more than 0%"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", budget = 1.5 }\n', "give a size such as"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", budget = 0 }\n', "budget = 0 must be more"),
+        ('[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", budget = "0 %" }\n', "give more than 0%"),
         ('[tool.bytescope.budgets]\na = { program = "a:b", target = 2024-01-01 }\n', "target = 2024-01-01 has"),
         (
             '[tool.bytescope.budgets]\na = { program = "a:b", target = "cpu", keys.x = [{ day = 2024-01-01 }] }\n',
@@ -126,7 +130,7 @@ def test_the_limit_is_a_size_a_percentage_or_the_memory_of_the_target():
     ):
         judged = budgets.judged(budget_of(limit=limit), report)
         assert (judged.limit_bytes, judged.verdict, judged.title) == (limit_bytes, verdict, "mlp"), limit
-    with pytest.raises(ReportError, match=r"mlp: limit=2GiB is out of range: a device has 1.00 GiB"):
+    with pytest.raises(ReportError, match=r"mlp: budget=2GiB is out of range: a device has 1.00 GiB"):
         budgets.judged(budget_of(limit="2GiB"), report)
     with pytest.raises(ReportError, match="0% is not a percentage"):
         budgets.judged(budget_of(limit="0%"), report)
@@ -266,7 +270,7 @@ CONFIG = """
 [tool.bytescope.budgets.tiny]
 config = "tiny"
 target = "cpu:2"
-limit = "1MiB"
+budget = "1MiB"
 [tool.bytescope.budgets.tiny.keys]
 model.n_layers = 1
 model.tie_embeddings = true
@@ -274,7 +278,7 @@ mesh.data = 2
 remat.policy = "custom"
 remat.save = ["v", "up"]
 """
-BROKEN = PYPROJECT.replace("mlp", "broken").replace('limit = "64MiB"', "keys = { width = -1 }")
+BROKEN = PYPROJECT.replace("mlp", "broken").replace('budget = "64MiB"', "keys = { width = -1 }")
 
 
 def test_programs_and_configs_are_checked_and_cached(project, capsys, monkeypatch, tmp_path):

@@ -344,8 +344,8 @@ def test_sizes(size, expected):
     [
         (lambda size: parse_bytes(size), ""),
         (lambda size: limits.budget_of(str(size), 2**40, "--budget"), "--budget: "),
-        (lambda size: memory.assert_fits(abs, 1, size=size), ""),
-        (lambda size: memory.watch(abs, limit=size), ""),
+        (lambda size: memory.assert_fits(abs, 1, budget=size), ""),
+        (lambda size: memory.watch(abs, budget=size), ""),
         (lambda size: memory.plan_remat(abs, (), budget=size), "budget: "),
     ],
 )
@@ -372,7 +372,7 @@ def test_guard(step, memory_guard):  # noqa: F811
     with pytest.raises(AssertionError, match="more than") as caught:
         memory_guard(report, report.predicted_bytes - 1)
     assert "optimizer" in str(caught.value)
-    with pytest.raises(memory.ReportError, match="no size and no target is given"):
+    with pytest.raises(memory.ReportError, match="no budget and no target is given"):
         memory.assert_fits(report)
     assert memory.assert_fits(programs.scan()).fits
 
@@ -386,7 +386,7 @@ def test_the_guard_judges_as_the_verdict_does():
         memory.assert_fits(report, "120B")
     with pytest.raises(memory.GuardError, match="more than 120 B"):
         memory.assert_fits(judge(report, 120))
-    assert memory.assert_fits(report, "130B") == memory.assert_fits(report, size="130B") == report
+    assert memory.assert_fits(report, "130B") == memory.assert_fits(report, budget="130B") == report
 
 
 def test_the_guard_takes_a_step_with_its_arguments():
@@ -394,9 +394,9 @@ def test_the_guard_takes_a_step_with_its_arguments():
     report = memory.assert_fits(lambda x, factor: x * factor, number, 2, target="cpu:1", static_argnums=1)
     assert report.target["name"] == "cpu:1" and report.fits
     with pytest.raises(memory.GuardError, match="more than 16 B"):
-        memory.assert_fits(report, size="16B")
+        memory.assert_fits(report, budget="16B")
     for size in ("72GiB", "72"):
-        with pytest.raises(memory.ReportError, match=f"as a keyword, size='{size}'"):
+        with pytest.raises(memory.ReportError, match=f"as a keyword, budget='{size}'"):
             memory.assert_fits(abs, number, size)
 
 

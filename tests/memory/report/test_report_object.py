@@ -104,11 +104,12 @@ def test_every_verdict_says_which_share_of_the_gpus_memory_its_limit_is(record):
     [
         (
             "assert_fits",
-            {"budget": "1GiB"},
-            "assert_fits() got the unknown option budget: did you mean size? Else give",
+            {"size": "1GiB"},
+            "assert_fits() got the unknown option size: did you mean budget? Else give",
         ),
-        ("assert_fits", {"limit": "1GiB"}, "assert_fits() got the unknown option limit: did you mean size?"),
+        ("assert_fits", {"limit": "1GiB"}, "assert_fits() got the unknown option limit: did you mean budget?"),
         ("assert_fits", {"tagret": "h100"}, "assert_fits() got the unknown option tagret: did you mean target?"),
+        ("watch", {"limit": "1GiB"}, "watch() got the unknown option limit: did you mean budget?"),
         ("analyze", {"targets": "h100"}, "analyze() got the unknown option targets: did you mean target?"),
         ("analyze", {"donate_argnum": 0}, "did you mean donate_argnums"),
         ("analyze", {"xyz": 0}, "analyze() got the unknown option xyz: give only options of jax.jit, in_shardings"),

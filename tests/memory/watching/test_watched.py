@@ -167,8 +167,8 @@ def check(text, folder, words):
 
 def test_a_limit_fails_as_a_device_does_and_the_original_error_is_raised(watch, told, tmp_path):
     kept = [jnp.ones((300, 1000)) for _ in range(3)]
-    run, (state, batch) = watch(step, limit="1KiB"), arguments()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED: .* more than limit=1.00 KiB") as caught:
+    run, (state, batch) = watch(step, budget="1KiB"), arguments()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED: .* more than budget=1.00 KiB") as caught:
         run(state, batch)
     report = check(told[-1], tmp_path, [f"{len(kept)} x float32[300,1000] 3.43 MiB", "too much", "Delete "])
     assert (report.limit_bytes, report.fits) == (1024, False)
@@ -181,7 +181,7 @@ def test_a_limit_fails_as_a_device_does_and_the_original_error_is_raised(watch, 
     assert found.needed_bytes == report.predicted_bytes + found.other_bytes
     assert len(told) == 1, "nothing says that it fits"
     assert any("memory-post-mortem.html" in note for note in caught.value.__notes__)
-    assert watch(step, limit="1GiB")(state, batch)
+    assert watch(step, budget="1GiB")(state, batch)
 
 
 def test_a_program_that_the_cpu_has_no_memory_for(watch, told, tmp_path):
@@ -270,8 +270,8 @@ def test_a_compiler_without_memory_has_no_report(watch, told, tmp_path):
 
 def test_a_folder_that_cannot_be_written_hides_no_error(told, tmp_path):
     (tmp_path / "file").write_text("")
-    run = watched.watch(step, folder=tmp_path / "file" / "in", tell=told.append, limit="1B")
-    with pytest.raises(jax.errors.JaxRuntimeError, match="limit=1 B"):
+    run = watched.watch(step, folder=tmp_path / "file" / "in", tell=told.append, budget="1B")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="budget=1 B"):
         run(*arguments())
     assert "written: memory" not in told[-1] and "other arrays" in told[-1]
     assert told[-1].endswith(f"not written: {tmp_path / 'file' / 'in'} is not writable; give watch(..., folder=DIR)")
@@ -318,7 +318,7 @@ def test_mistakes_are_named():
     with pytest.raises(ReportError, match="every=-1"):
         watched.watch(step, every=-1)
     with pytest.raises(ReportError, match="is not a valid size"):
-        watched.watch(step, limit="many")
+        watched.watch(step, budget="many")
     with pytest.raises(ReportError, match="an int is not a step"):
         watched.watch(3)
     with pytest.raises(ReportError, match="donate_argnums cannot be set for a step that is jitted already"):

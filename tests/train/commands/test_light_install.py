@@ -53,7 +53,7 @@ def step(w, x):
 
 w = step(jnp.zeros((8, 8)), jnp.ones((4, 8)))
 """
-BUDGET = '[tool.bytescope.budgets]\nmlp = { program = "my.py:program", target = "cpu", limit = "1GiB" }\n'
+BUDGET = '[tool.bytescope.budgets]\nmlp = { program = "my.py:program", target = "cpu", budget = "1GiB" }\n'
 # Command lines that need no package of the trainer, in the order in which they run. They may read the files of
 # `folder`, and the files that earlier ones write.
 WORKING = [
