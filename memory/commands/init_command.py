@@ -164,7 +164,11 @@ def _functions_in(script: str) -> list[str]:
         statements = ast.parse(Path(script).read_bytes()).body
     except (SyntaxError, ValueError):
         return []
-    return [statement.name for statement in statements if isinstance(statement, ast.FunctionDef)]
+    functions = [statement for statement in statements if isinstance(statement, ast.FunctionDef)]
+    functions.sort(
+        key=lambda function: len(function.args.args) > len(function.args.defaults)
+    )  # without arguments first
+    return [function.name for function in functions]
 
 
 def _check_saved(path: Path) -> None:

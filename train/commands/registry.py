@@ -119,8 +119,8 @@ COMMANDS: Mapping[str, Subcommand] = {
         (
             "job.log",
             "job.log --html=explained.html",
-            "job.log --report=runs/tiny/memory.json",
-            "- --config=llama_8b --target=h100:8 --json=-",
+            "job.log runs/tiny",
+            "- llama_8b h100:8 --json=-",
             "-- python -m my_package.train",
         ),
     ),

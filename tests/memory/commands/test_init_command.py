@@ -38,6 +38,9 @@ def test_missing_pieces_then_a_file_that_report_reads(folder, capsys):
     printed = capsys.readouterr().out
     assert "train.py:17: the argument x of the call at train.py:18 comes from next(no_such_loader.Loader())" in printed
     assert "train.py defines step: bytescope report train.py:step reports on a function that returns" in printed
+    (folder / "none.py").write_text("def helper(x): ...\ndef program(width=8): ...\n")
+    assert cli.main(["report", "none.py"]) == 1
+    assert "none.py defines program, helper: bytescope report none.py:program" in capsys.readouterr().out
     (folder / "train.py").write_text(SCRIPT.replace("== 1", ">= 1"))  # as many devices as these tests have
     words = ["report", "train.py", "h100", "--value=train.py:17=float32[4,16]", "--save-program=program.py"]
     assert cli.main([*words, "--json=script.json", "--", "--width=32"]) == 0
