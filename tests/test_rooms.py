@@ -95,7 +95,7 @@ from bytescope.memory.devices import platform, targets
 from bytescope.train import cli
 targets.parse("h200:8").limit_bytes
 platform.choose_platform()
-for words in ("list configs", "list targets", "list keys", "--help", "estimate --params=7b"):
+for words in ("list configs", "list targets", "list keys", "--help", "estimate gpt:7b"):
     assert cli.main(words.split()) == 0, words
 try:
     cli.main(["prepare", "--help"])

@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
     keys_named: a function from the last part of a config key, such as "seq_len", to the full config keys with this
     ending. Error messages suggest these keys. Only commands that take KEY=VALUE set it.
-    remedies: a flag that the command does not have, such as "--budget", or "TARGET" -> what to give instead.
+    remedies: a flag that the command does not have, such as "--budget" -> what to give instead.
     """
 
     keys_named: Callable[[str], Sequence[str]] | None = None
@@ -38,9 +38,9 @@ class Parser(argparse.ArgumentParser):
         command."""
         near: Sequence[str] = ()
         if target := self._unused_target(message):
-            instead = f"leave it out; to see the memory there, run bytescope report CONFIG {target}"
             raise ReportError(
-                f"{target} is a target, which {self.prog} does not take: {self.remedies.get('TARGET', instead)}"
+                f"{target} is a target, which {self.prog} does not take: leave it out; to see the memory there, run "
+                f"bytescope report CONFIG {target}"
             )
         if flag := _UNKNOWN_FLAG.match(message):
             if flag[1] in self.remedies:

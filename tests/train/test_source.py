@@ -28,17 +28,10 @@ from support.command_line import called
 
 pytestmark = pytest.mark.quick
 
-# Command -> (kinds that it takes, its command line after the path). A config command also takes hf:FOLDER.
+# Command -> (kinds that it takes, its command line after the path). A config command also takes hf:FOLDER. The commands
+# whose first word names any subject are in tests/train/commands/test_subjects.py.
 TAKES = {
     "train": ((ConfigPath,), []),
-    "report": ((ConfigPath,), []),
-    "audit": ((ConfigPath,), []),
-    "names": ((ConfigPath,), []),
-    "estimate": ((ConfigPath,), []),
-    "compare": ((ConfigPath,), ["--remat=full"]),
-    "levers": ((ConfigPath,), []),
-    "front": ((ConfigPath,), []),
-    "fit": ((ConfigPath,), []),
     "generate": ((RunPath, WeightsPath), ["--prompt=x"]),
     "score": ((RunPath, WeightsPath), ["--score=text.txt"]),
     "quantize": ((RunPath, WeightsPath), ["out", "--awq=text.txt"]),
@@ -94,7 +87,8 @@ def test_the_table_has_every_command_that_takes_one_of_the_three():
         for action in make_parser(name)._actions:
             if action.dest in ("config_here", "source", "run", "workdir") and not action.option_strings:
                 found.add(name)
-    assert found == {words.split()[0] for words in TAKES}
+    of_any_subject = {"report", "audit", "names", "explain", "estimate", "compare", "levers", "front", "fit"}
+    assert found - of_any_subject == {words.split()[0] for words in TAKES}
 
 
 def refusal(words: list[str], capsys) -> tuple[int, str]:
@@ -107,8 +101,6 @@ def test_each_kind_is_recognized_by_each_command(places, capsys, command):
     kinds, more = TAKES[command]
     name = command.split()[0]
     for kind, (path, reading) in GIVEN.items():
-        if name == "report" and kind is not WeightsPath:
-            continue  # a run is shown, and a file without get_config is a script
         code, err = refusal(called(name, [path, *more]), capsys)
         if kind in kinds:
             assert code == 2 and reading in err, err
@@ -177,6 +169,7 @@ NAMES = {"CONFIG", "CHECKPOINTS", "METRICS", "MEMORY", "INDEX", "SINGLE"}
 TESTS = {"is_dir", "is_file", "exists", "lexists", "isdir", "isfile"}
 # Modules that look for a file of a run or of weights although they know what the folder is.
 READERS = {
+    "commands/train_command.py": "continues the run whose directory it is given",
     "checkpoints/workdir.py": "claims a directory for a run by its config.json",
     "weights/folder.py": "says which file a folder of weights lacks",
 }

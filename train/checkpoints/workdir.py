@@ -372,7 +372,7 @@ def claim(workdir: Path, identity: Identity, *, extend: bool) -> list[str]:
 
 def _use_of_micro_batch(config: dict[str, Any]) -> str:
     """Returns why the results of a mixture of experts depend on the sequences of a micro-batch, "" if they do not."""
-    if not config["model.experts"]:
+    if not config.get("model.experts"):
         return ""
     if config["loss.balance"]:
         return "the load-balance loss (loss.balance) is a product of two means over a micro-batch"

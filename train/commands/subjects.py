@@ -77,7 +77,7 @@ def recognize(word: str) -> Subject:
 
 def is_function(word: str) -> bool:
     """Returns whether a word has the form `file.py:name` or `module:function`."""
-    own = word.startswith(WEIGHTS) or is_adapted(word) or word.partition(":")[0] in PREFIXES
+    own = word.startswith(WEIGHTS) or is_adapted(word) or word.partition(":")[0] in (*PREFIXES, "gpt")
     return not own and _FUNCTION.fullmatch(word) is not None
 
 

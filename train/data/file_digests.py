@@ -8,6 +8,7 @@ from typing import Any
 
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import TextDocuments, reading
+from bytescope.train.source import ADAPTER_CONFIG, CONFIG
 
 MAX_FILES = 1000  # of a source with more files, only one digest of all files is recorded
 ENDS = 1 << 16  # bytes at each end of a large file that are read
@@ -42,7 +43,7 @@ def file_digests(config: Mapping[str, Any]) -> dict[str, str]:
     for key in ("init.folder", "init.adapter"):
         if config[key]:
             for path in sorted(Path(os.path.expanduser(config[key])).glob("*")):
-                if path.suffix == ".safetensors" or path.name in ("config.json", "adapter_config.json"):
+                if path.suffix == ".safetensors" or path.name in (CONFIG, ADAPTER_CONFIG):
                     digests[f"{key} {path.name}"] = _digest(path, path.suffix != ".safetensors")
     return digests
 

@@ -43,7 +43,7 @@ def trace() -> bytes:
 def read_trace(data: bytes, folder: Path) -> None:
     (folder / "card.xplane.pb").write_bytes(data)
     page = [f"--html={folder / 't.html'}"] if rarely(data) else []
-    command("trace", str(folder / "card.xplane.pb"), f"--json={folder / 't.json'}", *page)
+    command("report", str(folder / "card.xplane.pb"), f"--json={folder / 't.json'}", *page)
     json.loads((folder / "t.json").read_text(), parse_constant=_no_constant)
 
 
@@ -95,7 +95,7 @@ def read_report(data: bytes, folder: Path) -> None:
         found = report_record.load(path)
         strict(report_page.page_data(found))
         report_page.render(found)
-    command("trace", str(good / "good.xplane.pb"), f"--report={path}", f"--json={folder / 't.json'}")
+    command("report", str(path), f"--trace={good / 'good.xplane.pb'}", f"--json={folder / 't.json'}")
     json.loads((folder / "t.json").read_text(), parse_constant=_no_constant)
 
 
@@ -115,9 +115,9 @@ def read_rates(data: bytes, folder: Path) -> None:
     path, good = folder / "rates.json", beside()
     path.write_bytes(data)
     command(
-        "trace",
-        str(good / "good.xplane.pb"),
-        f"--report={good / 'good.json'}",
+        "report",
+        str(good / "good.json"),
+        f"--trace={good / 'good.xplane.pb'}",
         f"--rates={path}",
         f"--json={folder / 't.json'}",
     )

@@ -57,7 +57,7 @@ def run_files() -> list[bytes]:
     """The files of a run directory, each with its name in a line before it."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     (folder / "card.xplane.pb").write_bytes(trace())
-    command("trace", str(folder / "card.xplane.pb"), f"--json={folder / 'profile.json'}")
+    command("report", str(folder / "card.xplane.pb"), f"--json={folder / 'profile.json'}")
     files = {
         "metrics.jsonl": metrics_rows()[0],
         "config.json": run_config(),

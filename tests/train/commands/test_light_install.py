@@ -77,14 +77,14 @@ WORKING = [
     "prepare --source=my.py --out=shards",
     "list targets --json=-",
     "fit my.py:program cpu --budget=1GiB --json=-",
-    "report script.py",
+    "report script.py cpu",
     "mcp --skill",
     "--print-completion bash",
 ]
 # Wrong command lines whose message must not be about the trainer: line -> part of the message.
 REFUSED = {
     "report my.py:program cpu --formulas": "--formulas cannot be used with my.py:program",
-    "calibrate --seconds=0": "is not a duration",
+    "calibrate --seconds=0": "is out of range",
     "report --seq-len=3": "unrecognized arguments: --seq-len",
     "fit": "no config",
     "mcp": "pip install -e '.[mcp]'",
@@ -244,7 +244,7 @@ def test_other_mistakes_are_not_about_the_trainer(results, line):
 def test_what_needs_the_trainer_says_so(results, line):
     code, err, _ = results[line]
     assert code == 2
-    assert re.fullmatch(rf"error: bytescope [\w -]+?( with the config \w+)? {re.escape(INSTALL)}\n", err)
+    assert re.fullmatch(rf"error: bytescope [\w -]+?( with the config [\w:]+)? {re.escape(INSTALL)}\n", err)
 
 
 def test_the_library_works(linked, folder):

@@ -51,7 +51,8 @@ def here(home, monkeypatch):
 
 
 def quantize(capsys, *words):
-    code = cli.main(["export", *map(str, words)])
+    awq = [] if any(str(word).startswith("--awq") for word in words) else ["--awq"]
+    code = cli.main(["export", *map(str, words), *awq])
     found = capsys.readouterr()
     return code, found.out, found.err
 

@@ -251,9 +251,7 @@ def test_no_name_can_break_the_page(tmp_path):
     (place / "profile.json").write_text(json.dumps(hostile))
     (place / "memory.html").touch()
     run = run_directory.read(place)
-    page = one_file(
-        run_page.render(run, f"javascript:{name}", [run]), [f"{run_page.quote(f'javascript:{name}')}/memory.html"]
-    )
+    page = one_file(run_page.render(run, f"javascript:{name}"), [f"{run_page.quote(f'javascript:{name}')}/memory.html"])
     assert literally(page) >= 8
     assert not any(value.startswith("javascript:") for _, value in page.attributes)
 
