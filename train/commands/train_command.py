@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 train a transformer and show its memory before the first step.
-CONFIG: config file, shipped config (default: tiny), or hf:FOLDER of weights."""
+CONFIG: config file, shipped config (default: tiny), or hf:FOLDER of weights.
+KEY=VALUE: a config key, such as batch.micro=4 (bytescope list keys)."""
 EPILOG = """\
 examples:
   bytescope train                              a tiny model, about two minutes
@@ -33,8 +34,8 @@ exit codes: 0 done, or saved after the first Ctrl-C; 2 mistake, 3 does not fit,
 
 def make_parser() -> Parser:
     """Returns the argument parser of `bytescope train`."""
-    from bytescope.memory.commands.arguments import Parser, add_host_memory, add_rates, add_settings, user_path
-    from bytescope.train.commands.config_arguments import SET_KEY, add_lora
+    from bytescope.memory.commands.arguments import Parser, add_host_memory, add_rates, user_path
+    from bytescope.train.commands.config_arguments import add_lora
     from bytescope.train.launch.processes import add_flags
 
     parser = Parser(
@@ -46,7 +47,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("--config", help=argparse.SUPPRESS)
-    add_settings(parser, SET_KEY)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=argparse.SUPPRESS)
     parser.add_argument(
         "--workdir",
         type=user_path,
