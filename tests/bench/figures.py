@@ -86,29 +86,29 @@ COMPILED = [
          "--length=1024"),
     Case("report of all programs of a run", "report mine.py cpu --rates=rates.json --run", drop="limit.*|fits"),
     Case("report with allocators", "report small.py h100 --allocators"),
-    Case("report of a function", "report --program=mlp.py:program h200"),
-    Case("report of a function on GPUs", "report --program=parallel.py:tensor_parallel h100:8"),
-    Case("report with tried remedies", "report --program=plain_jax.py:decode_kept a100-80g --try-remedies"),
+    Case("report of a function", "report mlp.py:program h200"),
+    Case("report of a function on GPUs", "report parallel.py:tensor_parallel h100:8"),
+    Case("report with tried remedies", "report plain_jax.py:decode_kept a100-80g --try-remedies"),
     Case("write a dump", "python dump", "", env={"XLA_FLAGS": "--xla_dump_to=dump --xla_dump_hlo_as_proto"}),
-    Case("report of a dump", "report --hlo=dump/ h100"),
+    Case("report of a dump", "report dump/ h100"),
     Case("read a script", "report script.py h100 --value=script.py:16=float32[4,16] --save-program=program.py", ""),
-    Case("report of a script", "report --program=program.py:program h100"),
+    Case("report of a script", "report program.py:program h100"),
     Case("names of a config", "report small.py h200:8 --names"),
-    Case("names of a function", "report --program=mlp.py:loss h200 --names"),
+    Case("names of a function", "report mlp.py:loss h200 --names"),
     Case("audit of a config", "report small.py h100 --config.remat.policy=offload --audit --strict"),
-    Case("audit of a function", "report --program=plain_jax.py:decode_kept a100-80g --audit"),
+    Case("audit of a function", "report plain_jax.py:decode_kept a100-80g --audit"),
     Case("explain a log", "explain job.log"),
     Case("explain a log with a config", "explain job.log --config=small.py --target=h100"),
     Case("diff of two reports", "diff report_of_a_config.json report_of_offloading.json --fail-above=2"),
     Case("check of budgets", "check --pyproject=budgets.toml"),
-    Case("estimate of a number of parameters", "estimate --params=7e9"),
-    Case("estimate of a config", "estimate llama_8b --zero=3 --data=8 --tensor=2"),
-    Case("estimate of experts", "estimate --params=47b --experts=8 --experts-per-token=2 --data=8 --expert-parallel=8 "
-         "--zero=3"),
+    Case("estimate of a number of parameters", "estimate gpt:7e9"),
+    Case("estimate of a config", "estimate llama_8b h100:16 mesh.strategy=zero3 mesh.fsdp=8 mesh.tensor=2"),
+    Case("estimate of experts", "estimate gpt:47b h100:8 model.experts=8 model.experts_per_token=2 mesh.expert=8 "
+         "mesh.strategy=zero3"),
     Case("compare policies", "compare small.py h200 --jobs=1 "
          "--remat='none,full,custom(attn_out)+offload(block_in)'"),
     Case("compare keys", "compare small.py --grid=batch.micro=1,2 --grid=target=h100:8,rtx4090 --jobs=1"),
-    Case("compare arguments of a function", "compare --program=mlp.py:program h100 --grid=width=256,512 --jobs=1"),
+    Case("compare arguments of a function", "compare mlp.py:program h100 --grid=width=256,512 --jobs=1"),
     Case("compare savings", "compare small.py h200 --levers --savings=fp32,bf16,loss,full,adamw_8bit,offload --jobs=1"),
     Case("least time per budget", "fit small.py h100 --budgets=3 --jobs=1"),
     Case("least FLOPs per budget", "fit small.py h100 --budgets=2 --cost=flops --auto-offload --jobs=1"),
@@ -118,7 +118,7 @@ COMPILED = [
     Case("fit with nothing that fits", "fit llama_8b rtx4090 --budget=1GiB --vary=remat --max-compiles=2 --jobs=1 "
          "--config.model.n_layers=2", drop="seconds"),
     Case("fit LoRA", "fit small.py l4 --lora --max-compiles=2 --jobs=1", drop="seconds"),
-    Case("fit a function", "fit --program=mlp.py:program h100 --budget=60MiB", drop="seconds"),
+    Case("fit a function", "fit mlp.py:program h100 --budget=60MiB", drop="seconds"),
     Case("pipeline schedules", "estimate llama_8b --config.model.n_layers=40 --stages=8 --micro-batches=32"),
     Case("own runs against predictions", "calibrate --runs=runs.csv"),
     Case("rates from own runs", "calibrate --runs=runs.csv --out=from_runs.json", "from_runs.json"),
@@ -232,7 +232,7 @@ limit = "1GiB"
 keys = { "batch.micro" = 1 }
 """
 OWN_RUNS = "config,target,seconds,bytes,model.n_layers,batch.micro\n" + "".join(
-    f"small.py,h100,{seconds},2GiB,{layers},{micro}\n"
+    f"tiny,h100,{seconds},2GiB,{layers},{micro}\n"
     for seconds, layers, micro in ((0.004, 2, 4), (0.007, 4, 4), (0.013, 4, 8))
 )
 TRACE = ROOT / "tests" / "memory" / "profile" / "traces" / "llama_1b_minimal"

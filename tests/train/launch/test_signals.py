@@ -163,7 +163,7 @@ def test_an_interrupt_of_any_command_is_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("bytescope.train.commands.listings.run", interrupted)
-    monkeypatch.setattr("sys.argv", ["bytescope", "configs"])
+    monkeypatch.setattr("sys.argv", ["bytescope", "list", "configs"])
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
         assert cli.main() == 130  # ignored is what the interpreter keeps while it ends
