@@ -6,8 +6,8 @@
 `save` runs each case through the executable PATH (default: the one beside this Python) with small programs and
 described targets, and writes the figures of its JSON: bytes, predicted seconds, verdicts, counts, losses, tokens. With
 --only it replaces these cases in FILE. `compare` runs the cases again, prints each difference and exits with 1 if there
-is any. figures.json has the figures of the tree with 27 commands, for the versions of jax and jaxlib that it names. All
-cases take about six minutes on two cores. A case that reads what an earlier case of its group wrote needs that case.
+is any. figures.json has the figures of the tree with 14 commands, for the versions of jax and jaxlib that it names. All
+cases take about four minutes on two cores. A case that reads what an earlier case of its group wrote needs that case.
 
 A case names the ability that it shows, and how the ability is called today. When a command is renamed, only the line
 of the case changes; its figures stay comparable. A figure whose key is gone counts as moved if a new key of the case
@@ -102,7 +102,7 @@ COMPILED = [
     Case("diff of two reports", "diff report_of_a_config.json report_of_offloading.json --fail-above=2"),
     Case("check of budgets", "check --pyproject=budgets.toml"),
     Case("estimate of a number of parameters", "estimate gpt:7e9"),
-    Case("estimate of a config", "estimate llama_8b h100:16 mesh.strategy=zero3 mesh.fsdp=8 mesh.tensor=2"),
+    Case("estimate of a config", "estimate llama_8b h100:2x8 mesh.strategy=zero3 mesh.fsdp=8 mesh.tensor=2"),
     Case("estimate of experts", "estimate gpt:47b h100:8 model.experts=8 model.experts_per_token=2 mesh.expert=8 "
          "mesh.strategy=zero3"),
     Case("compare policies", "compare small.py h200 --jobs=1 "
@@ -223,12 +223,12 @@ BUDGETS = """
 [tool.bytescope.budgets.mlp]
 program = "mlp.py:program"
 target = "h100"
-limit = "64MiB"
+budget = "64MiB"
 
 [tool.bytescope.budgets.small]
 config = "small.py"
 target = "h100:8"
-limit = "1GiB"
+budget = "1GiB"
 keys = { "batch.micro" = 1 }
 """
 OWN_RUNS = "config,target,seconds,bytes,model.n_layers,batch.micro\n" + "".join(
