@@ -22,7 +22,7 @@ _CHUNK = {
     "--kernel": "leave it out: attention reads the pages in blocks",
 }
 _SOURCE = {
-    "--fix --write": "edit the source as the report's finding says: no command of bytescope writes to your source",
+    "--fix --write": "edit the source as the report's finding says: no command writes to your source",
     "--fix-sharding --small": "add the sharding constraint that the report's finding names, and report again",
 }
 _LIST = {"": "use bytescope list {command}", "--grep --json": _SAME}

@@ -1,4 +1,4 @@
-"""bytescope targets: lists the devices that programs can be compiled for, without starting jax."""
+"""bytescope list targets: lists the devices that programs can be compiled for, without starting jax."""
 
 from __future__ import annotations
 

@@ -338,7 +338,7 @@ def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:
         "To know exactly, compile the step for this device without running it, or read XLA's dump of the failed job. "
         "The report names every buffer with its line of code:",
         (
-            "bytescope report my_file.py:program --target=TARGET",
+            "bytescope report my_file.py:program TARGET",
             'XLA_FLAGS="--xla_dump_to=dump --xla_dump_hlo_as_proto" python train.py',
             "bytescope report dump",
         ),

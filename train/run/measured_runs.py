@@ -287,6 +287,7 @@ def _name_target(place: Path, report: ReportRecord) -> str:
     chip = next((chip.name for chip in CHIPS.values() if chip.kind == target.get("kind")), None)
     if chip is None:
         raise ReportError(
-            f"{place} ran on {target.get('kind')}, which is not in bytescope targets: its seconds cannot be predicted"
+            f"{place} ran on {target.get('kind')}, which bytescope list targets does not have: its "
+            "seconds cannot be predicted"
         )
     return f"{chip}:{devices}" if devices <= per_host else f"{chip}:{devices // per_host}x{per_host}"

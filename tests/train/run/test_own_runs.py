@@ -166,7 +166,7 @@ def test_a_run_directory_is_a_measured_run(tmp_path):
 def test_a_chip_without_rates_is_refused(tmp_path, capsys):
     make_run(tmp_path / "a", 3, 4, 0.5, kind="Abacus")
     assert cli.main(["calibrate", "--runs=a"]) == 2
-    assert "ran on Abacus, which is not in bytescope targets" in capsys.readouterr().err
+    assert "ran on Abacus, which bytescope list targets does not have" in capsys.readouterr().err
 
 
 # ---- the command
