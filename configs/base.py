@@ -1,6 +1,6 @@
 """Every config key with its meaning and its default.
 
-A config file returns `get_config()`. On the command line `--config=FILE` chooses the file and `--config.KEY=VALUE`
+A config file returns `get_config()`. On the command line the first word chooses the file and `--config.KEY=VALUE`
 overrides a key. `bytescope list keys` lists all keys. The comment at a key is its documentation. Keys that are not
 listed in this file are refused.
 """

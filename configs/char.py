@@ -1,6 +1,6 @@
 """A small character-level model that is often used for comparisons, in float32.
 
-    bytescope train --config=char
+    bytescope train char
     bytescope report char cpu
 
 Hardware: any CPU. On two cores a step takes 0.8 to 1.5 times as long as with eager PyTorch 2.13, depending on the CPU,
@@ -11,7 +11,7 @@ Loss: 2.11 nats per byte on 473,854 held-out bytes of Python 3.11's library afte
   two CPU cores, 41 min while other programs ran, compile and evaluations included; jax 0.10.2, 2026-11-22. The full
   2,000 updates have not been run yet.
 
-    bytescope train --config=char --config.train.steps=300
+    bytescope train char --config.train.steps=300
 """
 
 from bytescope.configs import base

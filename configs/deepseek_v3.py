@@ -1,6 +1,6 @@
 """DeepSeek-V3 671B (DeepSeek-AI 2024, arXiv 2412.19437) at 4096 tokens: latent attention, 256 experts and a shared one.
 
-    bytescope train --config=deepseek_v3 --config.data.source=SHARDS
+    bytescope train deepseek_v3 --config.data.source=SHARDS
     bytescope report deepseek_v3 h100:256x8
 
 Hardware: 2048 H100 on 256 hosts (described device; not yet measured on hardware).

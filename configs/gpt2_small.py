@@ -1,6 +1,6 @@
 r"""GPT-2 124M (Radford et al. 2019) on token shards of its vocabulary, 50257 padded to 50304.
 
-    bytescope train --config=gpt2_small --config.data.source=SHARDS
+    bytescope train gpt2_small --config.data.source=SHARDS
     bytescope report gpt2_small h200
 
 Hardware: one H200 (described device; not yet measured on hardware).
@@ -10,7 +10,7 @@ Loss: not trained at this size yet. Shrunk to two layers of width 128 on bytes: 
   bytes of Python 3.11's library after 400 updates of 2,048 tokens; two CPU cores, 2 min 25 s while other programs ran,
   compile and evaluation included; jax 0.10.2, 2026-11-22.
 
-    bytescope train --config=gpt2_small --config.model.n_layers=2 --config.model.d_model=128 \
+    bytescope train gpt2_small --config.model.n_layers=2 --config.model.d_model=128 \
         --config.model.n_heads=4 --config.model.n_kv_heads=4 --config.model.d_head=32 --config.model.d_ff=512 \
         --config.model.vocab_size=256 --config.data.seq_len=128 --config.batch.micro=16 \
         --config.batch.accumulation=1 --config.loss.chunk=2048 --config.optimizer.learning_rate=3e-3 \

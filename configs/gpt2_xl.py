@@ -1,6 +1,6 @@
 """GPT-2 1.5B (Radford et al. 2019) on token shards of its vocabulary, 50257 padded to 50304.
 
-    bytescope train --config=gpt2_xl --config.data.source=SHARDS
+    bytescope train gpt2_xl --config.data.source=SHARDS
     bytescope report gpt2_xl h200
 
 Hardware: one H200 (described device; not yet measured on hardware).

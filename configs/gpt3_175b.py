@@ -1,6 +1,6 @@
 """GPT-3 175B (Brown et al. 2020, arXiv 2005.14165) at 2048 tokens, fully sharded and recomputed.
 
-    bytescope train --config=gpt3_175b --config.data.source=SHARDS
+    bytescope train gpt3_175b --config.data.source=SHARDS
     bytescope report gpt3_175b a100-80g:16x8
 
 Hardware: 128 A100 80 GB on 16 hosts (described device; not yet measured on hardware).

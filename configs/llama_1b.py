@@ -1,6 +1,6 @@
 """Llama 3.2 1B: the 8B architecture scaled down, with tied embeddings, at 8192 tokens.
 
-    bytescope train --config=llama_1b --config.data.source=SHARDS
+    bytescope train llama_1b --config.data.source=SHARDS
     bytescope report llama_1b h200
 
 Hardware: one H200 (described device; not yet measured on hardware).

@@ -1,6 +1,6 @@
 """Llama 3.1 405B (Grattafiori et al. 2024, arXiv 2407.21783) at 8192 tokens, fully sharded and recomputed.
 
-    bytescope train --config=llama_405b --config.data.source=SHARDS
+    bytescope train llama_405b --config.data.source=SHARDS
     bytescope report llama_405b h100:64x8
 
 Hardware: 512 H100 on 64 hosts (described device; not yet measured on hardware).

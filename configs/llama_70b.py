@@ -1,6 +1,6 @@
 """Llama 3.1 70B (Grattafiori et al. 2024, arXiv 2407.21783) at 8192 tokens, fully sharded and recomputed.
 
-    bytescope train --config=llama_70b --config.data.source=SHARDS
+    bytescope train llama_70b --config.data.source=SHARDS
     bytescope report llama_70b h100:8x8
 
 Hardware: 64 H100 on 8 hosts (described device; not yet measured on hardware).

@@ -1,6 +1,6 @@
 """Llama 3.1 70B with LoRA adapters over weights in NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), on one H200.
 
-    bytescope train --config=llama_70b_qlora --config.data.source=SHARDS
+    bytescope train llama_70b_qlora --config.data.source=SHARDS
     bytescope report llama_70b_qlora h200
 
 With init.folder, a Hugging Face folder with config.json and weights, training starts from its weights, which are

@@ -1,6 +1,6 @@
 """Llama 3.1 8B (Grattafiori et al. 2024, arXiv 2407.21783) at 8192 tokens, fully sharded and recomputed.
 
-    bytescope train --config=llama_8b --config.data.source=SHARDS
+    bytescope train llama_8b --config.data.source=SHARDS
     bytescope report llama_8b h100:8
 
 Hardware: 8 H100 of one host (described device; not yet measured on hardware).

@@ -1,6 +1,6 @@
 """Llama 3.1 8B with LoRA adapters over weights in NF4 (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), on one RTX 4090.
 
-    bytescope train --config=llama_8b_qlora --config.data.source=SHARDS
+    bytescope train llama_8b_qlora --config.data.source=SHARDS
     bytescope report llama_8b_qlora rtx4090
 
 With init.folder, a Hugging Face folder with config.json and weights, training starts from its weights, which are

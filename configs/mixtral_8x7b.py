@@ -1,6 +1,6 @@
 """Mixtral 8x7B (Jiang et al. 2024, arXiv 2401.04088) at 4096 tokens, experts sharded over the GPUs of a host.
 
-    bytescope train --config=mixtral_8x7b --config.data.source=SHARDS
+    bytescope train mixtral_8x7b --config.data.source=SHARDS
     bytescope report mixtral_8x7b h100:8
 
 46,702,792,704 parameters, 12,879,925,248 of them active for a token. Float32 masters and gradients and 8-bit moments

@@ -1,6 +1,6 @@
 """Qwen3-30B-A3B (Qwen team 2025, arXiv 2505.09388) at 4096 tokens, 128 experts sharded over the GPUs of a host.
 
-    bytescope train --config=qwen3_30b_a3b --config.data.source=SHARDS
+    bytescope train qwen3_30b_a3b --config.data.source=SHARDS
     bytescope report qwen3_30b_a3b h100:8
 
 30,532,122,624 parameters, 3,353,032,704 of them active for a token. A device computes at most twice the mean number of

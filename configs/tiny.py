@@ -1,6 +1,6 @@
 """The first thing to run: a byte model learns the Python standard library on a laptop's CPU.
 
-    bytescope train --config=tiny
+    bytescope train tiny
     bytescope report tiny cpu
 
 Hardware: any CPU.

@@ -1,6 +1,6 @@
 """A mixture of eight experts that learns the Python standard library on a laptop's CPU.
 
-    bytescope train --config=tiny_moe
+    bytescope train tiny_moe
     bytescope report tiny_moe cpu
 
 Hardware: any CPU.

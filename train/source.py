@@ -33,7 +33,7 @@ MAX_JSON_BYTES = 64 * 2**20  # larger JSON files are not read; the largest publi
 WEIGHTS = "hf:"
 # Prefix of a model that `bytescope estimate` takes by its number of parameters, as in `gpt:7e9`.
 ASSUMED = "gpt:"
-NO_CONFIG = "no config: give --config=FILE, or its name as the first argument"
+NO_CONFIG = "no config: give a config file, or the name of a shipped config, as the first argument"
 SHIPPED = Path(configs.__path__[0])
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.adapters.trainers import TrainerFactory
 from bytescope.memory.compare import what_if
-from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.compare.compare_rows import Row, flags
 from bytescope.memory.compare.grids import CONFIG, as_text
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.what_if import Variant
@@ -105,16 +105,13 @@ class MaxTextRow(Row):
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        if key == CONFIG:
-            return str(value)
         return f"--xla={flags_text({key: value})}" if is_flag(key) else f"{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
         """Returns the command line of `bytescope report` that compiles the step of this row. The arguments are those of
         `Row.command`."""
         words = [str(self.overrides.get(CONFIG, source)), str(self.overrides.get("target", target))]
-        own = [self.flag(key, value) for key, value in self.overrides.items() if key not in (CONFIG, "target")]
-        return " ".join(filter(None, ("bytescope report", shlex.join(words), given, shlex.join(own))))
+        return " ".join(filter(None, ("bytescope report", shlex.join(words), given, flags(self))))
 
 
 class MaxTextFactory(TrainerFactory):

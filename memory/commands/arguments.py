@@ -59,9 +59,9 @@ class Parser(argparse.ArgumentParser):
         from bytescope.memory.devices.chips import base_name
         from bytescope.memory.devices.targets import names
 
-        if not message.startswith(_UNRECOGNIZED) or any(action.dest.startswith("target") for action in self._actions):
+        if not message.startswith(_UNRECOGNIZED) or any(action.dest == "target" for action in self._actions):
             return ""
-        words = [word.removeprefix("--target=") for word in message.removeprefix(_UNRECOGNIZED).split()]
+        words = message.removeprefix(_UNRECOGNIZED).split()
         return next((word for word in words if base_name(word) in names()), "")
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:

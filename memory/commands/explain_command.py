@@ -36,18 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the log of the failed job; - for standard input (default). Instead of a log, give a command after --: it "
         "is run, and its output is explained on standard error",
     )
-    parser.add_argument(
-        "--report",
-        metavar="FILE",
-        type=user_path,
-        help="compare the failure with a memory report, such as memory.json in the run directory",
-    )
-    parser.set_defaults(program=None, hlo=None)
-    parser.add_argument(
-        "--target",
-        metavar="TARGET",
-        help="devices of the failed job, such as h100:8 (default: local, the devices of this machine)",
-    )
+    parser.set_defaults(program=None, hlo=None, report=None)
     add_json(parser, "the explanation")
     parser.add_argument(
         "--html",
@@ -82,16 +71,9 @@ def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Nam
     return code
 
 
-def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report", "program", "hlo")) -> None:
-    """Raises ReportError if more than one flag names a program, if the named program or target is not valid, or if an
-    output file cannot be written.
-
-    subjects: names of the flags that name a program.
-    """
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises ReportError if the program or the target is not valid, or if an output file cannot be written."""
     check_files(args)
-    given = [name for name in subjects if getattr(args, name) is not None]
-    if len(given) > 1:
-        raise ReportError(f"--{given[0]} and --{given[1]} cannot be combined: give one of the two")
     # The flags are checked before a log is read or a command runs for hours.
     if args.report is not None:
         report_record.load(args.report)
@@ -99,11 +81,8 @@ def check_flags(args: argparse.Namespace, subjects: tuple[str, ...] = ("report",
         user_program.split(args.program)
     if args.target not in (None, "local"):
         targets.parse(args.target)
-        if given in ([], ["report"]):
-            raise ReportError(
-                f"--target={args.target} needs the program that ran: write bytescope explain LOG SUBJECT TARGET, or "
-                "leave --target out"
-            )
+        if args.report is not None:
+            raise ReportError(f"{args.target} cannot be used with a saved report, which has a target: leave it out")
 
 
 def read_log(name: str) -> bytes:

@@ -30,7 +30,10 @@ _LIST = {"": "use bytescope list {command}", "--grep --json": _SAME}
 # Command -> flags, separated by spaces -> what to write instead. The flags "" stand for the command itself.
 MOVED: Mapping[str, Mapping[str, str]] = {
     # ---- commands that stay
-    "train": {key: _SUBJECT[key] for key in ("--config",)},
+    "train": {
+        "--config": _SUBJECT["--config"],
+        "--target": "it trains on the devices of this machine: bytescope report CONFIG TARGET has the memory of others",
+    },
     "generate": _LIMIT | _CHUNK,
     "report": _SUBJECT
     | _CHUNK

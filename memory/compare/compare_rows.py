@@ -166,10 +166,10 @@ class Row:
     def command(self, source: str, target: str, given: str) -> str:
         """Returns the command line that reproduces this row.
 
-        source: the program, as MODULE:FUNCTION. target: the name of the target, "" to leave out --target.
+        source: the program, as MODULE:FUNCTION. target: the name of the target, "" to leave it out.
         given: the comparison's flags that are the same for all rows.
         """
-        words = ["bytescope", "compare", source, *([f"--target={target}"] if target else [])]
+        words = ["bytescope", "compare", source, *([target] if target else [])]
         return " ".join(filter(None, (shlex.join(words), given, flags(self))))
 
     def value_text(self, key: str) -> str:
@@ -347,9 +347,9 @@ def best_of_each(rows: Sequence[Row]) -> list[Row]:
 
 
 def flags(row: Row) -> str:
-    """Returns the command-line flags that set this row's config keys, quoted for a shell. The --target flag is left
-    out, because a run uses the devices that are present."""
-    return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key != TARGET)
+    """Returns the command-line flags that set this row's config keys, quoted for a shell. The config and the
+    target are left out, because they are words of their own."""
+    return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key not in (CONFIG, TARGET))
 
 
 def to_json(

@@ -201,7 +201,7 @@ def _device_limit(device: JaxDevice) -> int:
         if chip.kind == device.device_kind:
             return described_limit(chip.platform, chip.device_memory_bytes, chip.reserved_bytes, _usual_fraction())
     raise ReportError(
-        f"the memory of {device.device_kind} is not known: give a similar chip as --target or target=, such as h100"
+        f"the memory of {device.device_kind} is not known: give a similar chip as the target, such as h100"
     )
 
 

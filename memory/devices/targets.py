@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices import cuda_plugins
-from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, base_name, target_config
+from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
 from bytescope.memory.devices.limits import limit_bytes, pool_bytes
@@ -181,27 +181,6 @@ def names() -> tuple[str, ...]:
     return ("local", "cpu", *CHIPS)
 
 
-def with_fraction(name: str, fraction: str | None) -> str:
-    """Returns a target's name with a memory fraction: ("h100:8", "0.9") -> "h100:8@0.9". Returns the name unchanged if
-    the fraction is None. Raises ReportError if the fraction is not valid, if the target is not a described GPU, or if
-    its name already contains a fraction."""
-    if fraction is None:
-        return name
-    if not 0 < _as_fraction(fraction) <= 1:
-        raise ReportError(
-            f"the memory fraction {fraction} is out of range: give more than 0 and at most 1, such as 0.9 for 90 %"
-        )
-    base = base_name(name)
-    if base in names() and (base not in CHIPS or CHIPS[base].platform not in GPU_PLATFORMS):
-        raise ReportError(
-            f"the memory fraction {fraction} is for a GPU that is not present, but the target is {name}: leave the "
-            "fraction out" + (", and set XLA_CLIENT_MEM_FRACTION" if base == "local" else "")
-        )
-    if "@" in name:
-        raise ReportError(f"the memory fraction {fraction} and target {name} both set a fraction: leave one out")
-    return f"{name}@{fraction}"
-
-
 def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
     """Returns the target with a name such as `local`, `cpu:8`, `h100:2x8`, `h100:8@0.9` or `v5e:4x4`.
 
@@ -298,7 +277,7 @@ def to_compile_for(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -
     kind = kind.decode() if isinstance(kind, bytes) else kind
     chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
     if chip is None:
-        raise ReportError(f"{kind} is not in the table of chips: give --target with one of {', '.join(names())}")
+        raise ReportError(f"{kind} is not in the table of chips: give as target one of {', '.join(names())}")
     return parse(f"{chip.name}:{pynvml.nvmlDeviceGetCount()}", default_fraction)
 
 

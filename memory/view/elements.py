@@ -193,13 +193,13 @@ def command(config: str, target: Mapping[str, Any], *flags: str, fits: bool | No
     """Returns the shell command for a config: `bytescope report` if the config does not fit (`fits` is False),
     otherwise `bytescope train`.
 
-    config: the name of the config, "" if the flags contain it. target: the JSON of the devices. flags: flags that are
-    already quoted for a shell. If a key is given twice, the last value is used.
+    config: the name of the config. target: the JSON of the devices. flags: flags that are already quoted for a shell.
+    If a key is given twice, the last value is used.
     """
     verb = "report" if fits is False else "train"
-    words = [f"--config={config}"] if config else []
+    words = [config]
     if fits is False and target.get("name"):
-        words.append(f"--target={target['name']}")
+        words.append(target["name"])
     return " ".join(filter(None, ["bytescope", verb, shlex.join(words), *flags]))
 
 

@@ -64,20 +64,20 @@ def targets() -> Table:
     return Table(TARGETS, rows, note="A count or a shape follows a colon: h100:8, h100:2x8 (hosts x devices), v5e:4x4.")
 
 
-def target(name: str, fraction: float | None = None) -> Target:
+def target(name: str) -> Target:
     """Returns the target with a name such as "h100:8". Programs can be compiled for it without having the devices.
 
     `memory.target("h100:8").mesh(data=2, model=4)` returns a mesh over which the arguments of a step can be sharded.
 
-    fraction: the part (0 to 1) of each GPU's memory that is in jax's pool, the same as "h100:8@0.9". If None, it is the
-    value of XLA_CLIENT_MEM_FRACTION, otherwise jax's default of 0.75.
+    "h100:8@0.9" sets the part (0 to 1) of each GPU's memory that is in jax's pool; otherwise it is the value of
+    XLA_CLIENT_MEM_FRACTION, or jax's default of 0.75.
 
     Raises ReportError for an unknown name, for a number or shape of devices that does not exist, and for a fraction
     that is not valid.
     """
     if not isinstance(name, str):
         raise ReportError(f'target {name!r:.60} is not a name: give text such as "h200:8"; memory.targets() lists them')
-    return target_names.parse(target_names.with_fraction(name, None if fraction is None else f"{fraction:g}"))
+    return target_names.parse(name)
 
 
 def live() -> Table:

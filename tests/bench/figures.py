@@ -98,7 +98,7 @@ COMPILED = [
     Case("audit of a config", "report small.py h100 --config.remat.policy=offload --audit --strict"),
     Case("audit of a function", "report plain_jax.py:decode_kept a100-80g --audit"),
     Case("explain a log", "explain job.log"),
-    Case("explain a log with a config", "explain job.log --config=small.py --target=h100"),
+    Case("explain a log with a config", "explain job.log small.py h100"),
     Case("diff of two reports", "diff report_of_a_config.json report_of_offloading.json --fail-above=2"),
     Case("check of budgets", "check --pyproject=budgets.toml"),
     Case("estimate of a number of parameters", "estimate gpt:7e9"),

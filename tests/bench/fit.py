@@ -2,7 +2,7 @@
 
     python -m tests.bench.fit --budgets=100MiB,200MiB,400MiB [--config=tiny] [--batch-tokens=16384] [--assert]
 
-For each budget `bytescope fit --target=local` finds a configuration; a fresh process compiles it, makes the
+For each budget `bytescope fit CONFIG local` finds a configuration; a fresh process compiles it, makes the
 state, and gives back what compiling held. `before` is its resident memory then, less the state. Held: the highest
 resident memory during the steps (VmHWM, reset before them) less `before`. With --assert held must stay within the
 budget and a margin, MARGIN of it and MARGIN_BYTES: what products on a CPU pack their operands into, what the allocator
@@ -30,10 +30,10 @@ def fit(config: str, budget: str, tokens: int) -> dict:
                 "-m",
                 "bytescope.memory",
                 "fit",
-                f"--config={config}",
-                "--target=local",
+                config,
+                "local",
                 f"--budget={budget}",
-                f"--batch-tokens={tokens}",
+                f"batch.tokens={tokens}",
                 f"--json={out}",
             ],
             check=False,

@@ -202,7 +202,7 @@ ERRORS = [
         "config": "report llama_9b",
         "target": "report tiny h1000:8",
         "too_many": "report tiny h100:8 third",
-        "twice": "report tiny --config=char",
+        "twice": "report tiny cpu cpu",
         "key": "report tiny --config.model.d_modle=3",
         "choice": "report tiny cpu --config.remat.policy=fulll",
         "type": "report tiny cpu --config.model.n_layers=many",

@@ -186,7 +186,7 @@ def main() -> int:
     _, command, *_ = shlex.split(COMMAND)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        argv = [f"--config={args.config}", f"--target={args.target}", f"--html={folder / HTML}"]
+        argv = [args.config, args.target, f"--html={folder / HTML}"]
         argv = [sys.executable, "-m", "bytescope.memory", command, *argv, f"--json={folder / JSON}"]
         subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
         for path, view in views.items():

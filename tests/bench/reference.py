@@ -56,8 +56,8 @@ def commands_page() -> str:
     lines = [
         "# Commands",
         "",
-        "Config and target may be given by position or as `--config=` and `--target=`. Words `KEY=VALUE` after the",
-        "config change config keys ([keys](keys.md)): `bytescope train tiny batch.micro=4`. All commands exit with 0",
+        "The first word is the subject, such as a config. Words `KEY=VALUE` after it change config keys",
+        "([keys](keys.md)): `bytescope train tiny batch.micro=4`. All commands exit with 0",
         "when they are done, 1 if a check that you asked for failed, 2 for a mistake in the command, config or data,",
         "3 if the program does not fit, 130 after Ctrl-C.",
         "",

@@ -38,10 +38,10 @@ VIEWS = {
 COMMANDS = (
     "report tiny cpu --json={}/one.json --html={}/report.html",
     "report tiny cpu:8 --config.batch.micro=2 --json={}/other.json --html={}/report8.html",
-    "compare --config=tiny --target=cpu --remat=none,full,dots --html={}/compare.html",
-    "levers --config=tiny --target=cpu --html={}/levers.html",
-    "fit --config=tiny --target=cpu --budget=64MiB --max-compiles=12 --html={}/fit.html",
-    "front --config=tiny --target=cpu --budgets=3 --html={}/front.html",
+    "compare tiny cpu --remat=none,full,dots --html={}/compare.html",
+    "compare tiny cpu --levers --html={}/levers.html",
+    "fit tiny cpu --budget=64MiB --max-compiles=12 --html={}/fit.html",
+    "fit tiny cpu --budgets=3 --html={}/front.html",
     "estimate llama_8b --html={}/estimate.html",
 )
 FILTER = """<svg width="0" height="0" style="position:absolute">

@@ -35,7 +35,7 @@ class Size:
     gigabytes: float | None = None
 
     def flags(self) -> list[str]:
-        return [f"--config={self.config}", *(f"--config.{key}={value}" for key, value in self.keys.items())]
+        return [f"--config.{key}={value}" for key, value in self.keys.items()]
 
 
 APART = ("--compile", "--apart")  # each side has the card to itself
@@ -115,12 +115,13 @@ def run(name: str, asked: Any, rest: Sequence[str]) -> tuple[dict[str, str], lis
     size, file = SIZES[name], asked.out / f"{name}.json"
     file.unlink(missing_ok=True)
     if asked.compile_only:
-        command = [sys.executable, "-m", "bytescope.memory", "report", *size.flags(), f"--target={asked.target}"]
+        command = [sys.executable, "-m", "bytescope.memory", "report", size.config, asked.target, *size.flags()]
     else:
         peer = [flag for flag in size.peer if not (asked.eager and flag == "--compile")]
         command = [
             sys.executable,
             str(Path(__file__).with_name("throughput.py")),
+            f"--config={size.config}",
             *size.flags(),
             *peer,
             f"--rounds={asked.rounds}",

@@ -37,7 +37,7 @@ def first_step(config: str, rest: list[str], workdir: Path, cache: Path) -> floa
         "-m",
         "bytescope.memory",
         "train",
-        f"--config={config}",
+        config,
         *rest,
         f"--workdir={workdir}",
         *(f"--config.{key}={value}" for key, value in keys.items()),
@@ -56,7 +56,7 @@ def first_step(config: str, rest: list[str], workdir: Path, cache: Path) -> floa
 
 def report(config: str, rest: list[str], target: str) -> float:
     """Seconds of a whole `bytescope report`."""
-    command = [sys.executable, "-m", "bytescope.memory", "report", f"--config={config}", *rest, f"--target={target}"]
+    command = [sys.executable, "-m", "bytescope.memory", "report", config, target, *rest]
     began = time.perf_counter()
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began

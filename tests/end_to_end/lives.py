@@ -100,7 +100,7 @@ class Ground:
         for number in range(40):
             (text / f"{number}.txt").write_text(" ".join(words[number::40]))
         (self.folder / "small.py").write_text(CONFIG.format(text=str(text), steps=self.steps))
-        return [f"--config={self.folder / 'small.py'}"]
+        return [str(self.folder / "small.py")]
 
     def _adapters(self) -> list[str]:
         rng, source = random.Random(3), self.folder / "chats.jsonl"
@@ -114,7 +114,7 @@ class Ground:
         source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in talks))
         keys = {**ADAPTERS, "data.source": source, "train.steps": self.steps}
         return [
-            f"--config=hf:{weights.llama(self.folder / 'base', **BASE)}",
+            f"hf:{weights.llama(self.folder / 'base', **BASE)}",
             *(f"--config.{key}={value}" for key, value in keys.items()),
         ]
 

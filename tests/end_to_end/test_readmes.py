@@ -336,8 +336,8 @@ SHELL = r"""
 $ bytescope compare tiny cpu:8 --grid=data.seq_len=64,128 \
     --remat='none,custom(v)+offload(block_in)'     # two policies
 python3 -m venv .venv && .venv/bin/pip install -e . && .venv/bin/bytescope train
-srun bytescope train --config=tiny | tee log
-python -m bytescope.memory report --config=tiny > out.txt
+srun bytescope train tiny | tee log
+python -m bytescope.memory report tiny > out.txt
 bytescope-like things, and peaks of 19.73 GiB
 ```
 ```python
@@ -350,8 +350,8 @@ def test_commands_are_read_as_a_shell_reads_them():
     assert commands(SHELL) == [
         ["compare", "tiny", "cpu:8", "--grid=data.seq_len=64,128", "--remat=none,custom(v)+offload(block_in)"],
         ["train"],
-        ["train", "--config=tiny"],
-        ["report", "--config=tiny"],
+        ["train", "tiny"],
+        ["report", "tiny"],
     ]
 
 

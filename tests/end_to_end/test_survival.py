@@ -41,7 +41,7 @@ def place(tmp_path_factory):
 
 
 def command(place, *flags):
-    overrides = [f"--config={place / 'small.py'}", f"--config.train.cache_dir={place / 'cache'}"]
+    overrides = [str(place / "small.py"), f"--config.train.cache_dir={place / 'cache'}"]
     return [sys.executable, "-m", "bytescope.memory", "train", *overrides, *flags]
 
 

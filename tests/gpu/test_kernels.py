@@ -86,7 +86,7 @@ def test_a_deterministic_run_repeats_bit_for_bit(tmp_path):
                 "-m",
                 "bytescope.memory",
                 "train",
-                "--config=tiny",
+                "tiny",
                 f"--workdir={tmp_path / name}",
                 "--config.precision.preset=bf16",
                 "--config.train.steps=30",

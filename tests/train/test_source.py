@@ -85,7 +85,7 @@ def test_the_table_has_every_command_that_takes_one_of_the_three():
     found = set()
     for name in COMMANDS:
         for action in make_parser(name)._actions:
-            if action.dest in ("config_here", "source", "run", "workdir") and not action.option_strings:
+            if action.dest in ("config", "source", "run", "workdir") and not action.option_strings:
                 found.add(name)
     of_any_subject = {"report", "audit", "names", "explain", "estimate", "compare", "levers", "front", "fit"}
     assert found - of_any_subject == {words.split()[0] for words in TAKES}

@@ -11,8 +11,6 @@ from bytescope.train.commands import trainer_packages
 from bytescope.train.user_errors import UserError
 
 FLAG = "--print-completion"
-_CONFIGS = ("config_here", "config")
-_TARGETS = ("target_here", "target")
 _FOLDERS = ("trace", "workdir", "run", "out", "source")  # names of positional arguments
 
 
@@ -38,7 +36,7 @@ def make_root_parser() -> argparse.ArgumentParser:
     from bytescope.train.source import shipped
 
     configs = [path.stem for path in shipped()]
-    values = {name: _names_or_files(configs) for name in _CONFIGS} | dict.fromkeys(_FOLDERS, shtab.DIRECTORY)
+    values = {"config": _names_or_files(configs)} | dict.fromkeys(_FOLDERS, shtab.DIRECTORY)
     metavars = {"FILE": shtab.FILE, "FILE|DIR": shtab.FILE, "DIR": shtab.DIRECTORY}
     root = argparse.ArgumentParser(prog="bytescope")
     root.add_argument("--version", action="version", help="print the versions")
@@ -56,7 +54,7 @@ def make_root_parser() -> argparse.ArgumentParser:
                 parser._add_action(flag)
         actions: list[Any] = parser._actions
         for action in actions:
-            if action.dest in _TARGETS:
+            if action.dest == "target":
                 action.choices = ["local", "cpu", *CHIPS]
             elif action.dest in values or action.metavar in metavars:
                 action.complete = values.get(action.dest) or metavars[action.metavar]

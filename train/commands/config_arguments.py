@@ -22,8 +22,7 @@ SET_KEY = "set a config key, such as batch.micro=4; bytescope list keys lists th
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY, others: str = "", **fields: None) -> None:
-    """Adds the arguments CONFIG and TARGET (the devices to compile for), each as a positional argument and as a flag.
-    Also adds the words KEY=VALUE and the flag --mem-fraction.
+    """Adds the words of a command: the subject, the target (the devices to compile for) and KEY=VALUE.
 
     Args:
         overriding: help text of KEY=VALUE.
@@ -34,40 +33,31 @@ def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY, othe
     add_config(parser, others)
     if others:
         parser.set_defaults(program=None, **fields)
-    parser.add_argument(
-        "target_here",
-        nargs="?",
-        metavar="TARGET",
-        help="devices to compile for, such as h200:8, h100:2x8 (hosts x devices), v5e:4x4 or cpu:8 "
-        "(default: local, the devices of this machine); bytescope list targets lists the chips",
+    add_target(
+        parser,
+        "devices to compile for, such as h200:8, h100:2x8 (hosts x devices), v5e:4x4 or cpu:8 (default: local, the "
+        "devices of this machine); bytescope list targets lists the chips. h100:8@0.9 sets the fraction of each GPU's "
+        "memory in jax's pool (default: the value of XLA_CLIENT_MEM_FRACTION, otherwise "
+        f"{TRAIN_FRACTION.value} for a config and {JAX_FRACTION.value} for your own program)",
     )
     add_settings(parser, overriding)
-    parser.add_argument("--target", metavar="TARGET", help="the same as the argument TARGET")
-    add_memory_fraction(parser)
 
 
-def add_memory_fraction(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag --mem-fraction, which sets the part of a described GPU's memory that is in jax's pool."""
-    parser.add_argument(
-        "--mem-fraction",
-        metavar="FRACTION",
-        help="fraction of each GPU's memory in jax's pool, the same as TARGET@FRACTION (default: the value of "
-        f"XLA_CLIENT_MEM_FRACTION, otherwise {TRAIN_FRACTION.value} for a config and {JAX_FRACTION.value} for your own "
-        "program)",
-    )
+def add_target(parser: argparse.ArgumentParser, meaning: str, default: str | None = "local") -> None:
+    """Adds the word TARGET, with its help text and the target that is used without the word."""
+    parser.add_argument("target", nargs="?", metavar="TARGET", help=meaning)
+    parser.set_defaults(default_target=default)
 
 
 def add_config(parser: argparse.ArgumentParser, others: str = "") -> None:
-    """Adds the argument CONFIG as a positional argument and as a flag. With `others`, the help text of other subjects,
-    the positional argument is called SUBJECT."""
+    """Adds the word CONFIG. With `others`, the help text of other subjects, the word is called SUBJECT."""
     configs = "config file, or name of a shipped config; bytescope list configs lists the names"
     parser.add_argument(
-        "config_here",
+        "config",
         nargs="?",
         metavar="SUBJECT" if others else "CONFIG",
         help=f"{configs}; {others}" if others else configs,
     )
-    parser.add_argument("--config", metavar="CONFIG", help="the config, the same as the first argument")
 
 
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str = "") -> argparse.Namespace:
@@ -88,17 +78,16 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: st
         _sort_words(parser, args)
     if called:
         subjects.settle(args, called)
-    _settle_subject(args)
+    if vars(args).get("target", "") is None:
+        args.target = args.default_target
     return args
 
 
 def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Sorts the positional arguments. The first is the subject, unless a flag gives one; later ones KEY=VALUE are
-    keys, and the rest is the target."""
-    places = [name for name in ("config_here", "target_here") if name in args]
+    """Sorts the words. The first is the subject, later ones KEY=VALUE are keys, and the rest is the target."""
+    places = [name for name in ("config", "target") if name in args]
     words = [vars(args)[name] for name in places if vars(args)[name] is not None] + args.settings
-    by_flag = any(vars(args).get(name) is not None for name in ("config", "program", "hlo"))
-    subject = words[:1] if places and not by_flag else []
+    subject = words[:1] if places else []
     if subject and is_setting(subject[0]) and not os.path.exists(subject[0]):
         raise ReportError(f"{subject[0]} is the first word, which is the config: write a config such as tiny before it")
     settings = [word for word in words[len(subject) :] if is_setting(word)]
@@ -107,7 +96,8 @@ def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         setattr(args, name, others.pop(0) if others else None)
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
-    adapted = is_adapted(subject[0] if subject else args.config)
+    _refuse_swapped(args)
+    adapted = is_adapted(args.config)
     args.settings = settings if adapted else []
     for key, _, text in () if adapted else (word.partition("=") for word in settings):
         if "," in text and "grid" in args:
@@ -118,35 +108,11 @@ def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         args.overrides.append((key, text))
 
 
-def _settle_subject(args: argparse.Namespace) -> None:
-    """Sets `args.config` and `args.target` from the positional arguments or the flags. The target defaults to "local".
-
-    Raises:
-      ReportError: the config or the target is given twice.
-    """
-    _refuse_swapped(args)
-    for name in ("config", "target"):
-        by_position = vars(args).pop(f"{name}_here", None)
-        if by_position is None:
-            continue
-        if vars(args).get(name) is not None:
-            raise ReportError(
-                f"{name} is given twice, as {by_position} and as --{name}={getattr(args, name)}: leave one out"
-            )
-        setattr(args, name, by_position)
-    if "target" in args and args.target is None:
-        args.target = "local"
-    if vars(args).get("mem_fraction") is not None:
-        from bytescope.memory.devices.targets import with_fraction
-
-        args.target = with_fraction(args.target, args.mem_fraction)
-
-
 def _refuse_swapped(args: argparse.Namespace) -> None:
     from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
-    first, second = vars(args).get("config_here"), vars(args).get("target_here")
+    first, second = args.config, vars(args).get("target")
     if first and second and base_name(first) in names() and base_name(second) not in names():
         raise ReportError(f"{first} is a target, which follows the config: write {second} {first}")
 

@@ -20,7 +20,7 @@ from bytescope.memory.formulas import adapter_formulas
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.memory.units import human
-from bytescope.train.commands.config_arguments import SET_KEY, add_config
+from bytescope.train.commands.config_arguments import SET_KEY, add_config, add_target
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
 from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
@@ -52,12 +52,11 @@ UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope estimate` to the parser."""
     add_config(parser, "gpt:N for a GPT with about N parameters, such as gpt:7e9, gpt:7b or gpt:350m")
-    parser.add_argument(
-        "target_here",
-        nargs="?",
-        metavar="TARGET",
-        help="devices, such as h100:8: their number, over which a mesh axis of -1 shards, and their memory, in which "
+    add_target(
+        parser,
+        "devices, such as h100:8: their number, over which a mesh axis of -1 shards, and their memory, in which "
         "the step has to fit (default: one device)",
+        default=None,
     )
     add_settings(parser, SET_KEY)
     parser.add_argument(

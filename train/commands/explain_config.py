@@ -1,4 +1,4 @@
-"""bytescope explain with --config: compares the failure in a log with the training step of a config.
+"""bytescope explain LOG CONFIG: compares the failure in a log with the training step of a config.
 
 `memory.commands.explain_command` has the other arguments.
 """
@@ -13,24 +13,21 @@ from bytescope.memory.commands import explain_command, report_command
 from bytescope.memory.commands.arguments import add_settings
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.commands.config_arguments import SET_KEY
+from bytescope.train.commands.config_arguments import SET_KEY, add_target
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command-line arguments of `bytescope explain`, including --config, to the parser."""
+    """Adds the command-line arguments of `bytescope explain` to the parser."""
     explain_command.add_arguments(parser)
     parser.add_argument(
-        "config_here",
+        "config",
         nargs="?",
         metavar="SUBJECT",
         help="compare the failure with this program: a config, FILE.py:FUNCTION or MODULE:FUNCTION, an XLA dump, a run "
         "directory or a saved report",
     )
-    parser.add_argument(
-        "target_here", nargs="?", metavar="TARGET", help="devices of the failed job, the same as --target"
-    )
-    parser.add_argument("--config", metavar="CONFIG", help="compare the failure with the training step of a config")
+    add_target(parser, "devices of the failed job, such as h100:8 (default: local, the devices of this machine)")
     add_settings(parser, SET_KEY)
 
 
@@ -55,11 +52,13 @@ def run(args: argparse.Namespace) -> int:
     `--`, returns its exit code."""
     if args.config is None:
         if args.overrides:
-            raise ReportError(f"{'='.join(args.overrides[0])} needs a config: give --config=CONFIG, or leave it out")
+            raise ReportError(
+                f"{'='.join(args.overrides[0])} needs a config: write bytescope explain LOG CONFIG, or leave it out"
+            )
         return explain_command.run(args)
     from bytescope.train.program import config_files as configs
 
-    explain_command.check_flags(args, ("config", "report", "program", "hlo"))
+    explain_command.check_flags(args)
     configs.load(args.config, args.overrides)
     return explain_command.explain_source(args, _report_step)
 

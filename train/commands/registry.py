@@ -200,7 +200,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         "compare memory and time of policies or config values",
         (
             "llama_8b h200:8 --remat=none,full,dots --html=c.html",
-            "--grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full --target=h100:8",
+            "llama_8b h100:8 --grid=config=llama_8b,llama_70b --grid=data.seq_len=1024,4096 --remat=none,full",
             "my_package.train:program --grid=width=256,512 h100:8",
             "maxtext:llama3-8b h100:8 per_device_batch_size=1 --remat=all",
         ),

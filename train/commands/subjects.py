@@ -35,7 +35,7 @@ PREFIXES = ("config", "script", "dump", "run", "weights", "report", "trace")
 # The rows of COMMANDS that report on a kind of subject.
 ABILITIES = {"run": "saved", "report": "saved", "trace": "trace", "script": "init-program"}
 # Kind of subject -> its field in parsed arguments.
-_PLACES = {"config": "config_here", "function": "program", "dump": "hlo", "report": "report"}
+_PLACES = {"config": "config", "function": "program", "dump": "hlo", "report": "report"}
 DUMP_ENDS = (".pb", ".pb.gz", ".hlo.txt")  # .xplane.pb is a trace
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*", re.DOTALL)
 
@@ -82,15 +82,15 @@ def is_function(word: str) -> bool:
 
 
 def settle(args: argparse.Namespace, called: str) -> None:
-    """Moves the first word of a command line, `args.config_here`, to `args.program`, `args.hlo` or `args.report` if it
+    """Moves the first word of a command line, `args.config`, to `args.program`, `args.hlo` or `args.report` if it
     names a function, a dump or a saved report, and removes its prefix.
 
     called: the command as the user calls it, such as "compare --levers".
 
     Raises ReportError if the command does not take a subject of this kind.
     """
-    word = vars(args).get("config_here")
-    if word is None or any(vars(args).get(flag) is not None for flag in ("config", "program", "hlo", "report")):
+    word = vars(args).get("config")
+    if word is None:
         return
     subject = recognize(word)
     if subject.kind == "run" and "report" in args:
@@ -98,7 +98,7 @@ def settle(args: argparse.Namespace, called: str) -> None:
     place = _PLACES.get(subject.kind)
     if place is None or place not in args:
         raise ReportError(_not_taken(word, subject, called, "program" in args))
-    args.config_here = None
+    args.config = None
     setattr(args, place, Path(os.path.expanduser(subject.name)) if place in ("hlo", "report") else subject.name)
 
 

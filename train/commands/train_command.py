@@ -45,8 +45,7 @@ def make_parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config_here", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
-    parser.add_argument("--config", help=argparse.SUPPRESS)
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=argparse.SUPPRESS)
     parser.add_argument(
         "--workdir",
@@ -229,7 +228,7 @@ def _search_overrides(args: argparse.Namespace) -> list[tuple[str, str]]:
 
     with tempfile.TemporaryDirectory(prefix="bytescope-fit-") as folder:
         out = Path(folder) / "fit.json"
-        command = [sys.executable, "-m", "bytescope.memory", "fit", f"--config={args.config}", f"--json={out}"]
+        command = [sys.executable, "-m", "bytescope.memory", "fit", args.config, f"--json={out}"]
         command += [f"--config.{key}={text}" for key, text in args.overrides]
         if args.budget:
             command.append(f"--budget={args.budget}")

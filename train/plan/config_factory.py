@@ -237,7 +237,7 @@ def split(overrides: Mapping[str, Any]) -> tuple[str, list[tuple[str, str]]]:
         ReportError: no config is named.
     """
     if not overrides.get(CONFIG):
-        raise ReportError(f"{NO_CONFIG}, or --grid=config=A,B")
+        raise ReportError(NO_CONFIG)
     return overrides[CONFIG], [(key, text) for key, text in overrides.items() if key != CONFIG]
 
 

@@ -34,18 +34,19 @@ class ConfigRow(Row):
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        return f"--{key}={value}" if key == CONFIG else f"--config.{key}={as_text(value)}"
+        return f"--config.{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
         """Returns the command that runs this row: `bytescope train` if the row fits, otherwise `bytescope report`.
 
         Args:
-            source: the name of the config.
+            source: the name of the config, unless the row has another.
             target: the name of the target.
             given: the command-line flags that all rows share.
         """
         fits = self.fits is not False and self.ok
-        return elements.command(source, {"name": target}, given, flags(self), fits=fits)
+        config = str(self.overrides.get(CONFIG, source))
+        return elements.command(config, {"name": target}, given, flags(self), fits=fits)
 
     def value_text(self, key: str) -> str:
         """Returns the value of a key as it is shown to the user. The policy `custom` is followed by the names of the

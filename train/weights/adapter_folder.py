@@ -64,7 +64,7 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
     if not config.init.folder:
         raise UserError(
             f"init.adapter={path} cannot be used without init.folder: adapters need the weights that they were "
-            "trained with; set --config.init.folder to the folder of these weights, or start from --config=hf:FOLDER"
+            "trained with; set --config.init.folder to the folder of these weights, or start from the config hf:FOLDER"
         )
     folder = Folder.open_adapter(path)
     where = folder.path / ADAPTER_CONFIG

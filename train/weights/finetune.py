@@ -85,7 +85,7 @@ def check_agreement(config: ConfigDict, given: Collection[str]) -> None:
         remedy = (
             f"leave --config.model.{key} out"
             if f"model.{key}" in given
-            else f"set --config.model.{key}={value}, or start from --config=hf:{folder}"
+            else f"set --config.model.{key}={value}, or start from the config hf:{folder}"
         )
         raise UserError(f"model.{key}={ours}, and {where} has {value}: {remedy}")
     for key, length in (("model.max_seq_len", config.model.max_seq_len), ("data.seq_len", config.data.seq_len)):

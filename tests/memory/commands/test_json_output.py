@@ -63,7 +63,7 @@ def test_the_output_of_an_explained_job_is_on_standard_error(capfd):
 
 
 def test_the_envelope_has_the_limit_and_its_source():
-    target = memory.target("h100", fraction=0.9).to_json()
+    target = memory.target("h100@0.9").to_json()
     found = make_envelope("report", {"target": target, "limit_bytes": target["limit_bytes"]}, caveats=("first",))
     assert found.target is target and found.limit.bytes == target["limit_bytes"]
     assert found.limit.source.startswith("90 % of the GPU's memory")

@@ -150,7 +150,7 @@ def test_mistakes_are_one_line_with_the_remedy(served, folder):
     crash = error(served, "crash")
     assert "ended the process before the command was done, with exit code 7" in crash
     assert "the last line is: the compiler crashed;" in crash
-    assert "bytescope report exits.py:program --target=cpu" in crash
+    assert "bytescope report exits.py:program cpu" in crash
     assert "cannot read ./--json=written.json" in error(served, "file as flag")
     assert "--json is not a key" in error(served, "key as flag")
     assert not (folder / "written.json").exists()

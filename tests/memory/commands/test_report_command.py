@@ -233,11 +233,11 @@ def test_report_of_a_config(capsys, tmp_path):
     code, _, err = run(
         capsys,
         "report",
-        "--config=tiny",
+        "tiny",
         *small,
         "--config.mesh.data=-1",
         "--config.mesh.fsdp=1",
-        "--target=cpu:8",
+        "cpu:8",
         f"--json={tmp_path / 'r.json'}",
     )
     assert (code, err) == (0, "")
@@ -252,7 +252,7 @@ def test_report_of_a_config(capsys, tmp_path):
     assert 0.8 * 8 * sum(kept) < subject["model_flops"] <= 8 * sum(kept), "what a kernel recomputes is not the model's"
     assert written["breakdown"]["unattributed"] < 0.02 * written["peak_bytes"]
     for mistake in ("--config.model.d_modle=3", "--config.remat.policy=ful", "--config.model.n_layers=x"):
-        code, out, err = run(capsys, "report", "--config=tiny", mistake)
+        code, out, err = run(capsys, "report", "tiny", mistake)
         assert (code, out, err.count("\n")) == (2, "", 1)
 
 
@@ -413,7 +413,7 @@ def tiny_limit(monkeypatch):
 def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "free_host_bytes", lambda *_: 80_000)
     files = [f"--json={tmp_path / 'r.json'}", f"--html={tmp_path / 'r.html'}", f"--export={tmp_path / 'x'}"]
-    code, out, err = run(capsys, "report", str(step[0]), "--target=cpu:1", *files)
+    code, out, err = run(capsys, "report", str(step[0]), "cpu:1", *files)
     assert (code, err) == (command_arguments.DOES_NOT_FIT, "") and command_arguments.DOES_NOT_FIT == 3
     assert "EXCEEDS" in out and "too much" in out and "bytescope fit" not in out  # there is no config to fit
     assert read_result(tmp_path / "r.json")["fits"] is False

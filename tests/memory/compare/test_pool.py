@@ -421,9 +421,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     keep_sources(monkeypatch)
     words = [
         "compare",
-        "--config=tiny",
+        "tiny",
         *SMALL,
-        "--target=cpu:1",
+        "cpu:1",
         "--remat=none,full",
         "--measure",
         f"--json={tmp_path / 'c.json'}",

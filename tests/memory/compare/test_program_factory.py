@@ -82,7 +82,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch
         (["--remat=none,full"], "because it needs a config: write --grid"),
         (["--formulas"], "program, because it needs a config"),
         (["--config.width=3"], "because it needs a config: write --grid=width=3"),
-        (["--config=tiny"], "config is given twice"),
+        (["--config=tiny"], "bytescope compare has no --config: give the config as the first word"),
         (["--grid=target=h300"], "h300"),
         (["--jobs=0"], "1 or more"),
     ],

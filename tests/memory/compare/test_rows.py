@@ -253,7 +253,7 @@ def test_flags_are_quoted_and_typed():
         "custom", keys={"remat.save": ["qkv", "mlp up"], "model.scan": False, "config": "a b.py", "target": "cpu:8"}
     )
     assert plan_rows.flags(one) == (
-        "--config.remat.policy=custom '--config.remat.save=(qkv,mlp up)' --config.model.scan=false '--config=a b.py'"
+        "--config.remat.policy=custom '--config.remat.save=(qkv,mlp up)' --config.model.scan=false"
     )
 
 

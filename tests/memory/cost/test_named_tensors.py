@@ -65,11 +65,11 @@ def test_the_command_divides_over_the_mesh(capsys, tmp_path):
         [
             "report",
             "--names",
-            "--config=tiny",
+            "tiny",
             "--config.mesh.fsdp=4",
             "--config.mesh.data=1",
             "--config.mesh.tensor=2",
-            "--target=cpu:8",
+            "cpu:8",
             f"--json={out}",
         ]
     )
@@ -82,5 +82,5 @@ def test_the_command_divides_over_the_mesh(capsys, tmp_path):
 
 
 def test_a_mistake_is_one_line(capsys):
-    assert main(["report", "--names", "--config=tinny"]) == 2
+    assert main(["report", "--names", "tinny"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -205,11 +205,8 @@ def test_a_fraction_that_no_gpu_has_is_refused_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
-def test_the_flag_is_another_spelling_of_the_name(unset):
-    assert targets.with_fraction("h100:8", "0.9") == "h100:8@0.9" and targets.with_fraction("cpu", None) == "cpu"
+def test_a_name_has_one_spelling(unset):
     assert targets.parse("H100:8@0.90").name == "h100:8@0.9"
-    with pytest.raises(ReportError, match="both set a fraction"):
-        targets.with_fraction("h100@0.9", "0.8")
 
 
 def test_local_devices_and_simulated_ones():
@@ -339,7 +336,7 @@ def test_a_gpu_description_names_its_chip_and_a_tpu_has_none():
 @pytest.mark.oracle("cuda")
 def test_devices_of_a_target_with_a_fraction_keep_it(unset):
     """A mesh over them is all that a program may know of its target."""
-    target = memory.target("h100:8", fraction=0.9)
+    target = memory.target("h100:8@0.9")
     again = targets.from_devices(list(target.mesh(data=8).devices.flat))
     assert again == target == targets.parse("h100:8@0.9") and again.pool_bytes == target.limit_bytes
     plain = targets.from_devices(targets.parse("h100:8").devices())

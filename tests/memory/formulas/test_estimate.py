@@ -163,9 +163,9 @@ def test_a_target_gives_devices_and_memory(capsys):
 
 
 def test_a_config_of_unknown_devices_says_so(capsys):
-    assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "--config=llama_8b")[1]
+    assert "mesh.fsdp=-1 counts as 1 device" in run(capsys, "llama_8b")[1]
     assert "counts as" not in run(capsys, "llama_8b", "h100:8")[1]
-    ring = run(capsys, "--config=llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
+    ring = run(capsys, "llama_8b", "--config.mesh.fsdp=4", "--config.mesh.context=2")[1]
     assert "mesh.context=2 is ignored" in ring and "counts as" not in ring
 
 
@@ -184,7 +184,7 @@ def test_a_config_of_unknown_devices_says_so(capsys):
         (["tiny", "loss.chunk=-1"], "tokens per chunk of logits: -1 is out of range: give 1 or more"),
         (["tiny", "model.mlp_chunk=-4"], "out of range: give 1 or more"),
         (["tiny", "--layers=3"], "estimate has no --layers: write model.n_layers=N"),
-        (["--config=tinny"], "did you mean tiny"),
+        (["tinny"], "did you mean tiny"),
         (["gpt:7b", "mesh.strategy=zero4"], "formulas exist for ddp, zero1, zero2, zero3"),
         ([], "or gpt:7e9"),
         (["gpt:7b", "model.experts=8", "mesh.expert=3"], "3 expert-parallel devices do not divide the 8 experts"),

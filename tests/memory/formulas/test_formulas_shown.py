@@ -88,13 +88,13 @@ def test_a_reports_table():
 
 
 SMALL = [
-    "--config=tiny",
+    "tiny",
     "--config.model.n_layers=2",
     "--config.model.d_model=32",
     "--config.model.d_ff=64",
     "--config.data.seq_len=16",
     "--config.batch.micro=2",
-    "--target=cpu:1",
+    "cpu:1",
 ]
 
 

@@ -90,10 +90,12 @@ def test_reports_of_the_command_line(tmp_path, capsys):
     log, report = tmp_path / "job.log", tmp_path / "memory.json"
     log.write_text(request(40 * GIB))
     report.write_text(json.dumps(STEP.to_json()))
-    assert main(["explain", str(log), f"--report={report}"]) == 0
+    assert main(["explain", str(log), str(report)]) == 0
     assert "is the temporary memory of the program" in " ".join(capsys.readouterr().out.split())
-    assert main(["explain", str(log), f"--report={report}", "--config=tiny"]) == 2
-    assert "--config and --report cannot be combined" in capsys.readouterr().err
+    assert main(["explain", str(log), str(report), "h100"]) == 2
+    assert "h100 cannot be used with a saved report, which has a target: leave it out" in capsys.readouterr().err
+    assert main(["explain", str(log), f"--report={report}"]) == 2
+    assert "bytescope explain has no --report: give the subject after the log" in capsys.readouterr().err
     assert main(["explain", str(log), "--config.model.n_layers=2"]) == 2
     assert "needs a config" in capsys.readouterr().err
 
@@ -101,5 +103,5 @@ def test_reports_of_the_command_line(tmp_path, capsys):
 @pytest.mark.exhaustive
 def test_a_config_of_the_command_line(tmp_path, capsys):
     (tmp_path / "job.log").write_text(request(40 * GIB))
-    assert main(["explain", str(tmp_path / "job.log"), "--config=tiny", "--target=cpu:1"]) == 0
+    assert main(["explain", str(tmp_path / "job.log"), "tiny", "cpu:1"]) == 0
     assert "tiny: The log does not show" in " ".join(capsys.readouterr().out.split())

@@ -25,7 +25,7 @@ def program() -> bytes:
 
 def read_hlo(data: bytes, folder: Path) -> None:
     (folder / "step.hlo.pb").write_bytes(data)
-    command("report", str(folder / "step.hlo.pb"), "--target=h100", f"--json={folder / 'r.json'}")
+    command("report", str(folder / "step.hlo.pb"), "h100", f"--json={folder / 'r.json'}")
     report = json.loads((folder / "r.json").read_text(), parse_constant=_no_constant)["result"]
     assert sum(report["breakdown"].values()) == report["allocated_bytes"]
 

@@ -111,12 +111,11 @@ def test_examples_of_the_help_parse():
     "words",
     [
         ["report", "llama_8b", "h100:8"],
-        ["report", "--config=llama_8b", "--target=h100:8"],
         ["report", "llama_8b", "--json=x.json", "h100:8"],
-        ["report", "--target=h100:8", "llama_8b"],
+        ["report", "--json=x.json", "llama_8b", "h100:8"],
     ],
 )
-def test_config_and_target_by_position_or_flag(words):
+def test_config_and_target_stand_anywhere_between_flags(words):
     args = cli.parse([*words, "--config.model.n_layers=2"])
     assert (args.config, args.target, args.overrides) == ("llama_8b", "h100:8", [("model.n_layers", "2")])
 
@@ -126,7 +125,6 @@ def test_config_and_target_by_position_or_flag(words):
     [
         ("train tiny batch.micro=4 train.steps=2", "tiny", None),
         ("train tiny --verbose batch.micro=4 --config.train.steps=2", "tiny", None),
-        ("train --config=tiny batch.micro=4 train.steps=2", "tiny", None),
         ("report tiny batch.micro=4 h100:8 train.steps=2", "tiny", "h100:8"),
         ("report tiny --names h100:8 batch.micro=4 train.steps=2", "tiny", "h100:8"),
         ("report tiny --audit batch.micro=4 train.steps=2", "tiny", "local"),
@@ -136,7 +134,7 @@ def test_config_and_target_by_position_or_flag(words):
         ("fit tiny cpu:2 batch.micro=4 train.steps=2", "tiny", "cpu:2"),
         ("fit tiny cpu:2 --budgets=3 batch.micro=4 train.steps=2", "tiny", "cpu:2"),
         ("estimate tiny batch.micro=4 train.steps=2", "tiny", None),
-        ("explain job.log --config=tiny batch.micro=4 train.steps=2", "tiny", "local"),
+        ("explain job.log tiny batch.micro=4 train.steps=2", "tiny", "local"),
     ],
 )
 def test_words_after_the_subject_set_keys(line, config, target):
@@ -206,7 +204,7 @@ def test_the_new_spelling_exists(name):
 
 def test_the_trainers_config_by_position():
     assert cli.parse(["train", "char", "--workdir=x"]).config == "char"
-    assert cli.parse(["train", "--config=char"]).config == "char" and cli.parse(["train"]).config == "tiny"
+    assert cli.parse(["train"]).config == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +212,9 @@ def test_the_trainers_config_by_position():
     [
         (["reprot"], "unknown command 'reprot': did you mean report?"),
         (["xyzzy"], "choose one of report, explain, "),
-        (["report", "tiny", "--config=char"], "config is given twice, as tiny and as --config=char: leave one out"),
-        (["train", "tiny", "--config=char"], "config is given twice"),
-        (["fit"], "no config: give --config=FILE"),
+        (["report", "tiny", "--config=char"], "bytescope report has no --config: give the config as the first word"),
+        (["train", "--config=char"], "bytescope train has no --config: give the config as the first word"),
+        (["fit"], "no config: give a config file, or the name of a shipped config, as the first argument"),
         (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
         (["list", "keys", "--grep=qqq"], "--grep=qqq: no row that bytescope list keys prints contains this word"),
         (["list", "configs", "--config.a=1"], "takes no --config.a"),
@@ -316,7 +314,6 @@ def test_names_that_are_not_utf8_are_printed(tmp_path):
 # Flags whose help says more than one thing -> what each help has to say.
 MEANINGS = {
     "--budget": "memory (budget )?per device",
-    "--config": "the training step of a config|the same as the first argument",
     "--dtype": "float32, bfloat16 or float16",
     "--force": "replace OUT",
     "--formulas": "published formulas predict",
@@ -327,8 +324,6 @@ MEANINGS = {
     "--lora": "LoRA adapters instead of the weights",
     "--measure": "on this machine",
     "--out": "write|append|new or empty",
-    "--target": "the same as the argument TARGET|devices of the failed job",
-    "--report": "memory report",
     "--step": "the checkpoint of step N",
     "--timeout": "maximum seconds to wait for all processes|stop the script after",
     "--verbose": "the reason for each chosen setting",

@@ -23,7 +23,7 @@ from support.same_process import SameProcess
 from support.screen import seen, terminal
 
 SMALL = [
-    "--config=tiny",
+    "tiny",
     "--config.model.n_layers=2",
     "--config.model.d_model=32",
     "--config.model.d_ff=64",
@@ -43,10 +43,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
     def fit(budget, code):
         files = [f"--json={tmp_path / 'f.json'}", f"--html={tmp_path / 'f.html'}"]
-        assert (
-            command.main(["fit", *SMALL, "--target=cpu:1", "--jobs=1", "--vary=remat", f"--budget={budget}", *files])
-            == code
-        )
+        assert command.main(["fit", *SMALL, "cpu:1", "--jobs=1", "--vary=remat", f"--budget={budget}", *files]) == code
         assert "<html" in (tmp_path / "f.html").read_text()
         return read_result(tmp_path / "f.json"), capsys.readouterr().out
 
@@ -64,7 +61,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert first["programs"] == len(first["walk"]) - 2 > 0, "two are in the cache"
     assert best["recompute_flops_fraction"] < nothing["walk"][1]["recompute_flops_fraction"]
     whole = " ".join(told.replace("\\\n", " ").split())  # a long command goes on in the next line, as shells read it
-    assert f"run it with: bytescope train --config=tiny {best['flags']}" in whole
+    assert f"run it with: bytescope train tiny {best['flags']}" in whole
     assert "--config.model.d_ff=64" in best["flags"] and "--config.remat." in best["flags"]
 
     monkeypatch.setattr(worker_pool, "Worker", None)  # nothing may be compiled now
@@ -119,7 +116,7 @@ class Refusing(Worker):
 def test_on_a_terminal_the_bar_and_the_walk_never_share_a_line(monkeypatch):
     monkeypatch.setattr(worker_pool, "Worker", Refusing)
     with terminal(monkeypatch, 80) as written:
-        code = command.main(["fit", *SMALL, "--target=h100", "--budget=2GiB", "--vary=remat", "--no-cache"])
+        code = command.main(["fit", *SMALL, "h100", "--budget=2GiB", "--vary=remat", "--no-cache"])
     lines = seen(written[0], 80)
     assert code == 0 and "compiling" in written[0] and not any("compiling" in line for line in lines)
     assert [line[0] for line in lines if line.startswith(("baseline", "mesh"))] == ["b", "m"]
@@ -135,7 +132,7 @@ def test_ctrl_c_leaves_the_best_so_far(tmp_path, monkeypatch, capsys, request):
     words = [
         "fit",
         *SMALL,
-        "--target=h100",
+        "h100",
         "--budget=2GiB",
         "--vary=remat",
         "--no-cache",

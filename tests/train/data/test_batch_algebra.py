@@ -65,7 +65,7 @@ def test_a_batch_that_cannot_be(keys, message):
 
 
 def test_the_report_shows_the_algebra(capsys):
-    words = ["report", "--config=tiny", "--target=cpu:1", "--config.model.n_layers=1", "--config.batch.tokens=4096"]
+    words = ["report", "tiny", "cpu:1", "--config.model.n_layers=1", "--config.batch.tokens=4096"]
     assert command.main(words) == 0
     assert "16 micro-batch x 2 accumulation x 1 data-parallel = 32 sequences" in capsys.readouterr().out
     assert command.main([*words[:-1], "--config.batch.tokens=4097"]) == 2

@@ -94,7 +94,7 @@ class Started:
                 "-m",
                 "bytescope.memory",
                 "train",
-                f"--config={place / 'small.py'}",
+                str(place / "small.py"),
                 f"--workdir={workdir}",
                 *flags,
                 *where,

@@ -283,9 +283,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
     words = [
         "fit",
-        "--config=tiny",
+        "tiny",
         *SMALL,
-        "--target=cpu:1",
+        "cpu:1",
         "--budgets=4",
         "--cost=flops",
         f"--json={tmp_path / 'f.json'}",
@@ -362,5 +362,5 @@ def test_points_that_are_settled_outlive_a_stop():
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "ask", lambda *about, **more: ({}, True))
-    assert command.main(["fit", "--budgets=10", "--config=tiny", "--target=cpu:1", "--no-cache"]) == 130
+    assert command.main(["fit", "--budgets=10", "tiny", "cpu:1", "--no-cache"]) == 130
     assert "10 points left" in capsys.readouterr().out

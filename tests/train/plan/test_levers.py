@@ -184,9 +184,9 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     words = [
         "compare",
         "--levers",
-        "--config=tiny",
+        "tiny",
         *SMALL,
-        "--target=cpu:1",
+        "cpu:1",
         "--savings=fp32,full,selective,loss",
         f"--json={tmp_path / 'l.json'}",
     ]
@@ -207,5 +207,5 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
     monkeypatch.setattr(worker_pool, "run", lambda jobs, **more: ({}, True))
-    assert command.main(["compare", "--levers", "--config=tiny", "--target=cpu:1"]) == 130
+    assert command.main(["compare", "--levers", "tiny", "cpu:1"]) == 130
     assert "stages are missing" in capsys.readouterr().out

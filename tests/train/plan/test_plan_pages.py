@@ -205,7 +205,7 @@ def test_the_best_row_says_its_policy_what_it_takes_and_how_it_is_run():
     assert f"best that fits 30.00 GiB {kept}" in said and f"Best that fits: {kept}" in said
     for expected in ("step, predicted 0.7500 s 0.68 to 0.85 s", "tokens/s, predicted 87,381", "MFU, predicted 43.2 %"):
         assert expected in said, expected
-    command = f"bytescope train --config=llama_8b {GIVEN} --config.remat.policy=custom "
+    command = f"bytescope train llama_8b {GIVEN} --config.remat.policy=custom "
     assert command + f"'--config.remat.save=({','.join(LONG)})' '--config.remat.offload=(block_in)'" in said
 
 
@@ -220,9 +220,7 @@ def test_nothing_is_recommended_across_tasks_and_nothing_that_exceeds_has_a_star
         ["llama_8b, seq_len=2048", "none"],
         ["llama_8b, seq_len=32768", "full"],
     ]
-    assert commands[1] == [
-        f"bytescope train {GIVEN} --config.remat.policy=full --config=llama_1b --config.data.seq_len=32768"
-    ]
+    assert commands[1] == [f"bytescope train llama_1b {GIVEN} --config.remat.policy=full --config.data.seq_len=32768"]
     assert any(not line["fits"] for line in lines) and any(line["pareto"] for line in lines)
     assert all(line["fits"] for line in lines if line["pareto"] or line["best"])
     none = compare_page.render(compared([row("none", 60, keys={"data.seq_len": n}) for n in (1, 2)]), ConfigRow)
@@ -234,10 +232,10 @@ def test_the_first_stage_that_fits_is_named_and_every_command_is_whole():
     said, (heads, rows, commands) = words(text), table(text, "stages")
     assert "First that fits: + full remat" in said and "first that fits 30.00 GiB + full remat" in said
     assert [command for [command] in commands] == [
-        f"bytescope report --config=llama_8b --target=h100:8 {GIVEN} --config.precision.preset=fp32",
-        f"bytescope report --config=llama_8b --target=h100:8 {GIVEN} --config.precision.preset=bf16",
-        f"bytescope train --config=llama_8b {GIVEN} --config.remat.policy=full",
-        f"bytescope train --config=llama_8b {GIVEN} --config.offload.optimizer=true",
+        f"bytescope report llama_8b h100:8 {GIVEN} --config.precision.preset=fp32",
+        f"bytescope report llama_8b h100:8 {GIVEN} --config.precision.preset=bf16",
+        f"bytescope train llama_8b {GIVEN} --config.remat.policy=full",
+        f"bytescope train llama_8b {GIVEN} --config.offload.optimizer=true",
     ]
     assert all(command in said for [command] in commands[2:]), "the first that fits and the last stand on top"
     assert rows[2][heads.index("MFU, predicted")] == "43.2 %" and "winner" in text
@@ -252,12 +250,12 @@ def test_the_front_has_a_row_for_each_plan_and_time_before_flops():
     ]
     assert [len(one) for one in commands] == [1, 1]
     kept = f"'--config.remat.layers=(0-32:{'+'.join(LONG)})'"
-    assert commands[1] == [f"bytescope train --config=llama_8b {GIVEN} {kept}"]
+    assert commands[1] == [f"bytescope train llama_8b {GIVEN} {kept}"]
     for some in (heads, table(text, "fixed")[0]):
         assert some.index("step, predicted") < some.index("recomputed")
     said = words(text)
     assert said.index("less predicted time") < said.index("fewer FLOPs recomputed")
     assert f"Cheapest that fits: 32 x {'+'.join(LONG)}" in said and "2 for 4 budgets" in said
-    assert table(text, "fixed")[2][1] == [
-        f"bytescope report --config=llama_8b --target=h100:8 {GIVEN} --config.remat.policy=none"
-    ], "it exceeds"
+    assert table(text, "fixed")[2][1] == [f"bytescope report llama_8b h100:8 {GIVEN} --config.remat.policy=none"], (
+        "it exceeds"
+    )

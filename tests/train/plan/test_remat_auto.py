@@ -133,14 +133,14 @@ def test_unrolled_layers_with_room_make_nothing_again():
 )
 def test_a_budget_that_is_none_is_one_line(keys, message, capsys):
     words = ["--config.train.cache_dir=none", *(f"--config.{key}={value}" for key, value in keys.items())]
-    assert main(["--config=tiny", "--config.remat.policy=auto", *words]) == 2
+    assert main(["tiny", "--config.remat.policy=auto", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
 def test_a_budget_below_full_is_three(capsys, tmp_path):
     words = [
-        "--config=tiny",
+        "tiny",
         "--config.model.n_layers=2",
         "--config.remat.policy=auto",
         "--config.remat.budget=2MiB",
@@ -160,7 +160,7 @@ def test_a_run_tells_its_plan(capsys, tmp_path):
     for number in range(20):
         (tmp_path / "text" / f"{number}.txt").write_text(f"to be or not to be, that is question {number}. " * 400)
     words = [
-        "--config=tiny",
+        "tiny",
         f"--workdir={tmp_path / 'run'}",
         f"--config.data.source={tmp_path / 'text'}",
         "--config.model.d_model=32",

@@ -250,7 +250,7 @@ def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, ef
             f"{best['recompute_flops_fraction']:.1%} of the model's FLOPs recomputed, {timed}; {effort}"
         ),
         Text("run it with:", style="bold"),
-        CopyCommand(f"bytescope train --config={shlex.quote(config)} {best['flags']}".rstrip()),
+        CopyCommand(f"bytescope train {shlex.quote(config)} {best['flags']}".rstrip()),
         *_render_fastest(out),
         *_render_layouts(out),
         *_render_reach(out),
