@@ -1,6 +1,6 @@
 """Runs `python -m bytescope.memory COMMAND` as `bytescope COMMAND`. `worker` starts a worker process of `compare`.
 
-The commands are registered in train/commands/registry.py.
+The commands are registered in memory/commands/registry.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
         worker.main()
         return 0
-    from bytescope.train import cli
+    from bytescope.memory import cli
 
     return cli.main(argv)
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":
         words = words[1:]
     if words == [WORKER]:
         sys.exit(main(words))
-    from bytescope.train.cli import supervised
+    from bytescope.memory.cli import supervised
 
     code = supervised(words)
     sys.stdout.flush()

@@ -24,6 +24,8 @@ ENDED = "the user's code ended the process"
 _PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 # Seconds in which children that the user's code left behind may end by themselves.
 _GRACE_S = 0.5
+# Signals that end a process. A closed terminal sends SIGHUP, which not every system has.
+STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class ForkedError(BaseException):
@@ -167,3 +169,13 @@ def _children() -> Iterator[tuple[int, str]]:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def ignore_signals() -> None:
+    """Ignores signals from now on. Call it when the process is about to end.
+
+    Signals must be ignored by the system, because the interpreter removes Python's handlers while it ends.
+    """
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_IGN)

@@ -92,7 +92,7 @@ def test_the_front_lists_without_jax():
     code = """
 import sys
 from bytescope.memory.devices import platform, targets
-from bytescope.train import cli
+from bytescope.memory import cli
 targets.parse("h200:8").limit_bytes
 platform.choose_platform()
 for words in ("list configs", "list targets", "list keys", "--help", "estimate gpt:7b"):

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from bytescope import memory
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.program import valid_values
 
 TESTS = Path(__file__).parents[1]

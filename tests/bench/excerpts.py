@@ -209,7 +209,7 @@ class Outputs(Mapping[str, str]):
         if program == "python":
             argv = [sys.executable, __file__, f"--program={arguments[0]}"]
         else:
-            argv = [sys.executable, "-c", "from bytescope.train import cli; raise SystemExit(cli.main())", *arguments]
+            argv = [sys.executable, "-c", "from bytescope.memory import cli; raise SystemExit(cli.main())", *arguments]
             if command == PICTURED:
                 argv += [f"--json={picture.JSON}", f"--html={picture.HTML}"]
         environment = {name: value for name, value in os.environ.items() if not DROPPED_VARIABLES.fullmatch(name)}
@@ -268,8 +268,8 @@ def out_of_memory() -> None:
 
 def refusal() -> None:
     """The error of a run that does not fit into a host with 24.5 GiB, but does after one change."""
+    from bytescope.memory import cli
     from bytescope.memory.devices import limits
-    from bytescope.train import cli
     from bytescope.train.plan import advice, refusal
 
     limits.free_host_bytes = refusal.free_host_bytes = lambda: int(24.5 * 2**30)

@@ -81,7 +81,7 @@ def measure(workdir: str, out: str, dtype: str) -> dict[str, float]:
     import jax
 
     import bytescope.train.export.tensors  # noqa: F401
-    from bytescope.train import cli
+    from bytescope.memory import cli
 
     jax.block_until_ready(jax.numpy.zeros(1))
     before, most, ended = anonymous(), [0], threading.Event()

@@ -242,8 +242,8 @@ def _free_port() -> int:
 
 def child(out: str, words: list[str]) -> int:
     """Runs a command in this process, and writes the ledger of its host memory."""
+    from bytescope.memory import cli
     from bytescope.memory.host.host_ledger import ledger
-    from bytescope.train import cli
 
     code = cli.main(words)
     Path(out).write_text(json.dumps(ledger().to_json()))

@@ -65,7 +65,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch) / "folder"
         if args.run:
-            from bytescope.train import cli
+            from bytescope.memory import cli
 
             if code := cli.main(["export", str(args.run), str(folder)]):
                 return code

@@ -40,7 +40,7 @@ def write_texts(folder: Path, out: Path) -> None:
 
 def quantized(folder: Path, out: Path) -> dict[str, dict]:
     """A folder of each layout; what was found, by name."""
-    from bytescope.train import cli
+    from bytescope.memory import cli
 
     found = {}
     for name in READERS:

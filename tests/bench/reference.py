@@ -51,7 +51,7 @@ def stale_pages() -> list[Path]:
 
 def commands_page() -> str:
     """Every command with its arguments, from the parsers."""
-    from bytescope.train.commands.registry import COMMANDS, GROUPS, call_of
+    from bytescope.memory.commands.registry import COMMANDS, GROUPS, call_of
 
     lines = [
         "# Commands",
@@ -89,7 +89,7 @@ def commands_page() -> str:
 
 def rows_of(name: str) -> list[tuple[str, str]]:
     """The arguments of a command with their meaning."""
-    from bytescope.train.commands.registry import make_parser
+    from bytescope.memory.commands.registry import make_parser
 
     shown = (
         action

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bytescope.memory.records.result_envelope import unwrap
 
-_CLI = "import sys; from bytescope.train import cli; sys.exit(cli.main(sys.argv[1:]))"
+_CLI = "import sys; from bytescope.memory import cli; sys.exit(cli.main(sys.argv[1:]))"
 # (width, layers, micro-batch, tokens per sequence)
 SHAPES = {
     "a": (64, 4, 16, 64),

@@ -34,12 +34,12 @@ import jax
 from gallery import load
 from interleave import versions
 
+from bytescope.memory import cli
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.units import GIB
-from bytescope.train import cli
 from bytescope.train.plan.config_factory import build_program, prepare_program
 from bytescope.train.program import config_files
 

@@ -38,13 +38,13 @@ import jax
 import jax.numpy as jnp
 from interleave import versions
 
+from bytescope.memory import cli
 from bytescope.memory.analysis import report_of, with_seconds
 from bytescope.memory.devices import compiler, compiler_log, targets
 from bytescope.memory.findings import compiler_findings
 from bytescope.memory.findings.finding_rules import RULES
 from bytescope.memory.peak import memory_order
 from bytescope.memory.units import human
-from bytescope.train import cli
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan.config_factory import build_program, prepare_program
 from bytescope.train.program import config_files

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.program.config_files import load
 from bytescope.train.program.program import build
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.program.config_files import load, override
 from bytescope.train.program.program import build
 from bytescope.train.weights.folder import Folder

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from bytescope import memory
-from bytescope.train import cli
+from bytescope.memory import cli
 from support.command_line import called
 
 ROOT = Path(__file__).parents[2]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bytescope.memory import cli
 from bytescope.memory.commands.budgets import read_budgets
 from bytescope.memory.commands.moved import MOVED
+from bytescope.memory.commands.registry import COMMANDS
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import JAX_FRACTION
-from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS
 from support import oracles
 
 pytestmark = pytest.mark.quick

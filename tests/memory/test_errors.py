@@ -7,6 +7,7 @@ import re
 import pytest
 
 from bytescope import memory
+from bytescope.memory.cli import main
 from bytescope.memory.commands import arguments
 from bytescope.memory.commands.arguments import write
 from bytescope.memory.compare import row_cache
@@ -22,7 +23,6 @@ from bytescope.memory.errors import (
     remedy_for,
 )
 from bytescope.memory.seconds import rates
-from bytescope.train.cli import main
 
 pytestmark = pytest.mark.quick
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS
+from bytescope.memory import cli
+from bytescope.memory.commands.registry import COMMANDS
 
 
 def prepare(words: Sequence[str]) -> int:

@@ -48,6 +48,7 @@ LAYERS = {
         ("memory",),
         ("memory.pytest_guard",),
         ("memory.commands",),
+        ("memory.cli",),
         ("memory.__main__",),
     ),
     # `source` recognizes runs, folders of weights and configs. It is low, because program/ finds configs with it, and
@@ -68,14 +69,12 @@ LAYERS = {
         ("train.quantize", "train.plan"),
         ("train.run",),
         ("train.commands",),
-        ("train.cli",),
         ("train",),
     ),
 }
 # (importer, imported) -> why this import is allowed against the tables above.
 EXCEPTIONS = {
     ("memory.units", "memory.errors"): "sizes that a user misspelled are user errors",
-    ("memory.__main__", "train.cli"): "python -m bytescope.memory COMMAND is bytescope COMMAND",
 }
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bytescope import train
-from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS, make_parser
+from bytescope.memory import cli
+from bytescope.memory.commands.registry import COMMANDS, make_parser
 from bytescope.train.source import (
     ADAPTER_CONFIG,
     CHECKPOINTS,

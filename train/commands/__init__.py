@@ -1,5 +1,5 @@
 """The subcommands of `bytescope` that read the trainer's configs, runs or weights: one file per command.
 
 Each command takes parsed arguments and config overrides, and returns an exit code. Its answer goes to the terminal, to
-a page or to a file. Start at `train/cli.py`, which finds the command.
+a page or to a file. `memory/cli.py` finds the command.
 """

@@ -7,11 +7,12 @@ import os
 from collections.abc import Sequence
 
 from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.commands import trainer_packages
 from bytescope.memory.commands.arguments import add_settings, is_setting
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError
-from bytescope.train.commands import subjects, trainer_packages
+from bytescope.train.commands import subjects
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.source import NO_CONFIG
 from bytescope.train.user_errors import UserError

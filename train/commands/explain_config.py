@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parses the command-line arguments. The words after `--` are a command that is run; they become the list
     `args.job`, which is empty without `--`."""
-    from bytescope.train.commands import registry
+    from bytescope.memory.commands import registry
 
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)

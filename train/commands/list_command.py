@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from bytescope.memory.commands import targets_command
-from bytescope.train.commands.registry import COMMANDS, LISTS
+from bytescope.memory.commands.registry import COMMANDS, LISTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from bytescope.memory.processes import STOPPING
+
 INTERRUPTED = 130  # the exit code that shells give for Ctrl-C: 128 + SIGINT
-# A closed terminal sends SIGHUP, which not every system has.
-STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 # errno values of a write to a closed terminal or pipe, and of a write to a full disk.
 _GONE = (errno.EIO, errno.EPIPE)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -65,16 +65,6 @@ def leave_at_once(note: str = "interrupted") -> NoReturn:
             os.write(1, b"\r\x1b[2K\x1b[?25h")  # erases the progress bar, which had hidden the cursor
         os.write(2, f"{note}\n".encode(errors="backslashreplace"))
     os._exit(INTERRUPTED)
-
-
-def end_quietly() -> None:
-    """Ignores signals from now on. Call it when the process is about to end.
-
-    Signals must be ignored by the system, because the interpreter removes Python's handlers while it ends.
-    """
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_IGN)
 
 
 def _to_nowhere(descriptor: int) -> None:

@@ -4,10 +4,10 @@ import pytest
 
 from bytescope.memory.adapters import maxtext
 from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrides_of
+from bytescope.memory.cli import main
+from bytescope.memory.commands import registry
 from bytescope.memory.commands.compare_command import policy_grid
 from bytescope.memory.errors import ReportError
-from bytescope.train.cli import main
-from bytescope.train.commands import registry
 
 pytestmark = pytest.mark.quick
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.records.audit_record import HONORED_BY, OTHER_OUTCOMES, STEPS, UNKNOWN, AuditRow
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report import audit_view, report_page
-from bytescope.train import cli
 from support.json_results import read_result
 
 STEP = """

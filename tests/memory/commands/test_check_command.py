@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.adapters.trainers import find_adapter
 from bytescope.memory.commands import budgets, check_command, github
 from bytescope.memory.commands.budgets import Budget, BudgetResult
@@ -18,7 +19,6 @@ from bytescope.memory.compare import worker_pool
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 from bytescope.memory.units import GIB, MIB
-from bytescope.train import cli
 from support.budget_project import PYPROJECT, STEP, commit, git, make_project
 from support.cached_rows import keep_sources
 from support.json_results import read_result

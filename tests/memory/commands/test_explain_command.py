@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory.cli import main
 from bytescope.memory.commands import recorded_job
-from bytescope.train.cli import main
 from support import memory_messages as written
 from support.json_results import read_result, result_of
 

@@ -11,13 +11,13 @@ import jax
 import pytest
 
 from bytescope import memory
+from bytescope.memory import cli
 from bytescope.memory.adapters import trainers
 from bytescope.memory.commands.fit_program import code_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices import targets
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.recognition import Value
-from bytescope.train import cli
 from support import toy_trainer
 from support.exhaustive import exhaustive
 from support.json_results import read_result

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.commands import github
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import ROWS, Buffer, Finding, ReportRecord
 from bytescope.memory.units import MIB
-from bytescope.train import cli
 
 pytestmark = pytest.mark.quick
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from support.json_results import read_result
 
 SCRIPT = """

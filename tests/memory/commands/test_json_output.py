@@ -12,10 +12,10 @@ from bytescope import memory
 from bytescope.memory import ReportError
 from bytescope.memory.__main__ import main
 from bytescope.memory.commands.json_output import make_envelope, only_json, write_json
+from bytescope.memory.commands.registry import COMMANDS, make_parser
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.records.result_envelope import MemoryLimit, unwrap
 from bytescope.train.commands.json_results import COMMANDS_WITH_JSON, json_schema
-from bytescope.train.commands.registry import COMMANDS, make_parser
 from support.json_results import read_result, result_of
 
 pytestmark = pytest.mark.quick

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
+from bytescope.memory.cli import main
+from bytescope.memory.commands import trainer_packages
 from bytescope.memory.commands.mcp_command import skill_text
-from bytescope.train.cli import main
-from bytescope.train.commands import trainer_packages
 from support import memory_messages as written
 
 pytest.importorskip("mcp.server.mcpserver", reason="pip install -e '.[mcp]'")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory.cli import main
+from bytescope.memory.commands import registry
 from bytescope.memory.commands.mcp_command import skill_text
-from bytescope.train.cli import main
-from bytescope.train.commands import registry
 from support.json_results import read_result
 
 # (language, text) of each fenced block, in the order of the file.

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from bytescope import memory
+from bytescope.memory.cli import main
 from bytescope.memory.records.report_record import Buffer, ReportRecord, XlaStats
 from bytescope.memory.units import GIB
-from bytescope.train.cli import main
 from support import memory_messages as written
 
 pytestmark = pytest.mark.quick

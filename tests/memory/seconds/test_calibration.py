@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.commands import calibration_text as view
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices import targets
@@ -41,7 +42,6 @@ from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import WAYS, from_json
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.view.console import plain_text
-from bytescope.train import cli
 from support.described import described
 
 US, T = 1e-6, 1e12

@@ -17,7 +17,7 @@ class Printed(ValueError):
 
 def command(*words: str) -> None:
     """Runs a command line; raises Printed where it refuses, AssertionError where it does so in another way."""
-    from bytescope.train import cli
+    from bytescope.memory import cli
 
     with captured() as shown:
         code = cli.main(list(words))

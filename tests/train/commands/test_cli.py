@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.commands.moved import MOVED, moved_flags
-from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, make_parser
+from bytescope.memory.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, make_parser
 from support.command_line import called
 from support.json_results import read_result, result_of
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 
 pytestmark = pytest.mark.quick
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.host.host_ledger import ledger
-from bytescope.train import cli
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.export.tensors import Parameters
 from bytescope.train.generate import answers

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import pytest
 from packaging.requirements import Requirement
 
+from bytescope.memory.commands import trainer_packages
+from bytescope.memory.commands.registry import COMMANDS
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.train.commands import trainer_packages
-from bytescope.train.commands.registry import COMMANDS
 from support.formats import gpu_space
 from support.json_results import read_result, result_of
 
@@ -117,7 +117,7 @@ NEEDING_TRAINER = [
 # Runs command lines, given as JSON in standard input; prints [[exit code, standard error, output], ...] as JSON.
 RUNNER = """
 import contextlib, io, json, sys
-from bytescope.train import cli
+from bytescope.memory import cli
 
 results = []
 for line in json.load(sys.stdin):

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.records.host_record import HostMemory
-from bytescope.train import cli
 from bytescope.train.data.tokenizer import load_tokenizer
 from bytescope.train.export.tokenizer_files import byte_tokenizer
 from bytescope.train.generate import text

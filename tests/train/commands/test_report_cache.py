@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.devices import compiler
-from bytescope.train import cli
 
 pytestmark = pytest.mark.oracle("cuda")
 COMMAND = ["report", "tiny", "h100", "--config.remat.policy=dots"]
@@ -112,7 +112,7 @@ def test_a_damaged_report_is_compiled_again(cached, tmp_path):
 @pytest.mark.parametrize("command", ["report tiny h100 --config.remat.policy=dots", "compare tiny h100 --remat=full"])
 def test_a_command_whose_answers_are_cached_does_not_import_jax(command, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    main = f"from bytescope.train import cli; assert cli.main({command.split()!r}) == 0"
+    main = f"from bytescope.memory import cli; assert cli.main({command.split()!r}) == 0"
     run = f"import sys; {main}; print('jax' in sys.modules)"
     answers = []
     for _ in range(2):

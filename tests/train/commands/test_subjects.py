@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.commands.subjects import recognize
 from support.command_line import called
 

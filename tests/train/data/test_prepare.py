@@ -282,7 +282,7 @@ def test_a_failure_leaves_nothing_behind(text, tmp_path, monkeypatch, fails, cap
 
 KILLED = """
 import os, sys
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.train.data import prepare
 real, left = os.replace, [int(sys.argv.pop())]

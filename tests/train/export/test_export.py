@@ -14,9 +14,9 @@ import pytest
 import tensorstore
 from safetensors import safe_open
 
+from bytescope.memory import cli
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.model.frozen import split_parameters
-from bytescope.train import cli
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import StoredArray

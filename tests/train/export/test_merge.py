@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bytescope.memory import cli
 from bytescope.model.placement import ONE_DEVICE
 from bytescope.model.quantized.quantized_formats import dequantize, quantize
 from bytescope.model.quantized.weight import quantized_weights
-from bytescope.train import cli
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.workdir import Identity
 from bytescope.train.program import config_files as configs

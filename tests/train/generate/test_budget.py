@@ -5,7 +5,7 @@ import argparse
 import jax
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.generate import generate_flags, open_engine
 from bytescope.train.generate.budget import SLACK, Budget, lengths_of, settle
 from bytescope.train.generate.model_source import DTYPES, UNQUANTIZED, describe_model

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.data.batches import open_data
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.generate.engine import Engine

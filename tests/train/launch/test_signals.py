@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.launch.signals import STOPPING, Stop, Surviving, leave_at_once
 
 pytestmark = pytest.mark.quick

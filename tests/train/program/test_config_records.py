@@ -8,10 +8,10 @@ import shlex
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.units import human, parse_bytes
-from bytescope.train import cli
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.program.config_files import flatten, load
 from bytescope.train.program.program import build

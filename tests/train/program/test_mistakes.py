@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from bytescope.memory import cli
+from bytescope.memory.commands.registry import COMMANDS
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train import cli
-from bytescope.train.commands.registry import COMMANDS
 from support.command_line import called
 from support.models.mistakes import LONE, LONG, OF_MODELS
 

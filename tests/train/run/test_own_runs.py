@@ -5,13 +5,13 @@ import queue
 
 import pytest
 
+from bytescope.memory import cli
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.records.report_record import ReportRecord, Subject
 from bytescope.memory.seconds import chip_rates, rates, run_fit, step_schedule
 from bytescope.memory.seconds.schedule_walk import walk
 from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
-from bytescope.train import cli
 from bytescope.train.program import config_files
 from bytescope.train.run import measured_runs
 from support.json_results import read_result

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.workdir import Identity
 from bytescope.train.program import config_files as configs

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from bytescope.train import cli
+from bytescope.memory import cli
 from bytescope.train.source import CONFIG, INDEX, SINGLE
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.folder import Folder, read_header

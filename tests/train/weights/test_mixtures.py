@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from bytescope.memory import cli
 from bytescope.model import ModelConfig, Precision, Transformer
-from bytescope.train import cli
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.export.config_json import config_json
 from bytescope.train.program import config_files as configs

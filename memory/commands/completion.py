@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 from typing import Any
 
-from bytescope.memory.errors import remedy_for
-from bytescope.train.commands import trainer_packages
-from bytescope.train.user_errors import UserError
+from bytescope.memory.commands import trainer_packages
+from bytescope.memory.errors import ReportError, remedy_for
 
 FLAG = "--print-completion"
 _FOLDERS = ("trace", "workdir", "run", "out", "source")  # names of positional arguments
@@ -17,12 +17,12 @@ _FOLDERS = ("trace", "workdir", "run", "out", "source")  # names of positional a
 def print_completion(shell: str) -> None:
     """Prints the script that completes command lines of bytescope in a shell.
 
-    Imports the parsers of all commands. Raises UserError for a shell that shtab does not know.
+    Imports the parsers of all commands. Raises ReportError for a shell that shtab does not know.
     """
     import shtab
 
     if shell not in shtab.SUPPORTED_SHELLS:
-        raise UserError(f"{FLAG}={shell} is not a shell: {remedy_for(shell, shtab.SUPPORTED_SHELLS)}")
+        raise ReportError(f"{FLAG}={shell} is not a shell: {remedy_for(shell, shtab.SUPPORTED_SHELLS)}")
     print(shtab.complete(make_root_parser(), shell))
 
 
@@ -31,11 +31,10 @@ def make_root_parser() -> argparse.ArgumentParser:
     trainer's packages are left out if these are not installed."""
     import shtab
 
+    from bytescope.memory.commands.registry import COMMANDS, abilities_of
     from bytescope.memory.devices.chips import CHIPS
-    from bytescope.train.commands.registry import COMMANDS, abilities_of
-    from bytescope.train.source import shipped
 
-    configs = [path.stem for path in shipped()]
+    configs = [path.stem for path in importlib.import_module("bytescope.train.source").shipped()]
     values = {"config": _names_or_files(configs)} | dict.fromkeys(_FOLDERS, shtab.DIRECTORY)
     metavars = {"FILE": shtab.FILE, "FILE|DIR": shtab.FILE, "DIR": shtab.DIRECTORY}
     root = argparse.ArgumentParser(prog="bytescope")
@@ -62,7 +61,7 @@ def make_root_parser() -> argparse.ArgumentParser:
 
 
 def _parser_or_none(name: str) -> argparse.ArgumentParser | None:
-    from bytescope.train.commands.registry import make_parser
+    from bytescope.memory.commands.registry import make_parser
 
     try:
         return make_parser(name)

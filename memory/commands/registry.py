@@ -1,5 +1,7 @@
 """The table of subcommands of `bytescope`: module, group in the overview, summary and examples of each command.
 
+Modules are named as text and imported when a command needs them, so that this table may name modules of `train`.
+
 A module has `add_arguments(parser)` and `run(args) -> exit code`. A module that builds its own parser has
 `make_parser()` instead of `add_arguments`. A module that checks its arguments itself also has `parse(argv)`. Config
 overrides are in `args.overrides`.
@@ -18,7 +20,6 @@ from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.commands.moved import moved_command
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.view.text_layout import wrap_command
-from bytescope.train.user_errors import UserError
 
 # Columns after which examples in help texts continue on the next line.
 HELP_WIDTH = 80
@@ -296,6 +297,11 @@ GROUPS: Mapping[str, list[str]] = {
 }
 
 
+def load_subjects() -> ModuleType:
+    """Returns the module that recognizes what the first word of a command names."""
+    return importlib.import_module("bytescope.train.commands.subjects")
+
+
 def spelling_of(name: str) -> str:
     """Returns how the row `name` of COMMANDS is called, such as "report --names"."""
     return COMMANDS[name].part_of or name
@@ -327,11 +333,10 @@ def find_ability(name: str, argv: Sequence[str]) -> tuple[str, list[str]]:
         if COMMANDS[ability].flag and COMMANDS[ability].flag in flags:
             return ability, list(argv)
     if name == "report" and own and not own[0].startswith("-"):
-        from bytescope.train.commands.subjects import ABILITIES, recognize
-
-        subject = recognize(own[0])
-        if subject.kind in ABILITIES:
-            return ABILITIES[subject.kind], [subject.name, *argv[1:]]
+        subjects = load_subjects()
+        subject = subjects.recognize(own[0])
+        if subject.kind in subjects.ABILITIES:
+            return subjects.ABILITIES[subject.kind], [subject.name, *argv[1:]]
     return name, list(argv)
 
 
@@ -378,7 +383,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     name, *rest = argv or [""]
     if name not in COMMANDS or COMMANDS[name].part_of:
-        raise UserError(moved_command(name, rest) or f"{_unknown_command_message(name)}; see bytescope --help")
+        raise ReportError(moved_command(name, rest) or f"{_unknown_command_message(name)}; see bytescope --help")
     name, rest = find_ability(name, rest)
     module = COMMANDS[name].load()
     if hasattr(module, "parse"):
@@ -391,13 +396,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_arguments(name: str, argv: list[str]) -> argparse.Namespace:
     """Parses the arguments of the command `name` with the parser of its module. The result has `overrides`."""
-    from bytescope.train.commands import subjects
-    from bytescope.train.commands.config_arguments import parse_words, suggest_keys
-
+    words = importlib.import_module("bytescope.train.commands.config_arguments")
     parser = make_parser(name)
-    if not any(map(subjects.is_function, argv)):  # a function has no config
-        parser.keys_named = suggest_keys
-    args = parse_words(parser, argv, spelling_of(name))
+    if not any(map(load_subjects().is_function, argv)):  # a function has no config
+        parser.keys_named = words.suggest_keys
+    args: argparse.Namespace = words.parse_words(parser, argv, spelling_of(name))
     if args.overrides and (reads := COMMANDS[name].reads):
         key = args.overrides[0][0]
         raise ReportError(f"{spelling_of(name)} takes no --config.{key}: the command {reads}; leave the flag out")

@@ -12,15 +12,13 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from bytescope.memory.commands.arguments import chosen_node, chosen_rates
+from bytescope.memory.commands import completion, registry, trainer_packages
+from bytescope.memory.commands.arguments import INTERRUPTED, chosen_node, chosen_rates
 from bytescope.memory.commands.json_output import only_json
-from bytescope.memory.errors import exit_code_of
-from bytescope.memory.processes import supervise
+from bytescope.memory.commands.registry import COMMANDS, GROUPS, TOOLS
+from bytescope.memory.errors import ReportError, exit_code_of
+from bytescope.memory.processes import ignore_signals, supervise
 from bytescope.memory.view.console import settle_stdout
-from bytescope.train.commands import completion, registry, trainer_packages
-from bytescope.train.commands.registry import COMMANDS, GROUPS, TOOLS
-from bytescope.train.launch.signals import INTERRUPTED, end_quietly
-from bytescope.train.user_errors import UserError
 
 SUMMARY = """\
 See what every byte of device memory holds in a JAX training step before it
@@ -85,15 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments without the program name; None for the arguments of this process.
     """
-    if argv is None:
-        return run_process(sys.argv[1:])
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        print(overview())
-        return 0
-    if argv[0] in ("-V", "--version"):
-        print(version())
-        return 0
-    return run(argv)
+    return run_process(sys.argv[1:]) if argv is None else run(argv)
 
 
 def run_process(argv: Sequence[str]) -> int:
@@ -105,7 +95,7 @@ def run_process(argv: Sequence[str]) -> int:
         if isinstance(stream, io.TextIOWrapper):  # characters that the terminal cannot encode are printed as escapes
             stream.reconfigure(errors="backslashreplace")
     code = supervised(argv)
-    end_quietly()
+    ignore_signals()
     return code
 
 
@@ -119,11 +109,7 @@ def supervised(argv: Sequence[str]) -> int:
 
 
 def _names_function(word: str) -> bool:
-    if ":" not in word:
-        return False
-    from bytescope.train.commands.subjects import is_function
-
-    return is_function(word)
+    return ":" in word and registry.load_subjects().is_function(word)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -133,6 +119,9 @@ def run(argv: Sequence[str]) -> int:
     """
     args = None
     try:
+        if not argv or argv[0] in ("-h", "--help", "help", "-V", "--version"):
+            print(version() if argv and argv[0] in ("-V", "--version") else overview(), flush=True)
+            return 0
         if argv[0].partition("=")[0] == completion.FLAG:
             completion.print_completion(argv[0].partition("=")[2] or "".join(argv[1:2]))
             return 0
@@ -156,7 +145,7 @@ def run(argv: Sequence[str]) -> int:
         config = vars(args).get("config") if args else None
         called = registry.spelling_of(args.command) if args else argv[0]
         subject = f"bytescope {called}{f' with the config {config}' if config else ''}"
-        return exit_code_of(UserError(trainer_packages.message(subject))) or 2
+        return exit_code_of(ReportError(trainer_packages.message(subject))) or 2
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
             raise
