@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
         asked += policy_grid(find_adapter(args.config), args.remat)
     else:
         factory = load_factory(args.program)
+        fixed |= dict(args.overrides)
+        given += [f"{key}={text}" for key, text in args.overrides]
     source = args.program or args.config
     if args.what_if:
         return compare_what_if(args, factory, fixed, source, shlex.join(given))

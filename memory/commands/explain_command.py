@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the log of the failed job; - for standard input (default). Instead of a log, give a command after --: it "
         "is run, and its output is explained on standard error",
     )
-    parser.set_defaults(program=None, hlo=None, report=None)
+    parser.set_defaults(program=None, hlo=None, report=None, xla=[])
     add_json(parser, "the explanation")
     parser.add_argument(
         "--html",
@@ -129,11 +129,5 @@ def _make_report(args: argparse.Namespace) -> ReportRecord | None:
     if args.program is None and args.hlo is None:
         return None
     from bytescope.memory.commands import report_command
-    from bytescope.memory.compare.prepared_program import prepare, prepare_dump
 
-    report_command.start_platform(args)
-    if args.program is not None:
-        program = prepare(user_program.load(args.program), args.target)
-    else:
-        program = prepare_dump(args.hlo, targets.parse(args.target))
-    return report_command.make_report(program)[0]
+    return report_command.make_report(report_command.open_program(args)[0])[0]

@@ -79,16 +79,18 @@ def run(args: argparse.Namespace) -> int:
 
     start_platform(args)
     from bytescope.memory.compare.prepared_program import prepare
+    from bytescope.memory.compare.program_factory import FunctionFactory
     from bytescope.memory.devices import targets
     from bytescope.memory.program import user_program
     from bytescope.memory.program.compilation import is_stage
 
-    function, target = user_program.load_function(args.program), targets.parse(args.target)
-    made = [function.make(target=target)]
+    function = FunctionFactory(user_program.load_function(args.program))
+    target, keys = targets.parse(args.target), dict(args.overrides)
+    made = [function.call(keys, target)]
 
     def make() -> PreparedProgram:
         if not made or is_stage(made[0].program):  # a traced step keeps its policies: it is traced again
-            return prepare(made.pop() if made else function.make(target=target), args.target)
+            return prepare(made.pop() if made else function.call(keys, target), args.target)
         return prepare(made[0], args.target)
 
     search = ProgramSearch(args.program, target, args.budget, args.only_names)

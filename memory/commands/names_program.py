@@ -36,12 +36,15 @@ def run(args: argparse.Namespace) -> int:
     Raises ReportError if the program is not a loss function, or has no layers.
     """
     from bytescope.memory.commands.report_command import start_platform
+    from bytescope.memory.compare.program_factory import FunctionFactory
+    from bytescope.memory.devices import targets
     from bytescope.memory.remat.layer_discovery import find_layers
     from bytescope.memory.remat.layer_values import find_values
     from bytescope.memory.remat.loss_gradient import Loss
 
     start_platform(args)
-    program = user_program.load(args.program)
+    factory = FunctionFactory(user_program.load_function(args.program))
+    program = factory.call(dict(args.overrides), targets.parse(args.target))
     remedy = "return (loss, (params, batch)), where the loss is not yet differentiated"
     if not program.args:
         raise ReportError(f"{args.program} returns a traced program: {remedy}")

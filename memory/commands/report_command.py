@@ -26,12 +26,12 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
-from bytescope.memory.compare.prepared_program import PreparedProgram, prepare, prepare_dump
+from bytescope.memory.compare.prepared_program import PreparedProgram, prepare_dump
+from bytescope.memory.compare.program_factory import load_factory
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host.host_ledger import ledger
-from bytescope.memory.program import user_program
 from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
 
 if TYPE_CHECKING:
@@ -143,7 +143,10 @@ def open_program(args: argparse.Namespace) -> tuple[PreparedProgram, Callable[[i
         program = factory(overrides, targets.parse(args.target, factory.memory_fraction))
         subject = functools.partial(describe_adapted, program, args.settings)
     elif args.program:
-        program = prepare(user_program.load(args.program), args.target)
+        user_factory = load_factory(args.program)
+        target = targets.parse(args.target)  # after the import of the user's module, which may set up jax
+        keys, own_options = user_factory.split_options(dict(args.overrides), target)
+        program, options = user_factory(keys, target), {**(own_options or {}), **options}
     else:
         program = prepare_dump(args.hlo, targets.parse(args.target))
     if options:

@@ -32,7 +32,7 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.devices.xla_flags import LEVELS, flags_text, is_flag, parse_value
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.program import user_program
-from bytescope.memory.program.user_program import OVERRIDES, TARGET, UserFunction, parameters_of
+from bytescope.memory.program.user_program import OVERRIDES, TARGET, UserFunction, UserProgram, parameters_of
 
 # The texts of booleans on the command line.
 _BOOLEANS = {"true": True, "false": False}
@@ -170,8 +170,12 @@ class FunctionFactory(ProgramFactory):
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
         """Calls the user's function with `overrides` (config key -> value) as keyword arguments. Returns the program
         that it returns, ready to be compiled for the target."""
+        return prepare(self.call(overrides, target), target)
+
+    def call(self, overrides: Mapping[str, Any], target: Target) -> UserProgram:
+        """Calls the user's function as `__call__` does, and returns what the function returns."""
         resolved = self.resolve(overrides)
-        return prepare(self._function.make({key: resolved[key] for key in overrides}, target), target)
+        return self._function.make({key: resolved[key] for key in overrides}, target)
 
     def split_options(
         self, overrides: Mapping[str, Any], target: Target

@@ -1,7 +1,6 @@
 """Loads a step by the name of a function that returns it: `module:function` or `path/file.py:function`.
 
-`bytescope report` calls the function without arguments. `bytescope compare` calls it once for each combination of the
-values in --grid. The function's parameters with defaults are the keys of --grid; a function with a parameter
+The function's parameters with defaults are the keys that KEY=VALUE and --grid=KEY=V,V set; a function with a parameter
 `overrides` gets all keys and values in this parameter, as one dict. A parameter `target` gets the target. The function
 returns one of
 
@@ -98,15 +97,6 @@ def load_function(name: str) -> UserFunction:
     with _hidden_argv(name), one_line_errors(name):
         module = _import_user_module(where)
         return UserFunction(name, _find_function(module, function), module)
-
-
-def load(name: str) -> UserProgram:
-    """Imports a user's function, given its name `module:function` or `file.py:function`. Calls it with the default
-    values of its parameters and returns its program.
-
-    Raises ReportError, a one-line message, if the module or function does not exist or fails.
-    """
-    return load_function(name).make()
 
 
 @contextlib.contextmanager
@@ -273,7 +263,7 @@ def _call_user_function(name: str, function: Any, overrides: Mapping[str, Any] =
     if not callable(function) or is_stage(function):
         if overrides:
             raise ReportError(
-                f"{name} is not a function, so it has no parameters {', '.join(overrides)}: leave --grid out"
+                f"{name} is not a function, so it has no parameters {', '.join(overrides)}: leave them out"
             )
         return function
     parameters = parameters_of(function)

@@ -125,16 +125,16 @@ def folder(tmp_path, monkeypatch):
 )
 def test_a_step_with_its_arguments(folder, name, args, monkeypatch):
     monkeypatch.setattr(sys, "argv", given := ["bytescope", "report", name])
-    found = user_program.load(name)
+    found = user_program.load_function(name).make()
     assert found.program.__name__ == "step" and found.args == args and found.options == {}
     assert sys.argv is given
 
 
 def test_options_and_stages(folder):
-    found = user_program.load("their_train:optioned")
+    found = user_program.load_function("their_train:optioned").make()
     assert found.options == {"donate_argnums": 0, "kwargs": {"causal": True}, "target": "h100:8"}
     for name in ("traced", "STAGE"):
-        found = user_program.load(f"their_train:{name}")
+        found = user_program.load_function(f"their_train:{name}").make()
         assert type(found.program).__name__ == "Traced" and not found.args
     assert sys.modules["json"].__file__ != str(folder / "only" / "json.py"), "the real one stays"
 
@@ -190,14 +190,14 @@ def test_options_and_stages(folder):
 )
 def test_mistakes_are_one_line(folder, name, words):
     with pytest.raises(ReportError) as caught:
-        user_program.load(name)
+        user_program.load_function(name).make()
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_ctrl_c_is_no_mistake(folder):
     (folder / "their_wait.py").write_text("def program(): raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
-        user_program.load("their_wait:program")
+        user_program.load_function("their_wait:program").make()
 
 
 def test_a_config_of_the_trainers_is_told_apart(folder, monkeypatch):
@@ -206,4 +206,4 @@ def test_a_config_of_the_trainers_is_told_apart(folder, monkeypatch):
     module.get_config, module.__file__ = lambda: config, str(folder / "their_config.py")
     monkeypatch.setitem(sys.modules, "their_config", module)
     with pytest.raises(ReportError, match=r"give its file as the config, bytescope report their_config.py"):
-        user_program.load("their_config:get_config")
+        user_program.load_function("their_config:get_config").make()

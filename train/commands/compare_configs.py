@@ -99,11 +99,6 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def _check_program(args: argparse.Namespace) -> None:
-    if args.overrides:
-        key, text = args.overrides[0]
-        raise ReportError(
-            f"{key}={text} cannot be used with {args.program}, because it needs a config: write --grid={key}={text}"
-        )
     for flag, remedy in (("remat", "write --grid=KEY=V1,V2"), ("formulas", "leave it out")):
         if getattr(args, flag):
             raise ReportError(f"--{flag} cannot be used with {args.program}, because it needs a config: {remedy}")

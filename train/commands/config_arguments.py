@@ -19,7 +19,9 @@ from bytescope.train.user_errors import UserError
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
 XLA_FLAGS = "xla.flags"
-SET_KEY = "set a config key, such as batch.micro=4; bytescope list keys lists the keys"
+SET_KEY = (
+    "set a config key, such as batch.micro=4 (bytescope list keys lists the keys), or a parameter of your own function"
+)
 
 
 def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY, others: str = "", **fields: None) -> None:
@@ -61,11 +63,11 @@ def add_config(parser: argparse.ArgumentParser, others: str = "") -> None:
     )
 
 
-def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str = "") -> argparse.Namespace:
+def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str) -> argparse.Namespace:
     """Parses a command line whose words are a subject, keys of it (KEY=VALUE or --config.KEY=VALUE) and a target. The
     result has the pairs (key, text) in `overrides`; for a program of another trainer, the words are in `settings`.
 
-    called: the command as the user calls it, such as "compare --levers"; "" if its subject is always a config.
+    called: the command as the user calls it, such as "compare --levers".
 
     Raises:
       ValueError: the command line is not valid.
@@ -77,8 +79,7 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: st
         if "--" in rest:
             raise ReportError("the words after -- are arguments of a script, and the command runs none: leave them out")
         _sort_words(parser, args)
-    if called:
-        subjects.settle(args, called)
+    subjects.settle(args, called)
     if vars(args).get("target", "") is None:
         args.target = args.default_target
     return args
@@ -133,19 +134,13 @@ def check_program(args: argparse.Namespace) -> None:
     other = args.program or args.hlo
     if not other and not args.config:
         raise ReportError(f"{NO_CONFIG}; or give MODULE:FUNCTION or an XLA dump as the first argument")
-    refuse_keys(args)
+    if args.hlo is not None and args.overrides:
+        given = "=".join(args.overrides[0])
+        raise ReportError(f"{given} cannot be used with {args.hlo}, which is compiled already: leave it out")
     if args.hlo is not None and args.xla:
         raise ReportError(
             f"--xla={args.xla[0]} cannot be used with {args.hlo}, because a dump is compiled already: leave it out"
         )
-
-
-def refuse_keys(args: argparse.Namespace) -> None:
-    """Raises ReportError if keys of a config are given together with a function or a dump."""
-    other = vars(args).get("program") or vars(args).get("hlo")
-    if other and args.overrides:
-        given = "=".join(args.overrides[0])
-        raise ReportError(f"{given} cannot be used with {other}, because it needs a config: leave it out")
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:

@@ -51,9 +51,10 @@ def run(args: argparse.Namespace) -> int:
     """Runs `bytescope explain`. Returns 0 if a message about memory was recognized, else 1; if a command is given after
     `--`, returns its exit code."""
     if args.config is None:
-        if args.overrides:
+        if args.overrides and args.program is None:
             raise ReportError(
-                f"{'='.join(args.overrides[0])} needs a config: write bytescope explain LOG CONFIG, or leave it out"
+                f"{'='.join(args.overrides[0])} needs a config or a function: write bytescope explain LOG SUBJECT, or "
+                "leave it out"
             )
         return explain_command.run(args)
     from bytescope.train.program import config_files as configs

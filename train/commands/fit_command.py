@@ -27,7 +27,7 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.progress_bar import ProgressBar, progress
-from bytescope.train.commands.config_arguments import add_lora, add_subject, refuse_keys, require_config, with_lora
+from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_grid import given_flags
@@ -99,7 +99,6 @@ def run(args: argparse.Namespace) -> int:
         _check_numbers(args)
         return fit_adapter.run(args)
     if args.program:
-        refuse_keys(args)
         return fit_program.run(args)
     require_config(args)
     from bytescope.train.plan.config_factory import check_config

@@ -12,7 +12,7 @@ from bytescope.memory.commands import names_program
 from bytescope.memory.commands.arguments import add_json, check_files
 from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
-from bytescope.train.commands.config_arguments import add_subject, refuse_keys, require_config
+from bytescope.train.commands.config_arguments import add_subject, require_config
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.program is not None:
         check_files(args)
-        refuse_keys(args)
         return names_program.run(args)
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform, simulate_devices

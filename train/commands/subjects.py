@@ -114,6 +114,8 @@ def _not_taken(word: str, subject: Subject, called: str, takes_function: bool) -
     what = {"dump": "an HLO dump, which is compiled already", "report": "a saved report"}.get(
         subject.kind, f"a {subject.kind}"
     )
+    if subject.kind == "run" and called == "train":
+        return f"{word} is a run directory: continue the run with bytescope train --workdir={word}"
     shown = "" if subject.kind == "function" else f"; bytescope report {word} reports on it"
     return f"{word} is {what}: bytescope {called} takes {takes}{shown}"
 

@@ -90,7 +90,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     parser = make_parser()
     parser.keys_named = suggest_keys
-    args = parse_words(parser, argv)
+    args = parse_words(parser, argv, "train")
     if args.budget == "":
         raise UserError("--budget= has no value: give a size such as 72GiB, or leave it out")
     if args.budget and not args.fit:

@@ -60,6 +60,25 @@ def test_rows_of_any_program_are_compiled_measured_cached_and_drawn(tmp_path, mo
     assert compare_page.render(second)  # without what the function says of its keys, too
 
 
+def test_words_set_the_parameters_of_a_function(tmp_path, monkeypatch, capsys):
+    """In every command that takes a function: report, report --names, compare and fit."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(worker_pool, "Worker", SameProcess)
+    out = tmp_path / "a.json"
+    params = []
+    for width in (32, 64):
+        assert command.main(["report", PROGRAM, "cpu:1", f"width={width}", "layers=3", f"--json={out}"]) == 0
+        params.append(read_result(out)["breakdown"]["params"])
+    assert params[1] == 4 * params[0]
+    assert compare("width=64", "layers=3", "--grid=remat=none,full", f"--json={out}") == 0
+    assert {row["breakdown"]["params"] for row in read_result(out)["rows"]} == {params[1]}
+    assert command.main(["fit", PROGRAM, "cpu:1", "width=64", "layers=3", f"--json={out}"]) == 0
+    assert read_result(out)["best"]["breakdown"]["params"] == params[1]
+    capsys.readouterr()
+    assert command.main(["report", PROGRAM, "cpu:1", "widht=64"]) == 2
+    assert "has no parameter widht: did you mean width?" in capsys.readouterr().err
+
+
 def test_a_row_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(worker_pool, "Worker", SameProcess)
@@ -81,7 +100,7 @@ def test_a_row_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatch
         (["--grid=adam=maybe"], "adam=maybe has the wrong type: give true or false"),
         (["--remat=none,full"], "because it needs a config: write --grid"),
         (["--formulas"], "program, because it needs a config"),
-        (["--config.width=3"], "because it needs a config: write --grid=width=3"),
+        (["widht=3"], "has no parameter widht: did you mean width?"),
         (["--config=tiny"], "bytescope compare has no --config: give the config as the first word"),
         (["--grid=target=h300"], "h300"),
         (["--jobs=0"], "1 or more"),

@@ -143,7 +143,7 @@ def test_a_missing_data_package_is_asked_for_by_line_and_then_given(script):
     user_file("p.py").write_text(text)
     script("\n\n" + MODEL + LOADER)
     assert "no_such_datasets has a stand-in" in text and "x  float32[16,64]" in text
-    assert names(user_program.load("p.py:program").program)[-2:] == ["x", "y"]
+    assert names(user_program.load_function("p.py:program").make().program)[-2:] == ["x", "y"]
 
 
 def user_file(name):

@@ -344,3 +344,11 @@ def test_a_flag_means_the_same_in_every_command():
         helps = {action.help for action in by_command.values()}
         if len(helps) > 1:
             assert all(re.search(MEANINGS.get(flag, "one help for all"), text) for text in helps), (where, helps)
+
+
+def test_a_closed_pipe_ends_the_overview_without_a_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "bytescope.memory"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == ""
