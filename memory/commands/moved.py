@@ -1,8 +1,4 @@
-"""Commands and flags that a later version no longer has, and what to write instead.
-
-An answer is given when a parser does not know the command or the flag. So a row may be here before the command or flag
-goes.
-"""
+"""Commands and flags that are gone, and what to write instead."""
 
 from __future__ import annotations
 
@@ -35,10 +31,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "--target": "it trains on the devices of this machine: bytescope report CONFIG TARGET has the memory of others",
     },
     "generate": _LIMIT | _CHUNK,
-    "report": _SUBJECT
-    | _CHUNK
-    | _SOURCE
-    | {"--dtype --weights --tensor --fsdp --sequences --length --kv": "write generate.{name}=VALUE"},
+    "report": _SUBJECT | _CHUNK | _SOURCE,
     "explain": {
         "--config --program --hlo --report": "give the subject after the log: bytescope explain LOG SUBJECT TARGET",
         "--target": "give the target after the log and the subject",
@@ -81,8 +74,6 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "fit": {key: now for key, now in _SUBJECT.items() if key != "--hlo"}
     | {
         "--levers": "write --vary=L,L",
-        "--batch-tokens": "write batch.tokens=N",
-        "--lora": "write lora.rank=16, and --largest=data.seq_len for the longest sequence",
         "--timeout": "write --max-seconds=SECONDS",
     },
     "calibrate": {"--from-runs": "write --runs=FILE|DIRECTORY"},
@@ -150,7 +141,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     },
     "validate": {
         "": "use bytescope calibrate --runs=FILE|DIRECTORY for your own runs",
-        "--runs --rates --jobs --json": _SAME,
+        "--runs --rates --json": _SAME,
+        "--jobs": "leave it out: one program at a time is compiled",
         "--set --gpus --only --folder": "published runs are compared by tests/bench/validation in the repository",
         "--template": "bytescope calibrate --help lists the columns",
         "--html": "--json=FILE has the figures",
