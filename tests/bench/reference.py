@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from bytescope.train.commands.json_results import COMMANDS_WITH_JSON
+from json_schemas import COMMANDS_WITH_JSON, json_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "<!-- Written by tests/bench/reference.py: change the code, then run it. -->\n"
@@ -118,8 +118,6 @@ def json_section() -> list[str]:
 
 def schema_file(command: str) -> str:
     """The JSON Schema of what a command writes with --json."""
-    from bytescope.train.commands.json_results import json_schema
-
     return json.dumps(json_schema(command), separators=(",", ":")) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""The JSON of commands: the result, after a check of the whole against the command's JSON Schema."""
+"""The JSON of commands: the result, after a check of the whole against the published JSON Schema of the command."""
 
 import functools
 import json
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import jsonschema
 
-from bytescope.train.commands.json_results import json_schema
+SCHEMAS = Path(__file__).parents[2] / "train" / "reference" / "schemas"
 
 
 @functools.cache
 def validator(command: str) -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(json_schema(command))
+    return jsonschema.Draft202012Validator(json.loads((SCHEMAS / f"{command}.json").read_text()))
 
 
 def result_of(text: str):

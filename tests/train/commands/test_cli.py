@@ -24,7 +24,8 @@ SUBJECTS = {"saved": ["report.json"], "init-program": ["script.py"], "trace": ["
 # The commands that stay: flags that they have and keep, and flags that they get from other commands.
 STAYING = {
     "report": (
-        "--formulas --run --generate --dtype --weights --tensor --fsdp --sequences --length --kv --verbose --xla --allocators --try-remedies --github --rates --host-memory "
+        "--formulas --run --generate --dtype --weights --tensor --fsdp --sequences --length --kv --verbose --xla "
+        "--allocators --try-remedies --github --rates --host-memory "
         "--processes-per-node --json --html --export",
         "--names --audit --strict --passes --trace --save-program --value --without --auto-axes --function --timeout",
     ),
