@@ -114,7 +114,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         part_of="report SCRIPT",
     ),
     "explain": Subcommand(
-        "train.commands.explain_config",
+        "train.commands.explain_command",
         "measure",
         "explain an out-of-memory message in a log: cause and fix",
         (

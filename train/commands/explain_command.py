@@ -1,19 +1,21 @@
-"""bytescope explain: explains an out-of-memory message in a log. With the report of the program that ran, the failure
-is compared with the prediction.
+"""bytescope explain: explains an out-of-memory message in a log. With the program that ran, the failure is compared
+with the prediction.
 
-jax is imported only for the program that ran. `train.commands.explain_config` adds configs.
+jax is imported only for the program that ran.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from bytescope.memory.commands.arguments import add_json, check_files, show_written, user_path, write
+from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.commands import registry
+from bytescope.memory.commands.arguments import add_json, add_settings, check_files, show_written, user_path, write
 from bytescope.memory.commands.json_output import LOGGED, STANDARD, to_stdout, write_json
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError, check_readable
@@ -24,6 +26,7 @@ from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.console import make_console, put
+from bytescope.train.commands.config_arguments import SET_KEY, add_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the log of the failed job; - for standard input (default). Instead of a log, give a command after --: it "
         "is run, and its output is explained on standard error",
     )
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="SUBJECT",
+        help="compare the failure with this program: a config, FILE.py:FUNCTION or MODULE:FUNCTION, an XLA dump, a run "
+        "directory or a saved report",
+    )
+    add_target(parser, "devices of the failed job, such as h100:8 (default: local, the devices of this machine)")
+    add_settings(parser, SET_KEY)
     parser.set_defaults(program=None, hlo=None, report=None, xla=[])
     add_json(parser, "the explanation")
     parser.add_argument(
@@ -46,43 +58,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parses the command-line arguments. The words after `--` are a command that is run; they become the list
+    `args.job`, which is empty without `--`."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    args = registry.parse_arguments("explain", words[:at])
+    args.job = words[at + 1 :]
+    if at < len(words) and not args.job:
+        raise ReportError("no command is given after --: give one, such as -- python train.py")
+    if args.job and args.log != STANDARD:
+        raise ReportError(f"the log {args.log} and a command after -- cannot be combined: give one of the two")
+    return args
+
+
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope explain`: prints the explanation of a log and writes the requested files. Returns 0 if a message
-    about memory was recognized, else 1."""
-    check_flags(args)
-    return explain_source(args, _make_report)
-
-
-def explain_source(args: argparse.Namespace, make_report: Callable[[argparse.Namespace], ReportRecord | None]) -> int:
     """Explains the log that the arguments name. If the arguments contain a command (after `--`), runs the command and
-    explains its output instead. Returns the exit code of the command; without a command, 0 if a message about memory
-    was recognized, else 1.
+    explains its output instead. Prints the explanation and writes the requested files.
 
-    make_report: function that takes the arguments and returns the report of the program that ran, or None if the
-    arguments name no program.
-    """
-    if not vars(args).get("job"):
-        return explain_log(args, read_log(args.log), make_report(args))
+    Returns the exit code of the command; without a command, 0 if a message about memory was recognized, else 1."""
+    _check(args)
+    if not args.job:
+        return explain_log(args, read_log(args.log), _make_report(args))
     from bytescope.memory.commands.recorded_job import run_job
 
     code, log = run_job(args.job, output=2 if to_stdout(args) else 1)
     if code or explain(log).recognized:
-        explain_log(args, log, make_report(args), make_console(stderr=True))
+        explain_log(args, log, _make_report(args), make_console(stderr=True))
     return code
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Raises ReportError if the program or the target is not valid, or if an output file cannot be written."""
+def _check(args: argparse.Namespace) -> None:
+    """Checks the program, the target and the output files, before a log is read or a command runs for hours."""
     check_files(args)
-    # The flags are checked before a log is read or a command runs for hours.
+    if args.config is not None and not is_adapted(args.config):
+        from bytescope.train.program import config_files
+
+        config_files.load(args.config, args.overrides)
+    elif args.program is not None:
+        user_program.split(args.program)
+    elif args.overrides and args.config is None:
+        raise ReportError(
+            f"{'='.join(args.overrides[0])} needs a config or a function: write bytescope explain LOG SUBJECT, or "
+            "leave it out"
+        )
     if args.report is not None:
         report_record.load(args.report)
-    if args.program is not None:
-        user_program.split(args.program)
     if args.target not in (None, "local"):
         targets.parse(args.target)
         if args.report is not None:
             raise ReportError(f"{args.target} cannot be used with a saved report, which has a target: leave it out")
+
+
+def _make_report(args: argparse.Namespace) -> ReportRecord | None:
+    """Returns the report of the program that ran; None if the command line names none."""
+    if args.report is not None:
+        return report_record.load(args.report)
+    if args.config is None and args.program is None and args.hlo is None:
+        return None
+    from bytescope.memory.commands import report_command
+    from bytescope.train.commands.open_program import open_program
+
+    return report_command.make_report(*open_program(args))[0]
 
 
 def read_log(name: str) -> bytes:
@@ -121,13 +158,3 @@ def explain_log(
     if console is None:
         show_written(args.json, args.html)
     return 0 if explanation.recognized else 1
-
-
-def _make_report(args: argparse.Namespace) -> ReportRecord | None:
-    if args.report is not None:
-        return report_record.load(args.report)
-    if args.program is None and args.hlo is None:
-        return None
-    from bytescope.memory.commands import report_command
-
-    return report_command.make_report(report_command.open_program(args)[0])[0]
