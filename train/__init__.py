@@ -1,2 +1,2 @@
-"""The trainer: turns a command line into a trained model. Start at `cli.py`, which finds the command; `program/`
+"""The trainer: turns a command line into a trained model. Start at `commands/train_command.py`; `program/`
 builds the training step and `run/` runs it. memory/ARCHITECTURE.md lists the folders by layer."""

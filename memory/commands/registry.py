@@ -49,7 +49,6 @@ class Subcommand:
           part of the error message about --config.KEY=VALUE.
         part_of: for an ability of another command, how it is called, such as "report --names". The last word is the
           flag that selects it, or a placeholder if the subject does.
-        is_list: whether `bytescope list NAME` runs the command. The overview then leaves the command out.
         is_tool: whether other programs run the command, such as a shell. The overview then names it below the groups.
     """
 
@@ -59,7 +58,6 @@ class Subcommand:
     examples: tuple[str, ...] = ()
     reads: str = ""
     part_of: str = ""
-    is_list: bool = False
     is_tool: bool = False
 
     @property
@@ -238,47 +236,9 @@ COMMANDS: Mapping[str, Subcommand] = {
         ("configs", "targets --grep=H100"),
         reads="reads no config",
     ),
-    "configs": Subcommand(
-        "train.commands.listings",
-        "machine",
-        "list the shipped configs",
-        ("", "--grep=llama"),
-        reads="reads no config",
-        part_of="list configs",
-        is_list=True,
-    ),
-    "targets": Subcommand(
-        "memory.commands.targets_command",
-        "machine",
-        "list the devices to compile for, with memory and speeds",
-        ("", "--grep=H100"),
-        reads="reads no config",
-        part_of="list targets",
-        is_list=True,
-    ),
-    "keys": Subcommand(
-        "train.commands.listings",
-        "machine",
-        "list every config key with its default and meaning",
-        ("", "--grep=remat"),
-        reads="reads no config",
-        part_of="list keys",
-        is_list=True,
-    ),
-    "policies": Subcommand(
-        "train.commands.listings",
-        "machine",
-        "list every remat policy and the tensors that it saves",
-        ("", "--grep=offload"),
-        reads="reads no config",
-        part_of="list policies",
-        is_list=True,
-    ),
 }
-# The commands that `bytescope list NAME` runs, and the commands that other programs run.
 FLAGS = ("--help", "--version")  # without a command
-LISTS = tuple(name for name, command in COMMANDS.items() if command.is_list)
-TOOLS = tuple(name for name, command in COMMANDS.items() if command.is_tool)
+TOOLS = tuple(name for name, command in COMMANDS.items() if command.is_tool)  # run by other programs
 # Group -> its heading in the overview.
 HEADINGS: Mapping[str, str] = {
     "measure": "see what uses memory",

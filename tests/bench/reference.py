@@ -66,8 +66,6 @@ def commands_page() -> str:
         links = ", ".join(f"[{name}](#{name})" for name in names)
         lines.append(f"- **{group}**: {links}")
     for name, command in COMMANDS.items():
-        if command.is_list:
-            continue
         rows = rows_of(name)
         lines += ["", f"## {command.part_of or name}", "", f"{sentence(command.summary)}", ""]
         if command.part_of:

@@ -16,9 +16,7 @@ def train(words: Sequence[str]) -> int:
 
 def called(name: str, words: Sequence[str]) -> list[str]:
     """The command line of a row of COMMANDS: of an ability of another command, with the flag that selects it."""
-    command, _, selected = (COMMANDS[name].part_of or name).partition(" ")
-    if COMMANDS[name].is_list:
-        return [command, selected, *words]
+    command = (COMMANDS[name].part_of or name).partition(" ")[0]
     flag = COMMANDS[name].flag
     missing = flag and not any(word.partition("=")[0] == flag for word in words) and name != "trace"
     value = {"front": "=10", "score": "=text.txt"}.get(name, "")

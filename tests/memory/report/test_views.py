@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from bytescope.memory.commands import targets_command
 from bytescope.memory.compare import compare_rows, compare_text, formulas_text
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
@@ -35,7 +34,7 @@ from bytescope.memory.records.report_record import (
 from bytescope.memory.report import diff_view, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
-from bytescope.train.commands import estimate_command, names_command
+from bytescope.train.commands import estimate_command, list_command, names_command
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
 from bytescope.train.plan.fit import fit_progress, fit_view
 from bytescope.train.plan.fit.fit_step import Step
@@ -354,7 +353,7 @@ def show_names(console, name):
 
 
 def show_listing(console, name):
-    targets_command.show(("key", "GiB", "meaning"), [(name, "79.1", f"{name} " * 5), ("b", "139.8", "short")], console)
+    list_command.show(("key", "GiB", "meaning"), [(name, "79.1", f"{name} " * 5), ("b", "139.8", "short")], console)
 
 
 def show_estimate(console, name):

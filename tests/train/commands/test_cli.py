@@ -12,7 +12,7 @@ import pytest
 
 from bytescope.memory import cli
 from bytescope.memory.commands.moved import MOVED, moved_flags
-from bytescope.memory.commands.registry import COMMANDS, GROUPS, LISTS, TOOLS, make_parser
+from bytescope.memory.commands.registry import COMMANDS, GROUPS, TOOLS, make_parser
 from support.command_line import called
 from support.json_results import read_result, result_of
 
@@ -75,7 +75,6 @@ def test_every_command_is_in_the_overview_once(capsys):
     assert len(names) + len(TOOLS) <= 14
     assert all(f"\n  {name} " in text for name in (*names, *TOOLS)) and max(map(len, text.splitlines())) <= 80
     assert "\n  list         list configs, targets, keys and policies\n" in text
-    assert not any(f"\n  {name} " in text for name in LISTS)
     assert cli.overview().count("\n") < 40
     assert all(f"  bytescope {name} " in text for name in ("report", "explain", "train"))
     assert all(row.flag in text for row in COMMANDS.values())
@@ -104,7 +103,7 @@ def test_help_of_every_command(name, capsys, monkeypatch):
 def test_examples_of_the_help_parse():
     for name, subcommand in COMMANDS.items():
         for example in subcommand.examples:
-            if name not in SUBJECTS and not subcommand.is_list:  # a file or folder that is there selects these
+            if name not in SUBJECTS:  # a file or folder that is there selects these
                 assert cli.parse(called(name, example.split())).command == name
 
 
@@ -164,8 +163,7 @@ def test_every_command_and_flag_stays_or_has_a_new_spelling():
     planned = {name: {*kept.split(), *new.split()} for name, (kept, new) in STAYING.items()}
     known = {}
     for name, row in COMMANDS.items():
-        if not row.is_list:
-            known.setdefault(row.part_of.partition(" ")[0] or name, set()).update(flags_of(name))
+        known.setdefault(row.part_of.partition(" ")[0] or name, set()).update(flags_of(name))
     assert known == planned and sum(map(len, planned.values())) <= 150
     for name in set(planned) & set(MOVED):
         assert "" not in MOVED[name] and not planned[name] & set(moved_flags(name)), name

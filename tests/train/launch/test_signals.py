@@ -162,7 +162,7 @@ def test_an_interrupt_of_any_command_is_one_line(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("bytescope.train.commands.listings.run", interrupted)
+    monkeypatch.setattr("bytescope.train.commands.list_command.run", interrupted)
     monkeypatch.setattr("sys.argv", ["bytescope", "list", "configs"])
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
