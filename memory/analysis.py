@@ -122,7 +122,7 @@ def report_of(
         **vars(account),
         **vars(_verdict(predicted, target, overhead_bytes(overheads, CARD))),
         collectives=read.collectives,
-        work=_roofline_work(read, transfers, per_host),
+        work=_roofline_work(read, transfers),
         target=target.to_json() if target else {},
         runtime_overheads=overheads,
         xla=stats,
@@ -162,8 +162,6 @@ class ReadProgram:
         roles: number of a parameter of the compiled program -> its role, such as "optimizer".
         account: the bytes in device memory at the peak, and the live range of every buffer.
         collectives: every collective of the step.
-        kernel_bytes: phase of the step -> bytes that kernels read and write in device memory, with ("product_bytes")
-            and without ("other_bytes") a matrix product.
         counted: FLOPs of the traced program; None if the program was not traced.
         schedule: the kernels, collectives and transfers that one device runs, in order.
         recomputed: the values that XLA's rematerialization pass computes again.
@@ -175,7 +173,6 @@ class ReadProgram:
     roles: Mapping[int, str]
     account: PeakAccount
     collectives: tuple[Collective, ...]
-    kernel_bytes: Mapping[str, Mapping[str, int]]
     counted: flops.FlopCount | None
     schedule: CompiledSchedule
     recomputed: tuple[RecomputedValue, ...]
@@ -255,7 +252,6 @@ def _read_program(
             roles=attribution.roles,
             account=assemble.build_account(attribution, "schedule" if derived else "heap_trace", compilation.notes),
             collectives=collectives.find(attribution, placed.mesh, per_host),
-            kernel_bytes=kernel_costs.find(attribution),
             counted=counted,
             schedule=schedule,
             recomputed=xla_passes.recomputed_values(attribution, schedule.flops_of),
@@ -280,20 +276,16 @@ def _formula_rows(account: PeakAccount, read: ReadProgram) -> FormulaRows:
     )
 
 
-def _roofline_work(read: ReadProgram, transfers: Iterable[Transfer], per_host: int) -> Mapping[str, Any]:
-    # Without a trace the FLOPs of custom kernels are unknown: a compiled module does not contain them.
-    if read.counted is None:
+def _roofline_work(read: ReadProgram, transfers: Iterable[Transfer]) -> Mapping[str, Any]:
+    # Without a trace the FLOPs of custom kernels are unknown: a compiled module does not contain them. A schedule with
+    # too many records is unknown too.
+    if read.counted is None or not read.schedule.order:
         return {}
-    mesh, steps = read.placed.mesh, read.schedule.steps
-    if not steps:
-        # The schedule is unknown: each device is assumed to compute an equal share of the traced FLOPs.
-        shares = {key: count / read.placed.module.devices for key, count in read.counted.by.items()}
-        return step_work.by_phase(read.collectives, transfers, read.kernel_bytes, shares, mesh, per_host)
     # The loops and branches of the predicted seconds, so that these cannot be below the bound.
-    runs = step_schedule.runs_by_name(read.schedule.order)
+    steps, runs = read.schedule.steps, step_schedule.runs_by_name(read.schedule.order)
     sent = [dataclasses.replace(item, times=runs[item.name]) for item in read.collectives]
     kernel_bytes, flops = step_schedule.bytes_by_phase(steps), step_schedule.flops_by_phase(steps)
-    return step_work.by_phase(sent, transfers, kernel_bytes, flops, mesh, per_host)
+    return step_work.by_phase(sent, transfers, kernel_bytes, flops)
 
 
 def _runtime_overhead_facts(

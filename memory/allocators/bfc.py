@@ -10,8 +10,9 @@ is taken from the upper end, all other memory from the lower end. The free memor
 request takes a free chunk of its end, or else a part of the gap. jaxlib 0.12 partitions a preallocated pool by default;
 jaxlib 0.10 does not.
 
-Not modelled: alignments above 256 bytes, which only collective memory has, and chunks with a timestamp, which jax does
-not use.
+Not modelled: collective memory, which no event of a replay requests, so that the upper end is empty; chunks with a
+timestamp, regions that are returned to CUDA (garbage_collection) and regions that are joined (SupportsCoalescing),
+which jax does not use.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ FIRST_REGION_BYTES = 2 * MIB
 MAX_REST_BYTES = 128 * MIB
 # Address of the first region, and the distance between regions. Each region is a separate allocation of CUDA.
 _BASE, _REGION_DISTANCE = 1 << 40, 1 << 30
-# ChunkTag: a chunk belongs to the lower or the upper end of a partitioned pool, or to the free memory (gap) between the
-# two ends. A pool that is not partitioned has only lower chunks.
-LOWER, UPPER, GAP = "lower", "upper", "gap"
+# ChunkTag: a chunk belongs to the lower end of a partitioned pool, or to the free memory (gap) beyond it. A pool that
+# is not partitioned has only lower chunks.
+LOWER, GAP = "lower", "gap"
 # kBackpedalFactor: if CUDA refuses a region, XLA requests nine tenths of its size, and repeats this.
 _BACKPEDAL = 0.9
 
@@ -49,8 +50,7 @@ class Chunk:
         start: address of the first byte.
         size: size in bytes, a multiple of 256.
         requested: bytes that the client requested; 0 if the chunk is free.
-        end: the end of a partitioned pool to which the chunk belongs (`LOWER` or `UPPER`), or `GAP` for the free memory
-            between the two ends.
+        end: `LOWER`, or `GAP` for the free memory beyond the lower end of a partitioned pool.
     """
 
     start: int
@@ -67,20 +67,15 @@ class BfcPool:
         grows: whether the pool takes regions from CUDA when it needs them (XLA_PYTHON_CLIENT_PREALLOCATE=false). If
             False, the pool is one region of `limit` bytes.
         device_bytes: bytes that CUDA can give to the pool; None if `limit` is the only limit.
-        first_region_bytes: size of the first region of a growing pool. Each further region is twice as large.
-        frees_regions: whether regions without a chunk in use are returned to CUDA before a request fails
-            (`garbage_collection`, False in jax).
-        joins_regions: whether new memory extends the last region instead of being a region of its own
-            (`SupportsCoalescing`, False in jax).
-        is_partitioned: whether `allocate` can take memory from two ends of the pool: from the lower end, or from the
-            upper end for collectives (`enable_spatial_partitioning`). Only for a pool that does not grow.
+        is_partitioned: whether the upper end of the pool is reserved for collectives (`enable_spatial_partitioning`).
+            Only for a pool that does not grow.
 
     Attributes are statistics as in XLA's allocator. Sizes are bytes:
         in_use, peak_in_use: current and maximum size of the chunks that hold an allocation.
         reserved, peak_reserved: current and maximum size of all regions.
         largest_request: size of the largest chunk that `allocate` returned.
         allocations: number of successful requests.
-        next_region_bytes: size of the next region.
+        next_region_bytes: size of the next region. Each region of a growing pool is twice as large as the one before.
     """
 
     def __init__(
@@ -89,51 +84,39 @@ class BfcPool:
         *,
         grows: bool = False,
         device_bytes: int | None = None,
-        first_region_bytes: int = FIRST_REGION_BYTES,
-        frees_regions: bool = False,
-        joins_regions: bool = False,
         is_partitioned: bool = False,
     ) -> None:
         self.limit = limit
         self._device_bytes = device_bytes
-        self._frees_regions, self._distance = frees_regions, 0 if joins_regions else _REGION_DISTANCE
-        self.next_region_bytes = rounded(min(limit, first_region_bytes) if grows else limit)
+        self.next_region_bytes = rounded(min(limit, FIRST_REGION_BYTES) if grows else limit)
         self.regions: list[tuple[int, int]] = []  # (start, size), sorted by address
         self._starts: dict[int, Chunk] = {}
         self._ends: dict[int, Chunk] = {}
         self._end_of_regions = GAP if is_partitioned else LOWER
         # End -> (size, start) of its free chunks, sorted. There is at most one gap.
-        self._free: dict[str, list[tuple[int, int]]] = {LOWER: [], UPPER: [], GAP: []}
+        self._free: dict[str, list[tuple[int, int]]] = {LOWER: [], GAP: []}
         self.in_use = self.peak_in_use = self.reserved = self.peak_reserved = 0
         self.largest_request = self.allocations = 0
 
-    def allocate(self, size: int, end: str = LOWER) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """Allocates `size` bytes. Returns the address; None if no free chunk is large enough and the pool cannot grow,
         or if the size is 0 (AllocateRawInternal).
-
-        end: the end of a partitioned pool from which the bytes are taken, `LOWER` or `UPPER`.
         """
         if size <= 0:
             return None
         needed = rounded(size)
-        chunk = self._take_best_fit(needed, end)
+        chunk = self._take_best_fit(needed)
         if chunk is None and self._extend(needed):
-            chunk = self._take_best_fit(needed, end)
-        if chunk is None and self._release_free_regions(needed) and self._extend(needed):
-            chunk = self._take_best_fit(needed, end)
+            chunk = self._take_best_fit(needed)
         if chunk is None:
             return None
         self._remove(chunk)
-        taken, rest = Chunk(chunk.start, chunk.size, size, end), chunk.size - needed
+        taken, rest = Chunk(chunk.start, chunk.size, size), chunk.size - needed
         # The gap is always split at the requested size, so that one end never uses more of it (ShouldSplitChunk).
         if rest and (chunk.end == GAP or chunk.size >= 2 * needed or rest >= MAX_REST_BYTES):
             taken.size = needed
-            if end == UPPER:
-                taken.start += rest
-            self._add(taken)
-            self._add_free(Chunk(chunk.start if end == UPPER else chunk.start + needed, rest, 0, chunk.end))
-        else:
-            self._add(taken)
+            self._add_free(Chunk(chunk.start + needed, rest, 0, chunk.end))
+        self._add(taken)
         self.allocations += 1
         self.in_use += taken.size
         self.peak_in_use = max(self.peak_in_use, self.in_use)
@@ -146,11 +129,9 @@ class BfcPool:
         chunk = self._starts[address]
         self.in_use -= chunk.size
         self._remove(chunk)
-        end = chunk.end
-        if self._end_of_regions == GAP:  # the chunk of an end that borders the gap joins it (ReturnBoundaryChunkToGap)
-            at = chunk.start + chunk.size if end == LOWER else chunk.start
-            beyond = self._starts.get(at) if end == LOWER else self._ends.get(at)
-            end = end if beyond and beyond.end == end else GAP
+        # A chunk that borders the gap joins it (ReturnBoundaryChunkToGap).
+        beyond = self._starts.get(chunk.start + chunk.size)
+        end = LOWER if beyond and beyond.end == LOWER else self._end_of_regions
         self._add_free(Chunk(chunk.start, chunk.size, 0, end))
 
     @property
@@ -169,14 +150,14 @@ class BfcPool:
         """Bytes of the largest allocation that would succeed now, placed at the low-address end of the pool. If the
         pool has to grow to the end of the device's memory (`device_bytes`), the true value may be up to a tenth
         smaller, because XLA asks the device again for a tenth less each time that the device refuses a region."""
-        return max(self._largest_chunk(LOWER, GAP), self._growth_bytes())
+        return max(self._largest_chunk(), self._growth_bytes())
 
     @property
     def fragmentation(self) -> float:
         """Fraction (0 to 1) of the free bytes in regions that is not in the largest free chunk (GetFragmentation). 0 if
         no bytes are free."""
         free = self.reserved - self.in_use
-        return (free - self._largest_chunk(LOWER, UPPER, GAP)) / free if free else 0.0
+        return (free - self._largest_chunk()) / free if free else 0.0
 
     def occupancy(self, width: int = 100) -> str:
         """Draws the pool as a line of `width` characters, sorted by address: "*" for bytes in use, "x" for the unused
@@ -200,13 +181,13 @@ class BfcPool:
             room = min(room, self._device_bytes - self.reserved)
         return max(room // UNIT_BYTES * UNIT_BYTES, 0)
 
-    def _largest_chunk(self, *ends: str) -> int:
-        return max((self._free[end][-1][0] for end in ends if self._free[end]), default=0)
+    def _largest_chunk(self) -> int:
+        return max((free[-1][0] for free in self._free.values() if free), default=0)
 
-    def _take_best_fit(self, needed: int, end: str) -> Chunk | None:
-        """Returns the smallest free chunk of at least `needed` bytes at an end of the pool, or else the gap
-        between the two ends if it is large enough, and removes it from the list of free chunks (FindChunkPtr)."""
-        for free in (self._free[end], self._free[GAP]):
+    def _take_best_fit(self, needed: int) -> Chunk | None:
+        """Returns the smallest free chunk of at least `needed` bytes, or else the gap if it is large enough, and
+        removes it from the list of free chunks (FindChunkPtr)."""
+        for free in self._free.values():
             at = bisect.bisect_left(free, (needed, 0))
             if at < len(free):
                 return self._starts[free.pop(at)[1]]
@@ -229,31 +210,11 @@ class BfcPool:
                 return False
         if not grown:
             self.next_region_bytes *= 2
-        start = sum(self.regions[-1]) + self._distance if self.regions else _BASE
-        if self.regions and not self._distance:
-            self.regions[-1] = (self.regions[-1][0], self.regions[-1][1] + size)
-        else:
-            self.regions.append((start, size))
+        start = sum(self.regions[-1]) + _REGION_DISTANCE if self.regions else _BASE
+        self.regions.append((start, size))
         self.reserved += size
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         self._add_free(Chunk(start, size, 0, self._end_of_regions))
-        return True
-
-    def _release_free_regions(self, needed: int) -> bool:
-        """Gives regions without allocations back to CUDA, if the pool can then grow by `needed` bytes. Returns whether
-        it did so (DeallocateFreeRegions)."""
-        if not self._frees_regions:
-            return False
-        free = self._free[LOWER]
-        empty = [region for region in self.regions if (region[1], region[0]) in free]
-        total = sum(size for _, size in empty)
-        if not total or needed > self.limit - self.reserved + total:
-            return False
-        for start, size in empty:
-            free.remove((size, start))
-            self._remove(self._starts[start])
-            self.regions.remove((start, size))
-        self.reserved -= total
         return True
 
     def _add(self, chunk: Chunk) -> None:
@@ -263,8 +224,8 @@ class BfcPool:
         del self._starts[chunk.start], self._ends[chunk.start + chunk.size]
 
     def _add_free(self, chunk: Chunk) -> None:
-        """Adds a free chunk, merged with the free chunks directly before and after it. If the merged chunks belong to
-        different ends of a partitioned pool, the result is the gap between the ends (MergedChunkTag)."""
+        """Adds a free chunk, merged with the free chunks directly before and after it. A chunk that is merged with the
+        gap becomes the gap (MergedChunkTag)."""
         for neighbour in (self._starts.get(chunk.start + chunk.size), self._ends.get(chunk.start)):
             if neighbour is not None and not neighbour.requested:
                 self._remove(neighbour)

@@ -1,10 +1,9 @@
-"""Counts the bytes that the kernels of a compiled step read and write in device memory, by phase.
+"""Counts the bytes that a kernel of a compiled step reads and writes in device memory, and finds its phase.
 
 Each kernel of the schedule (a fusion, a matrix product, a reduction, a copy ...) reads its operands and writes its
 results once. A kernel that slices an operand reads only the slice, and a kernel that updates a slice in place writes
-only the slice. A loop counts with its trip count, or once if that is unknown. A conditional counts as its largest
-branch. The model ignores caches, and kernels that read an operand twice. A copy between device memory and host or
-on-chip memory counts only its bytes in device memory.
+only the slice. The model ignores caches, and kernels that read an operand twice. A copy between device memory and host
+or on-chip memory counts only its bytes in device memory.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ from collections.abc import Iterable
 
 from bytescope.memory.cost.overlap import IDLE
 from bytescope.memory.hlo.dataflow import is_collective
-from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 
-# Operations that run the computations that they call. In other operations, a computation only combines two values.
-_CALLING = frozenset(("while", "call", "conditional", "async-start"))
 PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
 _PRODUCT_CALLS = re.compile(r"gemm|matmul|conv|cublas|cudnn|fmha|attention|triton|tpu_custom_call|mosaic", re.I)
 _MARKERS = frozenset(("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding"))
@@ -30,59 +26,6 @@ _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
 # Opcode -> index of the operand that overwrites a part of the first operand.
 _UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 _WORKSPACE = ("int8", "uint8")
-
-Sums = dict[str, list[int]]
-
-
-def find(attribution: Attribution) -> dict[str, dict[str, int]]:
-    """Returns the bytes of device memory that the kernels of one device read and write in one call of the step, as
-    phase -> {"product_bytes": bytes of kernels with a matrix product, "other_bytes": bytes of the other kernels}.
-    `attribution`: the compiled program with the phase of each value."""
-    walk = _KernelBytes(attribution)
-    sums = walk.sum_computation(attribution.module.entry, "")
-    return {phase: dict(zip(("product_bytes", "other_bytes"), both)) for phase, both in sums.items()}
-
-
-class _KernelBytes:
-    """Sums the bytes that the kernels of a computation, and of the computations that it calls, read and write in device
-    memory. The sums are cached by computation and phase.
-    """
-
-    def __init__(self, attribution: Attribution):
-        self.attribution, self.module = attribution, attribution.module
-        self.known: dict[tuple[int, str], Sums] = {}
-
-    def sum_computation(self, id: int, around: str) -> Sums:
-        """Returns the bytes that the kernels move in one run of a computation: phase -> [bytes of kernels with a matrix
-        product, bytes of other kernels].
-
-        `id`: id of the HLO computation. `around`: the phase of the instruction that calls it. Operations without an
-        op_name count to this phase.
-        """
-        if (id, around) not in self.known:
-            sums: Sums = {}
-            self.known[id, around] = sums  # ends the recursion if a damaged module calls itself
-            computation = self.module.computations.get(id)
-            for number in computation.instructions if computation else ():
-                instruction = self.module.instructions[number]
-                phase = phase_of(self.attribution, instruction, around)
-                if instruction.opcode in _CALLING:
-                    _add(sums, self.sum_called(instruction, phase))
-                else:
-                    size, product = traffic(self.module, instruction)
-                    if size:
-                        _add(sums, {phase: [size, 0] if product else [0, size]})
-        return self.known[id, around]
-
-    def sum_called(self, call: Instruction, phase: str) -> Sums:
-        inner = [self.sum_computation(id, phase) for id in call.called]
-        if call.opcode == "conditional":
-            return max(inner, key=lambda sums: sum(map(sum, sums.values())), default={})
-        trips = (trip_count(self.module, call) or 1) if call.opcode == "while" else 1
-        out: Sums = {}
-        for sums in inner:
-            _add(out, sums, trips)
-        return out
 
 
 def phase_of(attribution: Attribution, instruction: Instruction, around: str) -> str:
@@ -102,13 +45,6 @@ def phase_of(attribution: Attribution, instruction: Instruction, around: str) ->
     return around
 
 
-def _add(sums: Sums, other: Sums, times: int = 1) -> None:
-    for phase, both in other.items():
-        mine = sums.setdefault(phase, [0, 0])
-        for i, size in enumerate(both):
-            mine[i] += times * size
-
-
 def is_product(module: Module, instruction: Instruction) -> bool:
     """Returns whether an instruction computes a matrix product or a convolution, directly, inside its fusion, or by a
     library call.
@@ -123,17 +59,6 @@ def is_product(module: Module, instruction: Instruction) -> bool:
             for id in module.computations[called].instructions
         )
     return instruction.opcode in PRODUCTS
-
-
-def traffic(module: Module, instruction: Instruction) -> tuple[int, bool]:
-    """Returns (bytes of device memory that an instruction reads and writes, whether it computes a matrix product); (0,
-    False) if the instruction is not a kernel. The results are cached in `module.kernels`.
-    """
-    known = module.kernels.get(instruction.id)
-    if known is None:
-        size = moved(module, instruction)
-        known = module.kernels[instruction.id] = size, bool(size) and is_product(module, instruction)
-    return known
 
 
 def moved(module: Module, instruction: Instruction) -> int:

@@ -220,7 +220,8 @@ def digest(lowered: LoweredStage) -> str:
         return ""
     try:
         out = io.BytesIO()
-        lowered.compiler_ir("stablehlo").operation.write_bytecode(out)
+        module: Any = lowered.compiler_ir("stablehlo")
+        module.operation.write_bytecode(out)
     except Exception:  # stages of other kinds have no StableHLO text
         return ""
     return hashlib.sha256(out.getvalue()).hexdigest()[:12]

@@ -278,8 +278,8 @@ def read_compiled(compiled: CompiledStage) -> Compilation:
 
 def _serialize_module_and_buffers(compiled: CompiledStage) -> tuple[bytes, bytes]:
     try:
-        modules = compiled.runtime_executable().hlo_modules()
-        module = modules[0].as_serialized_hlo_module_proto()
+        executable: Any = compiled.runtime_executable()
+        module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
     except Exception as error:  # each runtime without HLO raises different errors
         raise ReportError(
             "this executable does not contain its HLO module: give the jax.stages.Lowered from which it was compiled"

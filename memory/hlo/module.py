@@ -112,8 +112,6 @@ class Module:
             argument.
         devices: number of devices that the module runs on.
         frames: the table of source positions, None if the module has none.
-        kernels: a cache of `cost.kernel_costs`: instruction id -> (bytes of memory that the kernel reads and writes,
-            whether it is a matrix product).
     """
 
     data: bytes = b""
@@ -125,7 +123,6 @@ class Module:
     aliases: list[tuple[Index, int, Index]] = dataclasses.field(default_factory=list)
     devices: int = 1
     frames: Frames | None = None
-    kernels: dict[int, tuple[int, bool]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     _shapes: dict[int, HloShape] = dataclasses.field(default_factory=dict)
     _metadata: dict[int, Metadata] = dataclasses.field(default_factory=dict)
 

@@ -104,36 +104,6 @@ class Curve:
         return self.points[self.peak_index][0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stretch:
-    """A range of memory that becomes a buffer of the report.
-
-    Fields:
-        name: name of the buffer in the report.
-        bytes: size in bytes.
-        start, end: first and last timeline point at which it is alive, inclusive.
-        at_peak: whether it is alive at the peak of the timeline.
-        memory: the memory space, "device" or "host".
-        held: "output" or "constant" if it holds outputs or constants during the whole step, otherwise "".
-    """
-
-    name: str
-    bytes: int
-    start: int
-    end: int
-    at_peak: bool
-    memory: str = "device"
-    held: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class _CountedBuffer:
-    """A buffer of the report, with the number of array elements in it (0 if unknown)."""
-
-    buffer: Buffer
-    elements: int = 0
-
-
 # ---- the report -----------------------------------------------------------------------------------------------
 
 
@@ -166,19 +136,19 @@ def build_account(attribution: Attribution, method: str = "heap_trace", notes: t
     program = attribution.program
     curve = memory_curve(program, attribution.order)
     traced = {event[1] for trace in program.traces for event in trace.events}
-    counted = []
+    held = []
     for allocation in program.allocations:
         if allocation.thread_local:
             continue
         # Temporary memory that no heap trace mentions is assumed to be held through the step.
         untraced = not any(id in traced for id, _, _ in allocation.assigned)
         if allocation.indefinite or untraced:
-            counted.append(_held_buffer(attribution, allocation, last=len(curve.points) - 1))
-    base = sum(each.buffer.bytes for each in counted if each.buffer.memory == "device")
+            held.append(_held_buffer(attribution, allocation, last=len(curve.points) - 1))
+    base = sum(buffer.bytes for buffer in held if buffer.memory == "device")
     timeline = _timeline_points(attribution, curve, base)
-    counted += [_temporary_buffer(attribution, life, curve.peak_index, timeline) for life in curve.lives if life.bytes]
-    counted = [each for each in counted if each.buffer.bytes]
-    buffers = tuple(each.buffer for each in counted)
+    lives = [life for life in curve.lives if life.bytes]
+    temporary = [_temporary_buffer(attribution, life, curve.peak_index, timeline) for life in lives]
+    buffers = tuple(buffer for buffer in (*held, *temporary) if buffer.bytes)
 
     sizes = {"device": 0, "host": 0, "on_chip": 0}
     for allocation in program.allocations:
@@ -196,7 +166,7 @@ def build_account(attribution: Attribution, method: str = "heap_trace", notes: t
         method=method,
         timeline=timeline,
         buffers=buffers,
-        ledger=ledger_rows(buffers, {position: each.elements for position, each in enumerate(counted)}),
+        ledger=ledger_rows(buffers),
         residuals_by_name=_bytes_by_label(live, "residuals"),
         workspace_by_scope=_bytes_by_label(live, "workspace"),
         host_bytes=sizes["host"],
@@ -236,98 +206,75 @@ def _timeline_points(attribution: Attribution, curve: Curve, base: int) -> tuple
 # ---- buffers --------------------------------------------------------------------------------------------------
 
 
-def _held_buffer(attribution: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
+def _held_buffer(attribution: Attribution, allocation: Allocation, last: int) -> Buffer:
     """Returns the report's buffer for an allocation that exists during the whole step, such as an argument.
     `attribution` classifies it. `last`: the last point of the timeline.
     """
+    module, number = attribution.module, allocation.parameter
+    name, memory = f"allocation {allocation.index}", _memory(allocation.color)
+    stretch = Buffer(name, allocation.size, end=last, at_peak=True, memory=memory)
+    entry = module.computations.get(module.entry)
+    parameter = module.instructions.get(entry.parameters.get(number, -1)) if entry else None
+    if allocation.entry_parameter and parameter is not None:
+        argument = attribution.arguments.by_number[number]
+        shape = module.shape(parameter).leaf(allocation.parameter_index)
+        return dataclasses.replace(
+            stretch,
+            name=argument.path,
+            shape=shape.dims,
+            dtype=shape.dtype,
+            category=argument.role,
+            phase="argument",
+            module=argument.path,
+            parameter=argument.owner,
+        )
     if allocation.entry_parameter:
-        return _argument_buffer(attribution, allocation, last)
+        return dataclasses.replace(stretch, name=f"argument {number}", category="batch", phase="argument")
+    if allocation.live_out:
+        stretch = dataclasses.replace(stretch, category="outputs")
+    elif allocation.constant:
+        stretch = dataclasses.replace(stretch, category="workspace")
     values: list[tuple[LogicalBuffer, Instruction]] = []
     for id, _, _ in allocation.assigned:
         logical, instruction = buffer_of(attribution.program, id)
         if logical is not None and instruction is not None:
             values.append((logical, instruction))
-    held = ""
-    if allocation.live_out:
-        held = "output"
-    elif allocation.constant:
-        held = "constant"
-    memory = _memory(allocation.color)
-    stretch = _Stretch(f"allocation {allocation.index}", allocation.size, 0, last, True, memory, held)
     if not values:
-        return _unknown_buffer(stretch)
+        return stretch
     # Describe the allocation by a value that fills it, preferably a parameter.
     logical, instruction = min(
         values, key=lambda value: (value[0].size != allocation.size, value[1].opcode != "parameter")
     )
-    return _described_buffer(attribution, stretch, instruction, logical.index)
-
-
-def _argument_buffer(attribution: Attribution, allocation: Allocation, last: int) -> _CountedBuffer:
-    module, number = attribution.module, allocation.parameter
-    entry = module.computations.get(module.entry)
-    parameter = module.instructions.get(entry.parameters.get(number, -1)) if entry else None
-    memory = _memory(allocation.color)
-    if parameter is None:
-        name = f"argument {number}"
-        buffer = Buffer(
-            name, allocation.size, category="batch", phase="argument", end=last, at_peak=True, memory=memory
-        )
-        return _CountedBuffer(buffer)
-    argument = attribution.arguments.by_number[number]
-    shape = module.shape(parameter).leaf(allocation.parameter_index)
-    buffer = Buffer(
-        argument.path,
-        allocation.size,
-        shape=shape.dims,
-        dtype=shape.dtype,
-        category=argument.role,
-        phase="argument",
-        module=argument.path,
-        parameter=argument.owner,
-        end=last,
-        at_peak=True,
-        memory=memory,
-    )
-    return _CountedBuffer(buffer, shape.elements)
+    described = _described_buffer(attribution, stretch, instruction, logical.index)
+    if allocation.live_out:
+        owner = attribution.gradient_of(instruction, logical.index)
+        return dataclasses.replace(described, category="outputs", phase="output", checkpoint_name="", parameter=owner)
+    if allocation.constant:
+        return dataclasses.replace(described, category="workspace", component="constants", checkpoint_name="")
+    return described
 
 
 def _temporary_buffer(
     attribution: Attribution, life: Life, peak_index: int, timeline: tuple[TimelinePoint, ...]
-) -> _CountedBuffer:
+) -> Buffer:
     at_peak = life.start <= peak_index <= life.end
     # The buffer describes the value that the memory holds at the peak.
     value = life.value_at(peak_index if at_peak else None)
-    stretch = _Stretch(f"buffer {value.buffer}", life.bytes, life.start, life.end, at_peak)
+    stretch = Buffer(f"buffer {value.buffer}", life.bytes, start=life.start, end=life.end, at_peak=at_peak)
     logical, instruction = buffer_of(attribution.program, value.buffer)
     if logical is None or instruction is None:
-        return _unknown_buffer(stretch)
+        return stretch
     return _described_buffer(attribution, stretch, instruction, logical.index, timeline[value.start].phase)
 
 
-def _unknown_buffer(stretch: _Stretch) -> _CountedBuffer:
-    categories = {"output": "outputs", "constant": "workspace", "": "unattributed"}
-    return _CountedBuffer(
-        Buffer(
-            stretch.name,
-            stretch.bytes,
-            category=categories[stretch.held],
-            start=stretch.start,
-            end=stretch.end,
-            at_peak=stretch.at_peak,
-            memory=stretch.memory,
-        )
-    )
-
-
 def _described_buffer(
-    attribution: Attribution, stretch: _Stretch, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
-) -> _CountedBuffer:
-    """Returns the report's buffer for a range of memory: its category, phase, module, source line and checkpoint name
-    are those of the value at `index` of an instruction's result.
+    attribution: Attribution, stretch: Buffer, instruction: Instruction, index: tuple[int, ...], nearby: str = ""
+) -> Buffer:
+    """Returns the buffer of a range of memory with a description: its category, phase, module, source line and
+    checkpoint name are those of the value at `index` of an instruction's result.
 
-    `attribution` classifies the value. `nearby`: the phase of the step in which the range begins. It is used if the
-    value has no name of its own.
+    `attribution` classifies the value. `stretch`: the buffer without a description. `nearby`: the phase of the step in
+    which the range begins. It is used if the value has no name of its own.
     """
     fact = attribution.fact(instruction, index)
     named, metadata, scope = attribution.best_named(instruction, index)
@@ -358,15 +305,9 @@ def _described_buffer(
         elements = attribution.flow.shape(made).elements if marked and made else 0
         checkpoint_name = attribution.names.find((attribution.module.metadata(maker) for maker in makers), elements)
 
-    is_gradient = category == "gradients" or stretch.held == "output"
-    parameter = attribution.gradient_of(instruction, index) if is_gradient else ""
-    if stretch.held == "output":
-        category, phase, checkpoint_name = "outputs", "output", ""
-    elif stretch.held == "constant":
-        category, component, checkpoint_name = "workspace", "constants", ""
-    buffer = Buffer(
-        instruction.name,
-        stretch.bytes,
+    return dataclasses.replace(
+        stretch,
+        name=instruction.name,
         shape=fact.shape.dims,
         dtype=fact.shape.dtype,
         category=category,
@@ -376,13 +317,8 @@ def _described_buffer(
         op_name=first_of_merged(metadata.op_name),
         source=source_line(metadata),
         checkpoint_name=checkpoint_name,
-        parameter=parameter,
-        start=stretch.start,
-        end=stretch.end,
-        at_peak=stretch.at_peak,
-        memory=stretch.memory,
+        parameter=attribution.gradient_of(instruction, index) if category == "gradients" else "",
     )
-    return _CountedBuffer(buffer, attribution.flow.shape(instruction, index).elements)
 
 
 # ---- live ranges ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from bytescope.memory.formulas.expert_formulas import idle_count
 from bytescope.memory.formulas.model_facts import STATE_ROLES
@@ -34,23 +34,18 @@ COPY = "param_copy"
 ROLES = ("params", "copies", "gradients", "accumulator", "optimizer", "frozen")
 
 
-def rows(buffers: Iterable[Buffer], elements: dict[int, int]) -> tuple[LedgerRow, ...]:
-    """Returns the rows of the training-state table: one for each role (such as gradients) and dtype, then a total.
-
-    `elements`: position of a buffer in `buffers` -> number of array elements in it.
-    """
-    buffers = tuple(buffers)
+def rows(buffers: Sequence[Buffer]) -> tuple[LedgerRow, ...]:
+    """Returns the rows of the training-state table: one for each role (such as gradients) and dtype, then a total."""
     stored: dict[tuple[int, ...], int] = {}
-    for position, buffer in enumerate(buffers):
+    for buffer in buffers:
         if buffer.phase == "argument" and buffer.category == "params":
             dims = without_ones(buffer.shape)
-            stored[dims] = stored.get(dims, 0) + elements.get(position, 0)
+            stored[dims] = stored.get(dims, 0) + _elements(buffer)
     sums: dict[tuple[str, str], list[int]] = {}  # (role, dtype) -> [elements, bytes]
     temporary: dict[str, list[_Temporary]] = {}
     parameters = 0
-    for position, buffer in enumerate(buffers):
-        count = elements.get(position, 0)
-        role = _temporary_role(buffer)
+    for buffer in buffers:
+        count, role = _elements(buffer), _temporary_role(buffer)
         if buffer.phase == "argument" and buffer.category in STATE:
             _add(sums, buffer.category, buffer, count)
             if buffer.category == "params":
@@ -85,6 +80,10 @@ class _Temporary:
     buffer: Buffer
     count: int
     start: int
+
+
+def _elements(buffer: Buffer) -> int:
+    return math.prod(buffer.shape) if buffer.dtype else 0
 
 
 def _add(sums: dict[tuple[str, str], list[int]], role: str, buffer: Buffer, count: int) -> None:

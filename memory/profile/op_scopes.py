@@ -91,16 +91,6 @@ class OpScopes:
             self._known[key] = self._find(key)
         return self._known[key]
 
-    def op_name(self, key: Key) -> str:
-        """Returns the op_name of an instruction from its module, or else from the trace event; "" if neither
-        has one.
-        """
-        module = self._find_module(key[0])
-        if module is None:
-            return key[2]
-        instruction = module.instruction(key[1])
-        return key[2] if instruction is None else module.op_name(instruction)
-
     def main_attribution(self) -> Attribution | None:
         """Returns the compiled module of the main program with the phase and scope of its instructions; None if the
         trace does not contain it, or contains several modules of its name without saying which one ran.
@@ -177,10 +167,6 @@ class _Module:
         elif not named and self._is_only_a_copy(instruction):
             component = COPIES
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
-
-    def op_name(self, instruction: Instruction) -> str:
-        own = self.attribution.module.metadata(instruction).op_name
-        return own if "/" in own else self.attribution.best_named(instruction, ())[1].op_name
 
     def _is_on_host(self, instruction: Instruction) -> bool:
         shape = self.attribution.module.shape(instruction)

@@ -36,9 +36,9 @@ from bytescope.memory.hlo.wire import WireError
 HOST = "host/"
 SUFFIX = ".xplane.pb"
 _METADATA, _HOST_PLANE, _DEVICE = "/host:metadata", "/host:", "/device:"
-_STREAM, _XLA_OPS, _END, CALLS = "Stream", "XLA Ops", "end: ", "::"
+_STREAM, _XLA_OPS, _END, _CALLS = "Stream", "XLA Ops", "end: ", "::"
 # Field numbers of an XStat, one per kind of value. The value of a reference is the name of another stat.
-_DOUBLE, _STRING, _BLOB, _REFERENCE = 2, 5, 6, 7
+_DOUBLE, _STRING, _REFERENCE = 2, 5, 7
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,13 +139,6 @@ def read(path: str | Path) -> ProfilerTrace:
         raise ReportError(f"{path} is not a profiler trace ({error}): give a *{SUFFIX} file") from error
 
 
-def is_host(plane: str) -> bool:
-    """Returns whether a trace plane (event table) with this name contains events of the host. If the device is a CPU,
-    these include the operations of the device.
-    """
-    return plane != _METADATA and plane.startswith(_HOST_PLANE)
-
-
 def parse(data: bytes) -> ProfilerTrace:
     """Parses a serialized XSpace, the content of a profiler trace. Raises WireError if the bytes are not an XSpace."""
     operations: list[Operation] = []
@@ -161,7 +154,7 @@ def parse(data: bytes) -> ProfilerTrace:
                 programs[number if number not in programs else -1 - len(programs)] = program
         elif plane.name.startswith(_DEVICE):
             operations += plane.device_operations()
-        elif is_host(plane.name):
+        elif plane.name.startswith(_HOST_PLANE):  # on a CPU, the host's events include the operations of the device
             host_operations, more = plane.host_events()
             on_host += host_operations
             spans += more
@@ -263,7 +256,7 @@ class _Plane:
             for key, start, stop, spans in self.events(line):
                 kernel, display_name, known = self.kind(key)
                 stats = {**known, **dict(map(self.stat, spans))}
-                name = str(stats.get("hlo_op") or (display_name if title == _XLA_OPS else "")).rsplit(CALLS, 1)[-1]
+                name = str(stats.get("hlo_op") or (display_name if title == _XLA_OPS else "")).rsplit(_CALLS, 1)[-1]
                 out.append(_operation(device, name, display_name or kernel, start, stop, stats))
         return out
 

@@ -337,11 +337,11 @@ class _ScheduleReader:
             yield from self.host_copies(one, around, "")
             if one.opcode != "fusion":
                 return
-        size, product = kernel_costs.traffic(self.module, one)
+        size = kernel_costs.moved(self.module, one)
         if not size:
             return
         phase = self.phase(one, around)
-        work = products.find(self.module, one) if product else None
+        work = products.find(self.module, one)
         if work is None:
             yield ScheduledKernel(MOVING, phase, size)
             return

@@ -200,7 +200,8 @@ class Watched:
 
         try:
             compilation, target, executable = compile_jitted(self._step, args, kwargs)
-            device = compilation.executable.runtime_executable().local_devices()[0]
+            running: Any = compilation.executable.runtime_executable()
+            device = running.local_devices()[0]
         except Exception as error:  # an error in the step itself is raised again when the step is called
             if is_exhausted(error):
                 raise

@@ -5,11 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from bytescope.memory.devices.compiler import Compilation
-from bytescope.memory.hlo import divergence
 from bytescope.memory.hlo import mesh as hlo_mesh
+from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow
+from bytescope.memory.hlo.loops import MAX_TURNS, trip_count
+from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.jaxprs import checkpoint_names_in
 from bytescope.model.names import NAMES
 from bytescope.train.program.choices import Choices
@@ -134,28 +137,62 @@ def _check_offload_moves_tensors(choices: Choices, compilation: Compilation) -> 
 def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
     """Checks that no collective of a compiled step waits for the devices of a pipeline stage that does not execute it.
 
+    The stages run loops and branches inside the `jax.shard_map` over the stages different numbers of times. So a
+    collective inside such a loop must not wait for devices of two stages.
+
+    A collective waits for these devices (openxla/xla, 2026, the sources of jaxlib 0.10):
+
+    * All but permutes: the devices of its replica group.
+    * A permute on the CPU: all devices. The rendezvous of a collective has the devices in its replica groups
+      (`CollectiveThunk::GetRendezvousKey`); a permute has no replica groups, so its rendezvous has all devices.
+    * A permute on a GPU: the devices that its source-target pairs connect, and all devices of the same process. The
+      clique of a permute has all devices (`CollectivePermuteThunk::GetP2PConfig`), and the first call on a clique is a
+      rendezvous of its devices in this process (`CollectiveThunk::FirstCallRendezvous`, pull request 38932). Not yet
+      checked on hardware.
+
     Raises:
       ValueError: there is such a collective. The message names the first one and the remedy.
     """
-    module, devices = compilation.program.module, mesh.devices.flat
-    axes, (_, layouts) = tuple(mesh.shape.items()), hlo_mesh.read_layouts(compilation.executable)
-    skipped = next(
-        divergence.skipped_collectives(
-            module,
-            axes,
-            hlo_mesh.match(module, layouts),
-            devices[0].platform,
-            [device.process_index for device in devices],
-        ),
-        None,
-    )
-    if skipped is None:
-        return
-    spanned = [axis for axis in hlo_mesh.spanned(skipped.links, axes) if axis != "stage"]
-    remedies = [f"mesh.{axis}=1" for axis in (*spanned, "stage")]
-    shape = module.shape(skipped.instruction)
-    raise ValueError(
-        f"the step would hang: {skipped.op_name} ({skipped.instruction.opcode} {shape.dtype}{list(shape.dims)}) waits "
-        f"for {len(skipped.waits)} devices, and some never reach it, because pipeline stages run the loop around it "
-        f"different numbers of times; set {' or '.join(remedies)}"
-    )
+    module, devices = compilation.program.module, list(mesh.devices.flat)
+    stages = np.indices(mesh.devices.shape)[mesh.axis_names.index("stage")].ravel()
+    flow = Flow(module)
+    for instruction in module.instructions.values():
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES or not _is_skipped_by_stages(flow, instruction):
+            continue
+        links = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
+        waiting = list(links)
+        if kind == "collective-permute":
+            # On the CPU all devices wait together, as if they were in one process.
+            owners = [0 if devices[0].platform == "cpu" else device.process_index for device in devices]
+            for process in set(owners):
+                waiting.append([number for number, owner in enumerate(owners) if owner == process])
+        for group in waiting:
+            if len(set(stages[group])) > 1:
+                spanned = [axis for axis in hlo_mesh.spanned(links, tuple(mesh.shape.items())) if axis != "stage"]
+                remedies = [f"mesh.{axis}=1" for axis in (*spanned, "stage")]
+                shape = module.shape(instruction)
+                raise ValueError(
+                    f"the step would hang: {module.metadata(instruction).op_name} ({instruction.opcode} "
+                    f"{shape.dtype}{list(shape.dims)}) waits for {len(group)} devices, and some never reach it, "
+                    "because pipeline stages run the loop around it different numbers of times; set "
+                    f"{' or '.join(remedies)}"
+                )
+
+
+def _is_skipped_by_stages(flow: Flow, instruction: Instruction) -> bool:
+    # A loop has the same number of iterations on all stages if XLA knows the number.
+    pending, seen = [instruction.computation], {instruction.computation}
+    while pending:
+        for caller in flow.callers.get(pending.pop(), ()):
+            op_name = flow.module.metadata(caller).op_name
+            if caller.opcode == "while":
+                varies = bool(MAX_TURNS.search(op_name)) or trip_count(flow.module, caller) is None
+            else:
+                varies = caller.opcode == "conditional"
+            if varies and "shard_map" in op_name:
+                return True
+            if caller.computation not in seen:
+                seen.add(caller.computation)
+                pending.append(caller.computation)
+    return False

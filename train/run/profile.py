@@ -21,7 +21,7 @@ from rich.console import Console
 
 from bytescope.memory.commands.trace_command import prediction, to_json
 from bytescope.memory.errors import ReportError
-from bytescope.memory.profile import annotate, breakdown, profile_text, xplane
+from bytescope.memory.profile import breakdown, profile_text, xplane
 from bytescope.memory.profile.xplane import HOST
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.checkpoints.workdir import write_atomically
@@ -160,9 +160,7 @@ class Profile:
 
     def _write_breakdown(self) -> None:
         path = xplane.find(self.workdir / FOLDER)
-        events = xplane.read(path)
-        measured, predicted = breakdown.find(events), prediction(self.report)
-        annotate.name(path, events)
+        measured, predicted = breakdown.find(xplane.read(path)), prediction(self.report)
         answer = to_json(measured, predicted)
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
         profile_text.show(measured, self.console, predicted)

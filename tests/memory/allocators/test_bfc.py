@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from bytescope.memory.allocators.bfc import GAP, LOWER, UPPER, BfcPool, rounded
+from bytescope.memory.allocators.bfc import GAP, LOWER, BfcPool, rounded
 from bytescope.memory.units import GIB, KIB, MIB
 
 pytestmark = pytest.mark.quick
@@ -82,26 +82,12 @@ def test_the_first_region_of_a_growing_pool_has_2_mib():
     assert BfcPool(MIB + 1, grows=True).next_region_bytes == MIB + 256
 
 
-@pytest.mark.parametrize(("joined", "succeeds"), [(False, False), (True, True)])
-def test_regions_that_cannot_be_merged_fragment_the_pool(joined, succeeds):
-    """PhysicalAllocatorOomsFragmentation, VirtualAllocatorPromotesReuse."""
-    pool = BfcPool(512 * MIB, grows=True, joins_regions=joined)
+def test_regions_that_cannot_be_merged_fragment_the_pool():
+    """PhysicalAllocatorOomsFragmentation."""
+    pool = BfcPool(512 * MIB, grows=True)
     for address in [pool.allocate(4 * MIB) for _ in range(128)][:-1]:
         pool.free(address)
-    assert (pool.allocate(508 * MIB) is not None) == succeeds
-    assert len(pool.regions) == 1 if joined else len(pool.regions) > 1
-
-
-def test_free_regions_are_returned_before_a_request_fails():
-    """TestRegionDeallocation: one region and one free chunk are left. Here a request follows that needs the others."""
-    pool = BfcPool(2 * GIB, grows=True, frees_regions=True)
-    for address in [pool.allocate(4 * MIB) for _ in range(128)][:-1]:
-        pool.free(address)
-    kept = pool.regions[-1]
-    assert len(pool.regions) > 1
-    assert pool.allocate(2 * GIB - kept[1]) is not None
-    assert len(pool.regions) == 2 and kept in pool.regions and pool.reserved == 2 * GIB
-    assert len([chunk for chunk in pool.chunks if not chunk.requested]) == 1
+    assert pool.allocate(508 * MIB) is None and len(pool.regions) > 1
 
 
 def test_a_device_without_memory_ends_the_growth():
@@ -147,9 +133,7 @@ def test_the_smallest_hole_is_used_first_then_the_lowest_address():
 @pytest.mark.parametrize("seed", range(7))
 def test_chunks_tile_the_regions_whatever_is_requested(seed):
     draw = random.Random(seed)
-    options = {"grows": seed % 2 == 1, "joins_regions": seed == 3, "frees_regions": seed == 5}
-    pool, live, peak = BfcPool(64 * MIB, **options, is_partitioned=seed in (0, 6)), {}, 0
-    ends = (LOWER, UPPER) if seed in (0, 6) else (LOWER,)
+    pool, live, peak = BfcPool(64 * MIB, grows=seed % 2 == 1, is_partitioned=seed in (0, 6)), {}, 0
     for _ in range(1500):
         if live and draw.random() < 0.47:
             address = draw.choice(list(live))
@@ -157,9 +141,9 @@ def test_chunks_tile_the_regions_whatever_is_requested(seed):
             del live[address]
         else:
             size = draw.choice((1, 256, 700, 4096, draw.randrange(1, MIB), draw.randrange(1, 8 * MIB)))
-            could, end = pool.largest_free >= size, draw.choice(ends)
-            address = pool.allocate(size, end)
-            assert address is not None or not could or end == UPPER
+            could = pool.largest_free >= size
+            address = pool.allocate(size)
+            assert (address is not None) == could
             if address is not None:
                 assert address not in live
                 live[address] = size
@@ -172,7 +156,7 @@ def test_chunks_tile_the_regions_whatever_is_requested(seed):
             assert not (was_free and not chunk.requested), "two free neighbours"
             at, was_free = at + chunk.size, not chunk.requested
         assert at == start + size
-    order = [(LOWER, GAP, UPPER).index(chunk.end) for chunk in chunks]
+    order = [(LOWER, GAP).index(chunk.end) for chunk in chunks]
     assert order == sorted(order) and order.count(1) <= 1
     assert {chunk.start: chunk.requested for chunk in chunks if chunk.requested} == live
     assert pool.in_use == sum(chunk.size for chunk in chunks if chunk.requested) and pool.peak_in_use == peak
@@ -184,90 +168,15 @@ def test_chunks_tile_the_regions_whatever_is_requested(seed):
     assert len(pool.chunks) == len(pool.regions) and pool.in_use == 0
 
 
-def partitioned(limit):
-    return BfcPool(limit, is_partitioned=True)
-
-
-def test_each_end_takes_from_the_gap_exactly():
-    """SpatialAllocatesFromEnds, SpatialGapCarveSplitsExactlyAtBothEnds."""
-    pool = partitioned(4096)
-    assert pool.allocate(256, UPPER) - pool.allocate(256) == 4096 - 256
-    for near, far, places in ((UPPER, LOWER, (0, 768)), (LOWER, UPPER, (1280, 1024))):
-        pool = partitioned(2048)
-        pool.allocate(1024, near)
-        base = pool.regions[0][0]
-        assert [pool.allocate(768, far) - base, pool.allocate(256, near) - base] == list(places)
-        assert pool.in_use == 2048
-
-
-def test_an_end_does_not_take_the_holes_of_the_other_end():
-    """SpatialSkipsLowerHole, SpatialSkipsUpperHole, SpatialReusesOwnHoles."""
-    for own, other in ((LOWER, UPPER), (UPPER, LOWER)):
-        pool = partitioned(1024)
-        hole, _, _ = pool.allocate(256, own), pool.allocate(256, own), pool.allocate(512, other)
-        pool.free(hole)
-        assert pool.allocate(256, other) is None and pool.allocate(256, own) == hole
-        pool = partitioned(4096)
-        _, hole, _ = [pool.allocate(256, own) for _ in range(3)]
-        pool.allocate(256, other)
-        pool.free(hole)
-        assert pool.largest_free == 3072 and pool.allocate(256, own) == hole  # before the gap
-
-
-def test_the_gap_takes_back_what_is_freed_beside_it():
-    """SpatialReclaimsGap, SpatialLowerReclaimsGap, SpatialUpperReclaimsAfterLowerFill."""
-    pool = partitioned(4096)
-    pool.allocate(1024)
-    first = pool.allocate(512, UPPER)
-    pool.free(first)
-    pool.allocate(512)
-    assert pool.allocate(512, UPPER) == first
-    pool.free(first)
-    last = pool.allocate(2560)
-    assert last + 2560 == first + 512 and pool.allocate(256, UPPER) is None
-    for own, other in ((LOWER, UPPER), (UPPER, LOWER)):
-        pool = partitioned(GIB)
-        addresses = [pool.allocate(32 * MIB, own) for _ in range(32)]
-        assert None not in addresses and pool.allocate(256, other) is None
-        for address in addresses:
-            pool.free(address)
-        place = pool.allocate(18 * MIB, other) - pool.regions[0][0]
-        assert place == (GIB - 18 * MIB if other == UPPER else 0)
-
-
-def test_a_hole_of_either_end_is_handed_out_whole():
-    """SpatialHoleReuseKeepsSlackAtBothEnds."""
-    pool = partitioned(4096)
-    holes = {}
-    for end in (LOWER, UPPER):
-        holes[end] = pool.allocate(1024, end)
-        pool.allocate(256, end)
-        pool.free(holes[end])
-    base = pool.regions[0][0]
-    assert [pool.allocate(768, end) for end in (LOWER, UPPER)] == [holes[LOWER], holes[UPPER]]
-    assert pool.allocate(256) == base + 1280 and pool.allocate(256, UPPER) == base + 4096 - 1280 - 256
-
-
-@pytest.mark.parametrize("own", [LOWER, UPPER])
-def test_the_addresses_of_an_end_do_not_depend_on_the_other(own):
-    """SpatialUpperOffsetsStable, SpatialLowerOffsetsStable."""
-    other = UPPER if own == LOWER else LOWER
-
-    def offsets(seed):
-        draw, pool, others, live, found = random.Random(seed), partitioned(512 * MIB), [], [], []
-        for size in (4, 16, 1, 18, 2, 8, 4, 32):
-            for _ in range(draw.randrange(6)):
-                if others and draw.random() < 0.4:
-                    pool.free(others.pop(draw.randrange(len(others))))
-                elif pool.in_use < 256 * MIB:
-                    others.append(pool.allocate(draw.choice((256, MIB, 8 * MIB, 32 * MIB)), other))
-            live.append(pool.allocate(size * MIB, own))
-            found.append(live[-1])
-            if len(live) > 2:
-                pool.free(live.pop(0))
-        return found
-
-    assert {tuple(offsets(seed)) for seed in range(16)} == {tuple(offsets(16))}
+def test_the_lower_end_of_a_partitioned_pool_takes_from_the_gap_exactly():
+    """SpatialGapCarveSplitsExactlyAtBothEnds, SpatialReusesOwnHoles, SpatialReclaimsGap, for the lower end."""
+    pool = BfcPool(4096, is_partitioned=True)
+    first, hole, last = [pool.allocate(size) for size in (1024, 256, 2560)]
+    assert [hole - first, last - first, pool.in_use, pool.largest_free] == [1024, 1280, 3840, 256]
+    pool.free(hole)
+    assert pool.allocate(256) == hole  # before the gap
+    pool.free(last)
+    assert pool.largest_free == 2816 and [chunk.end for chunk in pool.chunks] == [LOWER, LOWER, GAP]
 
 
 # A pool in an out-of-memory message of TensorFlow, November 2017, Tesla K40c with 497 MiB left: all chunks by address.
@@ -307,7 +216,8 @@ def test_the_pool_of_a_message_is_rebuilt_and_its_request_fails():
 def test_a_growing_pool_fails_as_in_a_message_although_the_memory_is_there():
     """flowdec issue 32, TensorFlow of June 2020: 4.2 of 9.8 GiB in use, two arrays of 2.1 GiB, no room for a third."""
     limit, array, small = 10562958132, 2233958400, (*9 * [256], 1024, 1280, 64000)
-    pool = BfcPool(limit, grows=True, first_region_bytes=MIB)
+    pool = BfcPool(limit, grows=True)
+    pool.next_region_bytes = MIB
     for size in (*small, array, array):
         assert pool.allocate(size) is not None
     assert pool.in_use == 4467985408 and pool.largest_request == array
@@ -322,7 +232,8 @@ def test_a_growing_pool_fails_as_in_a_message_although_the_memory_is_there():
 
 def test_a_growing_pool_takes_the_rest_of_a_limit_that_is_no_multiple_of_256():
     """A message of TensorFlow, June 2020, GeForce GT 735M: nine regions from 1 to 256 MiB, then the last 31 MiB."""
-    pool = BfcPool(568351129, grows=True, first_region_bytes=MIB)
+    pool = BfcPool(568351129, grows=True)
+    pool.next_region_bytes = MIB
     while pool.allocate(115200) is not None and pool.allocate(256) is not None:
         pass
     assert [size // MIB for _, size in pool.regions] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 31]

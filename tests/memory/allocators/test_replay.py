@@ -4,9 +4,8 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory.allocators.bfc import BfcPool
-from bytescope.memory.allocators.paged_memory import PAGE_BYTES, PagedMemory
 from bytescope.memory.allocators.program_events import Event, ProgramCall, call_of, events_of
-from bytescope.memory.allocators.replay import Device, replay, replay_all
+from bytescope.memory.allocators.replay import PAGE_BYTES, Device, PagedMemory, replay, replay_all
 from bytescope.memory.devices.chips import CONTEXT_BYTES
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, RuntimeOverhead

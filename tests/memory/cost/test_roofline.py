@@ -19,7 +19,7 @@ from bytescope.memory.compare import worker
 from bytescope.memory.cost import roofline
 from bytescope.memory.cost.flops import count
 from bytescope.memory.cost.roofline import Figures, Prediction, seconds
-from bytescope.memory.cost.step_work import by_phase, hosts_of
+from bytescope.memory.cost.step_work import by_phase
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import Collective, ReportRecord, Subject, Transfer
@@ -148,13 +148,13 @@ def test_figures_of_targets():
 def test_work_by_phase():
     flops = {("forward", "bf16"): 10, ("backward", "bf16"): 15, ("backward", "tf32"): 5}
     collectives = (
-        Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward"),
+        Collective("a", "all-gather", ("data",), 2, times=3, bytes=20, wire_bytes=10, phase="forward", hosts=2),
         Collective("b", "all-gather", ("tensor",), 2, times=2, wire_bytes=7, phase="recompute", asynchronous=True),
         Collective("c", "all-reduce", ("tensor",), 2, wire_bytes=5, phase="backward", asynchronous=True, overlapped=2),
     )
     transfers = (Transfer("", "to device", 11, 0.0), Transfer("optimizer", "to host", 13, 0.0))
     kernel_bytes = {"forward": {"product_bytes": 3, "other_bytes": 4}}
-    found = by_phase(collectives, transfers, kernel_bytes, flops, (("data", 2), ("tensor", 2)), 2)
+    found = by_phase(collectives, transfers, kernel_bytes, flops)
     none = {"in_host": 0, "between_hosts": 0}
     empty = phase(collective_bytes=none, hidden_collective_bytes=none)
     assert found == {
@@ -174,26 +174,6 @@ def test_work_by_phase():
 
 
 @pytest.mark.parametrize(
-    ("axes", "group", "per_host", "hosts"),
-    [
-        (("fsdp",), 4, 8, 1),
-        (("data",), 2, 8, 2),
-        (("data",), 2, 0, 1),
-        (("data",), 2, 16, 1),
-        (("tensor",), 2, 4, 1),
-        (("fsdp",), 4, 4, 2),
-        (("tensor",), 2, 3, 2),
-        ((), 8, 8, 1),
-        ((), 16, 8, 2),
-        ((), 17, 8, 3),
-        (("other",), 16, 8, 2),
-    ],
-)
-def test_hosts_of_an_axis(axes, group, per_host, hosts):
-    assert hosts_of(axes, group, (("data", 2), ("fsdp", 4), ("tensor", 2)), per_host) == hosts
-
-
-@pytest.mark.parametrize(
     ("kind", "wire", "card"),
     [
         # Eight hosts of eight: 7/8 of the payload enter a host, through eight cards, a message to each.
@@ -205,10 +185,10 @@ def test_hosts_of_an_axis(axes, group, per_host, hosts):
     ],
 )
 def test_cards_of_a_host_share_what_its_devices_send(kind, wire, card):
-    collectives = (Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire),)
-    found = by_phase(collectives, (), {}, {}, (("fsdp", 64),), 8)
+    item = Collective("a", kind, ("fsdp",), 64, bytes=64, wire_bytes=wire, hosts=8)
+    found = by_phase((item,), (), {}, {})
     assert found["forward"]["collective_bytes"] == {"in_host": 0, "between_hosts": card}
-    inside = by_phase(collectives, (), {}, {}, (("fsdp", 64),), 0)
+    inside = by_phase((dataclasses.replace(item, hosts=1),), (), {}, {})
     assert inside["forward"]["collective_bytes"] == {"in_host": wire, "between_hosts": 0}
 
 
@@ -421,7 +401,7 @@ def report_of_kernels(target):
         ScheduledKernel("product", "backward", 2**28, 2**40, "float32"),
     )
     flops, kernel_bytes = step_schedule.flops_by_phase(schedule), step_schedule.bytes_by_phase(schedule)
-    work, known = by_phase((), (), kernel_bytes, flops, (), 0), json.loads(json.dumps(targets.parse(target).to_json()))
+    work, known = by_phase((), (), kernel_bytes, flops), json.loads(json.dumps(targets.parse(target).to_json()))
     return ReportRecord(8, 8, {}, work=work, schedule=schedule, target=known, subject=Subject(calls=2))
 
 

@@ -77,11 +77,11 @@ def test_ledger_by_hand():
         Buffer("later", 32, (4, 4), "bfloat16", "gradients", "backward", start=10, end=11),
         Buffer("gathered", 99, (8, 4), "bfloat16", "gradients", "backward", start=2, end=9),
     ]
-    rows = ledger.rows(buffers, dict.fromkeys(range(len(buffers)), 16))
+    rows = ledger.rows(buffers)
     assert [(r.role, r.dtype, r.bytes_per_param) for r in rows] == [
         ("params", "bfloat16", 2.0),
         ("gradients", "bfloat16", 2.0),
         ("optimizer", "float32", 12.0),
         ("total", "", 16.0),
     ]
-    assert ledger.rows([], {})[-1].bytes_per_param == 0.0
+    assert ledger.rows([])[-1].bytes_per_param == 0.0

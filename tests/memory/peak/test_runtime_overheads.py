@@ -7,9 +7,8 @@ import jax
 import pytest
 
 from bytescope import memory
-from bytescope.memory.allocators.paged_memory import PagedMemory
 from bytescope.memory.allocators.program_events import ProgramCall, events_of
-from bytescope.memory.allocators.replay import replay
+from bytescope.memory.allocators.replay import PagedMemory, replay
 from bytescope.memory.analysis import judge, report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.chips import CONTEXT_BYTES

@@ -170,25 +170,6 @@ def test_operations_without_a_module_are_of_their_own_words():
     assert (found.steps, found.updates, found.wall) == ((), 1, 30)
 
 
-def test_names_change_no_time(proto, named):
-    from bytescope.memory.profile.annotate import with_names
-
-    host = Plane("/host:CPU")
-    host.line(
-        "tf_XLA",
-        0,
-        *(
-            (name, 100 * n, 50, {"hlo_op": f"&{name}", "hlo_module": "&jit_step"})
-            for n, name in enumerate(named.values())
-        ),
-        ("other", 0, 9, {}),
-    )
-    data = host.bytes()
-    added = with_names(data, {named["dot"]: "jit(step)/mlp/dot_general"})
-    assert xplane.parse(added) == xplane.parse(data) and added.count(b"jit(step)/mlp/dot_general") == 1
-    assert with_names(data, {}) == data
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_damaged_traces_are_records_or_one_error(at, value):

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import pytest
 
 from bytescope import memory
-from bytescope.memory.cost import kernel_costs
 from bytescope.memory.cost.flops import FlopCount, count
 from bytescope.memory.devices import targets
 from bytescope.memory.seconds import reading, step_schedule
@@ -77,16 +76,6 @@ def gather(more=b""):
 
 
 START = Start("all-gather-start.2", "all-gather", "forward", 8 * SIZE, 8)
-
-
-@pytest.mark.quick
-def test_what_a_kernel_moves_is_found_once_for_a_report(monkeypatch):
-    """The sums by phase and the schedule both ask for it."""
-    asked, moved = Counter(), kernel_costs.moved
-    monkeypatch.setattr(kernel_costs, "moved", lambda module, one: asked.update([one.name]) or moved(module, one))
-    report = memory.analyze(proto(computation(1, X, item(2, "dot", 1, 1, more=DOT), item(3, "sine", 2), root=3)))
-    assert report.schedule == (SQUARE, SIN)
-    assert asked["dot.2"] == asked["sine.3"] == 1
 
 
 @pytest.mark.quick

@@ -97,24 +97,39 @@ def test_dropout_uneven_layers_and_adapters_have_the_losses_of_one_device(arithm
     np.testing.assert_allclose(checked_losses(program), plain(**arithmetic), rtol=1e-6)
 
 
+def sent(x):
+    """A permute within a stage."""
+    return jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)])
+
+
 @pytest.mark.quick
-def test_a_collective_that_a_stage_skips_is_refused_in_a_line(devices):
+@pytest.mark.parametrize(
+    ("collective", "turns", "remedy"),
+    [
+        (sent, lambda stage: 1 - stage, "set mesh.tensor=1 or mesh.stage=1"),
+        (lambda x: jax.lax.psum(x, "stage"), lambda stage: 1 - stage, "set mesh.stage=1"),
+        (lambda x: jax.lax.psum(x, "tensor"), lambda stage: 1 - stage, ""),
+        (sent, lambda stage: 3, ""),
+    ],
+    ids=("permute", "sum over stages", "sum within a stage", "equal turns"),
+)
+def test_a_collective_that_a_stage_skips_is_refused_in_a_line(devices, collective, turns, remedy):
     """On the CPU a permute waits for all devices, those of a stage that runs its loop no turn, too."""
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"stage": 2, "tensor": 2}, devices[:4])
 
     def step(x):
-        def send(_, x):
-            return jax.lax.ppermute(x, "tensor", [(0, 1), (1, 0)])
-
-        return jax.lax.fori_loop(0, 1 - jax.lax.axis_index("stage"), send, x)
+        return jax.lax.fori_loop(0, turns(jax.lax.axis_index("stage")), lambda _, x: collective(x), x)
 
     spec = jax.sharding.PartitionSpec("stage", "tensor")
     mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     compilation = compile_lowered(jax.jit(mapped).lower(jax.ShapeDtypeStruct((2, 2), jnp.float32)))
-    start = r"^the step would hang: jit\(step\)/.* \(collective-permute float32\[1, 1\]\) waits for"
+    if not remedy:
+        check_collectives(compilation, mesh)
+        return
+    start = r"^the step would hang: jit\(step\)/.* \((collective-permute|all-reduce) float32\[1, 1\]\) waits for"
     with pytest.raises(ValueError, match=start) as caught:
         check_collectives(compilation, mesh)
-    assert str(caught.value).endswith("set mesh.tensor=1 or mesh.stage=1") and "\n" not in str(caught.value)
+    assert str(caught.value).endswith(remedy) and "\n" not in str(caught.value)
 
 
 @pytest.mark.exhaustive
