@@ -8,7 +8,6 @@ from bytescope.memory.audit.checkpoint_names_audit import checkpoints
 from bytescope.memory.audit.donations import donations
 from bytescope.memory.audit.offloads import offloads
 from bytescope.memory.audit.partitioner import gathered_arrays
-from bytescope.memory.audit.randomness import randomness
 from bytescope.memory.audit.xla_recomputation import with_xla_recomputation
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
@@ -16,7 +15,7 @@ from bytescope.memory.records.report_record import JudgedProgram
 
 Audit = Callable[[JudgedProgram, PlacedProgram], Iterable[AuditRow]]
 
-AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, randomness, gathered_arrays)
+AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, gathered_arrays)
 
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:

@@ -1,8 +1,8 @@
 """Records of an audit: what a program asks jax and XLA to do (its requests), and whether the compiled program does it.
 
-A request is something that the user's code asks for: to recompute, save or offload a value, to donate an argument, to
-draw the same random bits again, or to keep an array sharded. All sizes are bytes on one device, and all FLOPs are FLOPs
-of one call of the step on one device.
+A request is something that the user's code asks for: to recompute, save or offload a value, to donate an argument, or
+to keep an array sharded. All sizes are bytes on one device, and all FLOPs are FLOPs of one call of the step on one
+device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ KINDS = {
     "name": "a value with a checkpoint_name that a remat policy saves, offloads or recomputes",
     "offload": "a value that is kept in host memory",
     "donation": "a donated argument, whose memory a result reuses",
-    "random": "random bits that the backward pass draws again",
     "sharding": "an array that stays sharded, so that each device holds only its part",
 }
 # Values of `asked`, and the value of `done` that honors each of them.
@@ -24,14 +23,12 @@ HONORED_BY = {
     "save": "kept",
     "offload": "offloaded",
     "donate": "reused",
-    "repeat": "repeated",
     "divide": "divided",
 }
 UNKNOWN = "unknown"
 # Values of `done` for requests that were not honored: "ignored" (for example, a policy lists a name that no value has),
-# "copied" (no result reuses the donated memory), "redrawn" (the recomputation draws other random bits), "replicated"
-# (every device holds the whole array).
-OTHER_OUTCOMES = ("ignored", "copied", "redrawn", "replicated")
+# "copied" (no result reuses the donated memory), "replicated" (every device holds the whole array).
+OTHER_OUTCOMES = ("ignored", "copied", "replicated")
 # Values of `undone_by`, in the order in which jax and XLA run these steps. "copies": XLA copies an array that is read
 # after its memory is overwritten. "scheduler": XLA orders the instructions so that the request has no effect.
 STEPS = (
@@ -44,7 +41,6 @@ STEPS = (
     "rematerialization",
     "copies",
     "scheduler",
-    "runtime",
 )
 # Steps whose effect is read from the jaxpr. Effects of the other steps are inferred from the compiled program.
 _IN_JAXPR = ("tracing", "autodiff")
