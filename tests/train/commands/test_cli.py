@@ -26,7 +26,7 @@ STAYING = {
     "report": (
         "--formulas --run --generate --verbose --xla --allocators --try-remedies --github --rates --host-memory "
         "--processes-per-node --json --html --export",
-        "--names --audit --strict --passes --trace --save-program --value --without --auto-axes --function --timeout",
+        "--names --audit --strict --trace --save-program --value --without --auto-axes --function --timeout",
     ),
     "explain": ("--json --html", ""),
     "diff": ("--fail-above --json --github", ""),
