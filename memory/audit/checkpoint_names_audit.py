@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.audit.checkpoint_outcomes import CompiledOutcome, region_rows, rows_without_jaxpr
-from bytescope.memory.audit.checkpoint_requests import (
-    CheckpointRegion,
-    find_regions,
-    line_of,
-    mentioned_names,
-    request_for,
-)
+from bytescope.memory.audit.checkpoint_requests import CheckpointRegion, find_regions, mentioned_names, request_for
+from bytescope.memory.findings.user_functions import line_of
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.jaxprs import checkpoint_name_of, distinct_jaxprs
 from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.peak.checkpoint_names import Names, named_places
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
+from bytescope.memory.records.xla_records import RecomputedValue
 
+_RECOMPUTED_BY_XLA = (
+    "the policy of jax.checkpoint saves the value, but XLA recomputes the value, because the program exceeds XLA's "
+    "memory limit: use a policy that saves fewer values, or reduce the batch size"
+)
 # Minimum similarity (difflib's ratio) of a word and its misspelling.
 _SIMILAR = 0.75
 _SEPARATORS = re.compile(r"[_\W]+")
@@ -58,10 +59,31 @@ def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[Audit
     if regions:
         yield from region_rows(report, regions, outcome)
         carried = _lines_of_names(program.jaxpr)
+        by_xla = _recomputed_by_xla(report, program)
         for name, line in carried.items():
-            yield from _carried_name(name, line, kept.get(name, 0), regions, outcome)
+            yield from _carried_name(name, line, kept.get(name, 0), by_xla.get(name, []), regions, outcome)
         for policy, asking in _regions_by_policy(regions):
             yield from _absent_names(policy, asking, carried)
+
+
+def _recomputed_by_xla(report: JudgedProgram, program: PlacedProgram) -> dict[str, list[RecomputedValue]]:
+    """Returns the values that XLA's rematerialization pass recomputes, because the program needs more memory than the
+    limit that XLA compiles for: checkpoint name -> values. A value without a checkpoint name has the key ""."""
+    found: dict[str, list[RecomputedValue]] = defaultdict(list)
+    if not report.xla_recomputed:
+        return found
+    module, names = program.module, Names((), named_places(program.jaxpr))
+    by_name = {instruction.name: instruction for instruction in module.instructions.values()}
+    for value in report.xla_recomputed:
+        instruction = by_name.get(value.name)
+        if instruction is None:
+            continue
+        metadata = [module.metadata(instruction)]
+        if instruction.opcode == "fusion":
+            inside = module.computations[instruction.called[0]].instructions
+            metadata += [module.metadata(module.instructions[id]) for id in reversed(inside)]
+        found[names.find(metadata)].append(value)
+    return found
 
 
 def _lines_of_names(jaxpr: Any) -> dict[str, str]:
@@ -94,22 +116,26 @@ def _regions_by_policy(regions: Iterable[CheckpointRegion]) -> list[tuple[Any, l
 
 
 def _carried_name(
-    name: str, line: str, size: int, regions: Sequence[CheckpointRegion], outcome: CompiledOutcome
+    name: str,
+    line: str,
+    size: int,
+    by_xla: Sequence[RecomputedValue],
+    regions: Sequence[CheckpointRegion],
+    outcome: CompiledOutcome,
 ) -> Iterator[AuditRow]:
     """Yields the audit row of a checkpoint name that at least one value of the program has: whether a remat policy
     saves or recomputes the value, and what the compiled program does. Yields nothing if no policy saves the value and
-    the backward pass does not recompute it. If all policies are unknown, the row only says that the value is kept; if
-    no value with the name is alive at the memory peak, yields nothing.
+    the backward pass does not recompute it.
 
     Args:
         name: the checkpoint name.
         line: "file.py:line" of the call of checkpoint_name.
         size: bytes on one device of the residuals with this name that are alive at the memory peak.
+        by_xla: the values with this name that XLA's rematerialization pass recomputes.
         regions: the differentiated calls of jax.checkpoint in the program.
         outcome: what the compiled module recomputes and keeps.
     """
-    requests = [request_for(region.policy, name) if region.has_policy else "" for region in regions]
-    saving = [region for region, request in zip(regions, requests) if request == "save"]
+    saving = [region for region in regions if request_for(region.policy, name) == "save"]
     again = [region for region in regions if name in region.names]
     lost = [region for region in saving if region in again]
     if lost:
@@ -118,6 +144,19 @@ def _carried_name(
             "value: call checkpoint_name outside of functions with a custom gradient (jax.custom_vjp)"
         )
         yield AuditRow("name", name, line, "save", "recomputed", size, 0, "autodiff", message, _calls(lost))
+    elif saving and by_xla:
+        yield AuditRow(
+            "name",
+            name,
+            line,
+            "save",
+            "recomputed",
+            sum(value.bytes for value in by_xla),
+            sum(value.flops for value in by_xla),
+            "rematerialization",
+            _RECOMPUTED_BY_XLA,
+            len(by_xla),
+        )
     elif saving:
         yield AuditRow("name", name, line, "save", "kept", size, count=_calls(saving))
     elif again:
@@ -131,8 +170,6 @@ def _carried_name(
             yield AuditRow("name", name, line, "recompute", "kept", size, 0, "cse", message, _calls(merged))
         else:
             yield AuditRow("name", name, line, "recompute", "recomputed", size, count=_calls(again))
-    elif size and not any(region.has_policy for region in regions):
-        yield AuditRow("name", name, line, done="kept", bytes=size)
 
 
 def _calls(regions: Iterable[CheckpointRegion]) -> int:

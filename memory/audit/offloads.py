@@ -14,9 +14,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bytescope.memory.audit.checkpoint_requests import line_of, request_for
+from bytescope.memory.audit.checkpoint_requests import request_for
 from bytescope.memory.audit.idle_offloads import find_moved_values
 from bytescope.memory.cost import host_transfers
+from bytescope.memory.findings.user_functions import line_of
 from bytescope.memory.hlo import loops
 from bytescope.memory.hlo.buffers import HOST_COLOR
 from bytescope.memory.hlo.module import Module

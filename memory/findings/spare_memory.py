@@ -199,16 +199,10 @@ def _walk(jaxpr: Any, stack: str, times: int) -> Iterator[RecomputedProduct]:
 
 
 def _product(equation: Any, times: int) -> RecomputedProduct:
-    from jax._src import source_info_util
-
-    frames = tuple(
-        Frame(frame.file_name, frame.start_line, function=frame.function_name)
-        for frame in source_info_util.user_frames(equation.source_info.traceback)
-    )
     results = [variable.aval for variable in equation.outvars if hasattr(variable.aval, "dtype")]
     name = equation.primitive.name
     return RecomputedProduct(
-        frames=frames,
+        frames=user_functions.frames_of(equation),
         flops=times * flops.count_equation(equation).total,
         bytes=times * sum(math.prod(array.shape) * array.dtype.itemsize for array in results),
         saveable=name in _SAVEABLE,

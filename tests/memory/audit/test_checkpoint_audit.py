@@ -1,7 +1,6 @@
 """The audit of jax.checkpoint and checkpoint_name: each undone request is found in its program, and its correction has
 no such row."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -134,26 +133,6 @@ def test_program_without_jaxpr():
     row = rows["checkpoint", "mlp"]
     assert (row.asked, row.done, row.honored) == ("unknown", "recomputed", None)
     assert rows["name", "hidden"].done == "kept"
-
-
-@contextlib.contextmanager
-def remat3():
-    jax.config.update("jax_remat3", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_remat3", False)
-
-
-@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="jax without jax_remat3")
-def test_remat3():
-    with remat3():
-        rows = rows_of(programs.unrolled(prevent_cse=True))
-    assert not unhonored(rows)
-    row = rows["checkpoint", "mlp"]
-    assert (row.done, row.count) == ("recomputed", LAYERS)
-    assert row.flops == LAYERS * 2 * programs.ROWS * programs.WIDTH * programs.HIDDEN
-    assert row.source.endswith(line_of(programs.unrolled, "x = block(x, weights)"))
 
 
 @pytest.mark.exhaustive
