@@ -3,19 +3,15 @@ remat policies ask."""
 
 from __future__ import annotations
 
-import ast
 import difflib
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from bytescope.memory.audit.checkpoint_outcomes import CompiledOutcome, region_rows, rows_without_jaxpr
 from bytescope.memory.audit.checkpoint_requests import CheckpointRegion, find_regions, mentioned_names, request_for
 from bytescope.memory.findings.user_functions import line_of
-from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.jaxprs import checkpoint_name_of, distinct_jaxprs
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.peak.checkpoint_names import Names, named_places
@@ -180,8 +176,7 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
     """Yields one row for each checkpoint name that a remat policy lists and that no value of the program has.
 
     One policy may serve several models and list the names of all of them. So if the program has at least one name of
-    the policy, a missing name gets a row only in two cases: a name of the program is spelled similarly, or the source
-    code calls checkpoint_name with the missing name and discards the result.
+    the policy, a missing name gets a row only if a name of the program is spelled similarly.
 
     Args:
         policy: the remat policy.
@@ -191,20 +186,17 @@ def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dic
     requests = mentioned_names(policy)
     absent = [name for name in requests if name not in carried]
     unmentioned = [name for name in carried if name not in requests]
-    files = sorted({line.rpartition(":")[0] for region in regions for line in region.lines})
     for name in absent:
         message = f"the policy of jax.checkpoint of {regions[0].title} lists {name}, but no value has this name: "
         alike = [other for other in unmentioned if _is_misspelling(name, other)]
-        unused = next((_unused_names(file)[name] for file in files if name in _unused_names(file)), "")
-        if unused:
-            message += f"use the result of checkpoint_name in {short_place(unused)}, which is discarded"
-        elif alike:
+        source = regions[0].source
+        if alike:
             message += f"did you mean {alike[0]}?"
+            source = carried[alike[0]] or source
         elif len(absent) == len(requests):
-            message += "give a value the name with jax.ad_checkpoint.checkpoint_name"
+            message += "give a value the name with jax.ad_checkpoint.checkpoint_name, and use the named value"
         else:
             continue
-        source = unused or (carried[alike[0]] if alike else "") or regions[0].source
         yield AuditRow("name", name, source, requests[name], "ignored", undone_by="tracing", message=message)
 
 
@@ -218,35 +210,3 @@ def _is_misspelling(name: str, other: str) -> bool:
     if len(words) != len(others):
         return False
     return all(difflib.SequenceMatcher(None, *pair).ratio() >= _SIMILAR for pair in zip(words, others))
-
-
-@functools.lru_cache(maxsize=256)
-def _unused_names(file: str) -> dict[str, str]:
-    """Returns the checkpoint names in a source file that have no effect, because the result of the call
-    checkpoint_name(x, "name") is never used, as a dict: name -> "file.py:line" of the call. Returns {} if the file
-    cannot be read or parsed."""
-    try:
-        source = Path(file).read_bytes()
-        tree = ast.parse(source if b"checkpoint_name" in source else b"")
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
-    unused: dict[str, str] = {}
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Expr | ast.Assign):
-                targets = node.targets if isinstance(node, ast.Assign) else ()
-                if all(isinstance(target, ast.Name) and target.id not in read for target in targets):
-                    unused |= dict.fromkeys(_given_names(node.value), f"{file}:{node.lineno}")
-    return unused
-
-
-def _given_names(node: ast.expr) -> list[str]:
-    """Returns the names in a call checkpoint_name(x, "name"): the string literals among the arguments after the first
-    one. Returns [] if `node` is not such a call."""
-    if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) != "checkpoint_name":
-        return []
-    given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
-    return [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]

@@ -33,10 +33,9 @@ def _figures(match: re.Match[str]) -> dict[str, int]:
     replaces the rounded size of the group `requested`. Groups with the prefix "w_" are words."""
     out: dict[str, int] = {}
     for name, text in match.groupdict().items():
-        size = size_of(text)
-        if size is None or name.startswith("w_"):
-            continue
-        out[name] = size
+        size = None if name.startswith("w_") else size_of(text)
+        if size is not None:
+            out[name] = size
     if "requested_exact" in out:
         out["requested"] = out["requested_exact"]
     return out
@@ -48,9 +47,17 @@ def _words(match: re.Match[str]) -> dict[str, str]:
     }
 
 
-def _message(form: str, match: re.Match[str], **more: int | None) -> Message:
-    figures = {**_figures(match), **{name: value for name, value in more.items() if value is not None}}
-    return Message(form, 0, match.start(), figures, _words(match), (), " ".join(match[0].split())[:300])
+def _message(
+    form: str,
+    match: re.Match[str],
+    figures: Mapping[str, int] | None = None,
+    words: Mapping[str, str] | None = None,
+    buffers: tuple[ListedBuffer, ...] = (),
+) -> Message:
+    """Returns the message that begins with a match. `figures` and `words` replace the sizes and words of the match."""
+    figures = _figures(match) if figures is None else figures
+    words = _words(match) if words is None else words
+    return Message(form, 0, match.start(), figures, words, buffers, " ".join(match[0].split())[:300])
 
 
 # ---- GPU: programs and requests -------------------------------------------------------------------------------
@@ -106,10 +113,7 @@ def read_requests(text: str) -> Iterator[Message]:
             form = "picker"
         message = _message(form, head)
         if any(head.end() <= dump < end for dump in dumps):
-            message = _with_dump(
-                Message("gpu_buffers", 0, head.start(), message.figures, message.words, (), message.quote),
-                text[head.end() : end],
-            )
+            message = _with_dump(dataclasses.replace(message, form="gpu_buffers"), text[head.end() : end])
         yield message
     for match in _PLATFORM.finditer(text):
         yield _message("picker" if _is_autotuning(text, match.start()) else "gpu_platform", match)
@@ -130,15 +134,7 @@ def _is_autotuning(text: str, position: int) -> bool:
 def _with_dump(message: Message, text: str) -> Message:
     rows = {name: row.search(text) for name, row in _ROWS.items()}
     figures = {name: size for name, match in rows.items() if match and (size := size_of(match[name])) is not None}
-    return Message(
-        message.form,
-        0,
-        message.position,
-        {**figures, **message.figures},
-        message.words,
-        read_buffers(text),
-        message.quote,
-    )
+    return dataclasses.replace(message, figures={**figures, **message.figures}, buffers=read_buffers(text))
 
 
 # ---- TPU ------------------------------------------------------------------------------------------------------
@@ -204,32 +200,16 @@ def read_tpu(text: str) -> Iterator[Message]:
     runtime = [(form, match) for form, pattern in _TPU_OTHER.items() for match in pattern.finditer(text)]
     tables = [match.start() for match in _TPU_TABLE.finditer(text)]
     if tables and not heads and not any(form == "tpu_reserve" for form, _ in runtime):
-        table = _with_table(
-            Message(
-                "tpu_table",
-                0,
-                tables[0],
-            ),
-            text,
-        )
-        total = table.figures.get("total") if _TPU_ROWS["total"].search(text) else None
-        figures = {**table.figures, **({"requested": total} if total is not None else {})}
-        yield Message(table.form, 0, table.position, figures, table.words, table.buffers, "")
+        table = _with_table(Message("tpu_table", 0, tables[0]), text)
+        if "total" in table.figures and _TPU_ROWS["total"].search(text):
+            table = dataclasses.replace(table, figures={**table.figures, "requested": table.figures["total"]})
+        yield table
     for head, end in zip(heads, [head.start() for head in heads[1:]] + [len(text)]):
         scoped = _TPU_SCOPED.search(text, head.start(), end)
-        space = head["w_space"]
         if scoped:
-            yield Message(
-                "tpu_scoped",
-                0,
-                head.start(),
-                _figures(scoped),
-                {**_words(head), "space": space},
-                (),
-                " ".join(head[0].split())[:300],
-            )
-            continue
-        yield _with_table(_message("tpu_table", head), text[head.start() : end])
+            yield _message("tpu_scoped", head, _figures(scoped))
+        else:
+            yield _with_table(_message("tpu_table", head), text[head.start() : end])
     if not heads:
         for match in _TPU_SCOPED.finditer(text):
             yield _message("tpu_scoped", match)
@@ -248,12 +228,10 @@ def read_tpu(text: str) -> Iterator[Message]:
             for name, row in _BALANCE.items():
                 if found := row.search(rest):
                     figures[name] = _figures(found)[name]
-            rows = {name: row.search(rest) for name, row in _TPU_ROWS.items()}
-            for name in ("total", "outputs", "arguments", "program", "temp"):
-                found = rows[name]
-                if found and "HBM capacity" in rest:
+            for name in ("total", "outputs", "arguments", "program", "temp") if "HBM capacity" in rest else ():
+                if found := _TPU_ROWS[name].search(rest):
                     figures.setdefault(name, _figures(found)[name])
-        yield Message(form, 0, message.position, figures, message.words, buffers, message.quote)
+        yield dataclasses.replace(message, figures=figures, buffers=buffers)
 
 
 def _with_table(message: Message, text: str) -> Message:
@@ -268,7 +246,7 @@ def _with_table(message: Message, text: str) -> Message:
         words["space"] = match["w_space"] if match else _guess_memory_space(text)
     if words.get("space", "hbm") != "hbm" and "program" in figures:
         figures.setdefault("total", figures["program"])
-    return Message(message.form, 0, message.position, figures, words, read_buffers(text), message.quote)
+    return dataclasses.replace(message, figures=figures, words=words, buffers=read_buffers(text))
 
 
 def _guess_memory_space(text: str) -> str:
@@ -346,17 +324,15 @@ def read_allocators(text: str) -> Iterator[Message]:
     dump_figures = _dump_figures(text) if dump else {}
     for head, end in zip(heads, ends):
         if "not a failure" in text[head.start() : min(head.start() + 800, end)] or head["w_optional"]:
-            message = _message("bfc_no_failure", head)
-            figures = {"asked": message.figures["requested"]} if "requested" in message.figures else {}
-            yield Message("bfc_no_failure", 0, message.position, figures, message.words, (), message.quote)
+            requested = _figures(head).get("requested")
+            yield _message("bfc_no_failure", head, {} if requested is None else {"asked": requested})
             continue
-        message = _message("bfc", head)
+        words = _words(head)
         bar = next((bar[0] for bar in bars if head.end() <= bar.start() < end), "")
-        words = {**message.words, **({"bar": bar} if bar else {})}
-        buffers = _chunks(text) if dump else ()
-        figures = {**dump_figures, **message.figures}
+        if bar:
+            words["bar"] = bar
         # Only "(rounded to N)" is exact. It is the request rounded up to a multiple of 256 bytes.
-        yield Message("bfc", 0, message.position, figures, words, buffers, message.quote)
+        yield _message("bfc", head, {**dump_figures, **_figures(head)}, words, _chunks(text) if dump else ())
     if dump and not any("not a failure" not in text[head.start() : head.start() + 800] for head in heads):
         words = {"bar": bars[0][0]} if bars else {}
         yield Message("bfc_dump", 0, dump.start(), dump_figures, words, _chunks(text), "")
@@ -368,18 +344,18 @@ def read_allocators(text: str) -> Iterator[Message]:
             figures["limit"] = figures["card"]
         elif not figures.get("limit"):
             figures.pop("limit", None)
-        sizes = [
+        sizes = tuple(
             ListedBuffer(int(size), label=f"{int(count):,} allocations")
             for size, count in _ASYNC_HISTOGRAM.findall(text)
             if len(size) < 19 and len(count) < 12 and int(size) >= 2**20
             for _ in range(min(int(count), 50))
-        ]
-        yield Message("cuda_async", 0, match.start(), figures, {}, tuple(sizes), " ".join(match[0].split()))
+        )
+        yield _message("cuda_async", match, figures, buffers=sizes)
     for match in _HOST.finditer(text):
         figures = _figures(match)
         if "size" in figures:
             figures = {"requested": figures["size"]}
-        yield Message("pinned_host", 0, match.start(), figures, {}, (), " ".join(match[0].split()))
+        yield _message("pinned_host", match, figures)
     for match in _DRIVER.finditer(text):
         yield _message("driver", match)
     for match in _VMM.finditer(text):
@@ -471,7 +447,7 @@ def read_warnings(text: str) -> Iterator[Message]:
     for match in _DONATION.finditer(text):
         buffers = tuple(ListedBuffer(array.bytes, array, is_argument=True) for array in array_types(match["w_list"]))
         donated = {"total": sum(buffer.bytes or 0 for buffer in buffers)} if buffers else {}
-        yield Message("donation", 0, match.start(), donated, {}, buffers, " ".join(match[0].split())[:200])
+        yield _message("donation", match, donated, {}, buffers)
     for match in _CONSTANTS.finditer(text):
         printed = match["total"] or ""
         total = size_of(printed, decimal=True)
@@ -484,7 +460,7 @@ def read_warnings(text: str) -> Iterator[Message]:
         if _rounds_to(exact, printed):
             total = exact
         figures = {} if total is None else {"total": total}
-        yield Message("constants", 0, match.start(), figures, {}, buffers, " ".join(match[0].split())[:200])
+        yield _message("constants", match, figures, buffers=buffers)
 
 
 def _rounds_to(exact: int, printed: str) -> bool:
@@ -514,7 +490,7 @@ def _resharding(match: re.Match[str], text: str) -> Message:
                 figures["total"] = whole
         label = re.split(r"[ =]", hlo.lstrip("%"), maxsplit=1)[0]
         buffers = (ListedBuffer(whole or arrays[0].bytes, arrays[0], op_name[1] if op_name else "", label=label),)
-    return Message("spmd", 0, match.start(), figures, _words(match), buffers, " ".join(match[0].split())[:200])
+    return _message("spmd", match, figures, buffers=buffers)
 
 
 # ---- PyTorch, and errors that are not about memory ------------------------------------------------------------
@@ -548,11 +524,9 @@ def read_others(text: str) -> Iterator[Message]:
             found = next((found for pattern in patterns if (found := pattern.search(rest))), None)
             if found and (size := size_of(found[name])) is not None:
                 figures.setdefault(name, size)
-        yield Message("torch_cuda", 0, match.start(), figures, _words(match), (), " ".join(match[0].split())[:300])
+        yield _message("torch_cuda", match, figures)
     for match in _QUOTA.finditer(text):
-        yield Message(
-            "not_memory", 0, match.start(), {}, {"quota": match["w_quota"]}, (), " ".join(match[0].split())[:200]
-        )
+        yield _message("not_memory", match, {})
 
 
 # Reader -> words. Only passages that contain at least one of these words are given to the reader.

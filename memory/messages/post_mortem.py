@@ -121,19 +121,13 @@ class PostMortem:
         """Bytes available on the device: the allocator's limit if it is known, otherwise the report's limit."""
         return self.allocator.get("bytes_limit") or (self.report.limit_bytes if self.report else None)
 
-    @property
-    def ways_out(self) -> tuple[Remedy, ...]:
-        """Remedies for the step, the cheapest first, at most three."""
-        return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
-
     def to_json(self) -> dict[str, Any]:
         """Returns the post-mortem as JSON values. These are the values of its report, which `memory.load` and
         `bytescope diff` can read, and the other fields under the key `post_mortem`."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("report", "text")]
         own = {name: plain(getattr(self, name)) for name in names}
         own["explanation"] = self.explanation.to_json()
-        ways = [{"bytes": way.bytes, "words": way.words, "flags": way.flags} for way in self.ways_out]
-        own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes, "ways_out": ways}
+        own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes}
         return {**(self.report.to_json() if self.report else {}), "post_mortem": own}
 
 
@@ -182,10 +176,10 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
         own_buffers = describe_report(report)
     culprits = (*(found.culprits or own_buffers), *_describe_held(post_mortem.held, report is None))
     cause_kind, cause, evidence = _decide(post_mortem, found)
-    ways = post_mortem.ways_out
+    ways = ways_out(report, post_mortem.held, post_mortem.allocator.get("bytes_limit", 0))
     match = found.match
     other_program = ""
-    if match is not None and match.subject in ("initialization", "evaluation", "other_program"):
+    if match is not None and match.subject == "other_program":
         other_program = match.sentence
     device = f", on {post_mortem.device}" if post_mortem.device else ""
     return dataclasses.replace(

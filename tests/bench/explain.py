@@ -216,7 +216,8 @@ def build_log(messages: list[Message], ordinary_lines: int) -> str:
 
 
 def report_speed(messages: list[Message], explain: Explain) -> bool:
-    """Prints the CPU seconds for two logs of 50 MB, the best of three. Returns whether the training log's reach MAX_SECONDS."""
+    """Prints the CPU seconds for two logs of 50 MB, the best of three. Returns whether the training log's are within
+    the bar."""
     reached = True
     for name, ordinary_lines, bar in (("training log", ORDINARY_LINES, MAX_SECONDS), ("messages only", 0, None)):
         log, seconds = build_log(messages, ordinary_lines), []

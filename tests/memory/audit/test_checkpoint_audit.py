@@ -104,14 +104,6 @@ def test_misspelt_name_of_a_policy():
     assert (right["name", "hidden"].done, right["name", "hidden"].bytes) == ("kept", LAYERS * HIDDEN_BYTES)
 
 
-def test_name_whose_value_is_not_used():
-    policy = POLICIES.save_only_these_names("hidden", "out")
-    (row,) = unhonored(rows_of(programs.scanned(policy, programs.mlp_unused_name)))
-    assert (row.subject, row.done) == ("hidden", "ignored")
-    assert row.source.endswith(line_of(programs.mlp_unused_name, "checkpoint_name(hidden, "))
-    assert "use the result" in row.message
-
-
 def test_dropout_masks_with_a_constant_key_are_kept():
     (row,) = unhonored(rows_of(programs.dropout(key_as_argument=False)))
     assert (row.kind, row.done, row.undone_by) == ("checkpoint", "kept", "cse")

@@ -161,7 +161,7 @@ def check(text, folder, words):
     page = (folder / "memory-post-mortem.html").read_text()
     assert "ran out of memory at call" in page and "What to do" in page and 'id="explained-buffers"' in page
     written = json.loads((folder / "memory-post-mortem.json").read_text())
-    assert {"step", "held", "allocator", "ways_out", "error"} <= set(written["post_mortem"])
+    assert {"step", "held", "allocator", "error"} <= set(written["post_mortem"])
     return report_record.load(folder / "memory-post-mortem.json")
 
 
