@@ -90,5 +90,4 @@ def _buffer(entry: dict[str, str]) -> ListedBuffer:
         unpadded_bytes=unpadded,
         is_argument="parameter" in entry
         or entry.get("allocation", "").strip().lower() in ("parameter", "argument", "arguments"),
-        allocation=entry.get("allocation", "").strip(),
     )

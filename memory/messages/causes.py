@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from bytescope.memory.messages.culprits import Culprit
-from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.message_record import Message
 from bytescope.memory.units import GIB, MIB, human
 
@@ -245,8 +244,3 @@ def sentence(cause: str, form: str) -> str:
     Some forms have another sentence than their cause.
     """
     return _SENTENCES.get((cause, form), CAUSES[cause])
-
-
-def is_failure(message: Message) -> bool:
-    """Returns whether a message reports an error, not a warning."""
-    return FORMS[message.form].failure

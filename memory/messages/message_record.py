@@ -97,7 +97,6 @@ class ListedBuffer:
         label: opcode or name of the XLA instruction that creates the array, such as "fusion".
         unpadded_bytes: size without padding; None if the message does not contain it.
         is_argument: whether the buffer is an argument of the program.
-        allocation: on a TPU, the allocation type that the message names, such as "HLO temp".
     """
 
     bytes: int | None = None
@@ -107,7 +106,6 @@ class ListedBuffer:
     label: str = ""
     unpadded_bytes: int | None = None
     is_argument: bool = False
-    allocation: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -247,25 +247,31 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
         held: the live arrays on the device.
         pool: limit of the device's allocator in bytes; 0 if unknown.
     """
-    remedies = [*_propose_larger_pool(report, pool), *_propose_to_delete_arrays(report, held)]
+    remedies = []
+    memory = int(report.target.get("device_memory_bytes") or 0) if report else 0
+    if 0 < pool < LOW_FRACTION * memory:
+        remedies.append(
+            Remedy(
+                f"set {fraction_variable(report.target if report else {})}={MEMORY_FRACTION} before jax "
+                f"starts: its pool is {pool / memory:.0%} of the GPU's memory",
+                bytes=int(MEMORY_FRACTION * memory) - pool,
+            )
+        )
+    remedies += _propose_to_delete_arrays(report, held)
     if report is not None:
+        for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
+            if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _FREES_NOTHING:
+                words = f"{finding.remedy} ({finding.message})"
+                remedies.append(Remedy(words, bytes=finding.bytes, flags=finding.flags))
         scores = [culprit for culprit in describe_report(report) if culprit.identity == "scores"]
-        remedies += [*_propose_remedies(report), *_propose_flash_attention(report, scores)]
+        size = sum(culprit.bytes or 0 for culprit in scores)
+        if scores and size >= MIN_SHARE_IN_PARTS * report.peak_bytes:
+            remedies.append(REMEDIES["flash"]._replace(bytes=size))
         remedies += [*_propose_checkpoint(report), *_propose_to_compute_in_parts(report, scores)]
         size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch")) // 2
         if size >= MIN_SHARE * report.peak_bytes and not any(remedy.flags for remedy in remedies):
             remedies.append(Remedy(_BATCH, bytes=size))
     return tuple(remedies[:MAX_REMEDIES])
-
-
-def _propose_larger_pool(report: ReportRecord | None, pool: int) -> Iterator[Remedy]:
-    memory = int(report.target.get("device_memory_bytes") or 0) if report else 0
-    if 0 < pool < LOW_FRACTION * memory:
-        yield Remedy(
-            f"set {fraction_variable(report.target if report else {})}={MEMORY_FRACTION} before jax "
-            f"starts: its pool is {pool / memory:.0%} of the GPU's memory",
-            bytes=int(MEMORY_FRACTION * memory) - pool,
-        )
 
 
 def _propose_to_delete_arrays(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterator[Remedy]:
@@ -281,18 +287,6 @@ def _propose_to_delete_arrays(report: ReportRecord | None, held: Sequence[HeldAr
     yield Remedy(
         f"delete {arrays} {largest.name}: a variable, a list of metrics or a closure still refers to {them}", bytes=size
     )
-
-
-def _propose_remedies(report: ReportRecord) -> Iterator[Remedy]:
-    for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
-        if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _FREES_NOTHING:
-            yield Remedy(f"{finding.remedy} ({finding.message})", bytes=finding.bytes, flags=finding.flags)
-
-
-def _propose_flash_attention(report: ReportRecord, scores: Sequence[Culprit]) -> Iterator[Remedy]:
-    size = sum(culprit.bytes or 0 for culprit in scores)
-    if scores and size >= MIN_SHARE_IN_PARTS * report.peak_bytes:
-        yield REMEDIES["flash"]._replace(bytes=size)
 
 
 def _propose_to_compute_in_parts(report: ReportRecord, scores: Sequence[Culprit]) -> Iterator[Remedy]:
