@@ -49,7 +49,8 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     if total <= SMALL * report.peak_bytes:
         return None
     names = sorted(sizes, key=lambda root: -sizes[root])
-    message = f"{human(total)} of state is not donated ({list_names(names)}): old and new state are in memory at the same time"
+    lost = f"{human(total)} of state is not donated ({list_names(names)})"
+    message = f"{lost}: old and new state are in memory at the same time"
     return RuleResult(total, message, _donation_remedy(program), subjects=tuple(names))
 
 
