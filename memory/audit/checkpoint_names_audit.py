@@ -58,8 +58,12 @@ def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[Audit
         by_xla = _recomputed_by_xla(report, program)
         for name, line in carried.items():
             yield from _carried_name(name, line, kept.get(name, 0), by_xla.get(name, []), regions, outcome)
-        for policy, asking in _regions_by_policy(regions):
-            yield from _absent_names(policy, asking, carried)
+        by_policy: dict[int, CheckpointRegion] = {}
+        for region in regions:
+            if region.policy is not None:
+                by_policy.setdefault(id(region.policy), region)
+        for region in by_policy.values():
+            yield from _absent_names(region, carried)
 
 
 def _recomputed_by_xla(report: JudgedProgram, program: PlacedProgram) -> dict[str, list[RecomputedValue]]:
@@ -88,27 +92,12 @@ def _lines_of_names(jaxpr: Any) -> dict[str, str]:
     lines: dict[str, str] = {}
     for inside in distinct_jaxprs(jaxpr):
         named = [equation for equation in inside.eqns if checkpoint_name_of(equation) not in ("", *lines)]
-        used = _used_variables(inside) if named else set()
+        read = [*inside.outvars, *(atom for equation in inside.eqns for atom in equation.invars)] if named else ()
+        used = set(map(id, read))
         for equation in named:
             if id(equation.outvars[0]) in used:
                 lines.setdefault(checkpoint_name_of(equation), line_of(equation))
     return lines
-
-
-def _used_variables(jaxpr: Any) -> set[int]:
-    """Returns the ids (Python's `id`) of the variables that a Jaxpr's equations read or that the Jaxpr returns."""
-    used = {id(variable) for variable in jaxpr.outvars}
-    for equation in jaxpr.eqns:
-        used.update(map(id, equation.invars))
-    return used
-
-
-def _regions_by_policy(regions: Iterable[CheckpointRegion]) -> list[tuple[Any, list[CheckpointRegion]]]:
-    groups: dict[int, tuple[Any, list[CheckpointRegion]]] = {}
-    for region in regions:
-        if region.policy is not None:
-            groups.setdefault(id(region.policy), (region.policy, []))[1].append(region)
-    return list(groups.values())
 
 
 def _carried_name(
@@ -172,24 +161,24 @@ def _calls(regions: Iterable[CheckpointRegion]) -> int:
     return sum(region.count for region in regions)
 
 
-def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dict[str, str]) -> Iterator[AuditRow]:
-    """Yields one row for each checkpoint name that a remat policy lists and that no value of the program has.
+def _absent_names(region: CheckpointRegion, carried: dict[str, str]) -> Iterator[AuditRow]:
+    """Yields one row for each checkpoint name that the remat policy of a region lists and that no value of the program
+    has.
 
     One policy may serve several models and list the names of all of them. So if the program has at least one name of
     the policy, a missing name gets a row only if a name of the program is spelled similarly.
 
     Args:
-        policy: the remat policy.
-        regions: the calls of jax.checkpoint with this policy.
+        region: the calls of jax.checkpoint in one source line. Other regions with this policy get no rows.
         carried: checkpoint name in the program -> "file.py:line" of a value with this name.
     """
-    requests = mentioned_names(policy)
+    requests = mentioned_names(region.policy)
     absent = [name for name in requests if name not in carried]
     unmentioned = [name for name in carried if name not in requests]
     for name in absent:
-        message = f"the policy of jax.checkpoint of {regions[0].title} lists {name}, but no value has this name: "
+        message = f"the policy of jax.checkpoint of {region.title} lists {name}, but no value has this name: "
         alike = [other for other in unmentioned if _is_misspelling(name, other)]
-        source = regions[0].source
+        source = region.source
         if alike:
             message += f"did you mean {alike[0]}?"
             source = carried[alike[0]] or source

@@ -260,7 +260,12 @@ def _whole_activations(report: JudgedProgram, program: PlacedProgram, gathers: S
         if program.arguments.roles.get(number) in WEIGHTS
         for dims in (layout.dims, layout.dims[1:])
     }
-    requested = _replicated_by_request(program)
+    # Sizes of the arrays that the user's code replicates explicitly.
+    requested = {
+        math.prod(equation.invars[0].aval.shape)
+        for equation in (_constraints(program.jaxpr) if program.jaxpr is not None else ())
+        if equation.params["sharding"].is_fully_replicated
+    }
     for gather in large:
         dims = without_ones(gather.shape.dims)
         if gather.item.name not in replicas and (
@@ -277,18 +282,6 @@ def _whole_activations(report: JudgedProgram, program: PlacedProgram, gathers: S
 
 def _is_asked(gather: Gather) -> bool:
     return gather.metadata.op_name.rpartition("/")[2] in _ASKED
-
-
-def _replicated_by_request(program: PlacedProgram) -> set[int]:
-    """Returns the number of elements of each array that the user's code replicates explicitly, with a sharding
-    constraint; an empty set without a jaxpr."""
-    if program.jaxpr is None:
-        return set()
-    return {
-        math.prod(equation.invars[0].aval.shape)
-        for equation in _constraints(program.jaxpr)
-        if equation.params["sharding"].is_fully_replicated
-    }
 
 
 def _global_sizes(program: PlacedProgram, metadata: Metadata) -> set[int]:
