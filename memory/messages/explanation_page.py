@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bytescope.memory.messages.culprits import Culprit
-from bytescope.memory.messages.explanation import Explanation
+from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.explanation_text import (
     PHASES,
     compared_rows,
@@ -34,7 +34,7 @@ NOTES = (
 )
 
 
-def render(explanation: Explanation) -> str:
+def render(explanation: ExplanationRecord) -> str:
     """Returns the explanation as an HTML page that opens offline."""
     return page(
         "explain",
@@ -58,7 +58,7 @@ def render(explanation: Explanation) -> str:
     )
 
 
-def page_content(explanation: Explanation) -> dict[str, Any]:
+def page_content(explanation: ExplanationRecord) -> dict[str, Any]:
     """Returns the content of `templates/explanation.html`: tables, bars, shardings, remedies and commands. The page of
     an explanation and the page of a report after a failure both show it."""
     rows = memory_rows(explanation)
@@ -121,7 +121,7 @@ BUFFER_COLUMNS = (
 )
 
 
-def remedy_columns(explanation: Explanation) -> tuple[ColumnView, ...]:
+def remedy_columns(explanation: ExplanationRecord) -> tuple[ColumnView, ...]:
     """Returns the columns of the table of remedies: what the user can do, the command-line flags that do it, and the
     maximum bytes that this frees."""
     return (

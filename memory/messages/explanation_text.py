@@ -11,7 +11,7 @@ from rich.text import Text
 
 from bytescope.memory.hlo.sharding_text import parse_sharding
 from bytescope.memory.messages.culprits import Culprit
-from bytescope.memory.messages.explanation import Explanation
+from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.remedies import Remedy
 from bytescope.memory.messages.report_match import ReportMatch
@@ -40,7 +40,7 @@ PHASES = {
     "output": "result",
     "": "",
 }
-# Name in `Explanation.figures` -> title of the row in the table of sizes, in the order of the rows.
+# Name in `ExplanationRecord.figures` -> title of the row in the table of sizes, in the order of the rows.
 ROWS = {
     "card": "memory of the GPU",
     "limit": "limit",
@@ -86,7 +86,7 @@ _TOTAL_NAMES = {
 }
 
 
-def render(explanation: Explanation, files: Sequence[str] = ()) -> RenderableType:
+def render(explanation: ExplanationRecord, files: Sequence[str] = ()) -> RenderableType:
     """Returns an explanation as a rich renderable of about one screen. `files`: paths of files with more details."""
     if not explanation.recognized and not explanation.call:
         return blocks(
@@ -113,7 +113,7 @@ def render(explanation: Explanation, files: Sequence[str] = ()) -> RenderableTyp
     )
 
 
-def _head(explanation: Explanation) -> RenderableType:
+def _head(explanation: ExplanationRecord) -> RenderableType:
     title = (
         "out of memory" if explanation.failure and explanation.cause_kind != "no_memory_problem" else "memory message"
     )
@@ -136,7 +136,7 @@ def _head(explanation: Explanation) -> RenderableType:
     return Group(*lines)
 
 
-def memory_rows(explanation: Explanation) -> list[tuple[str, int | None]]:
+def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
     """Returns the rows (name, bytes) of the table of sizes: first the known sizes, then the sizes that the log does not
     contain, with None for their bytes."""
     if not explanation.form and not explanation.call:
@@ -171,13 +171,13 @@ def memory_rows(explanation: Explanation) -> list[tuple[str, int | None]]:
     return [*rows.items(), *((name, None) for name, is_known in known.items() if not is_known)]
 
 
-def missing_words(explanation: Explanation) -> str:
+def missing_words(explanation: ExplanationRecord) -> str:
     """Returns the words that are printed before the names of the unknown sizes: "not in the message", or "unknown" for
     a failed call of this process."""
     return "unknown" if explanation.call else NOT_SAID
 
 
-def _where(explanation: Explanation) -> RenderableType | None:
+def _where(explanation: ExplanationRecord) -> RenderableType | None:
     rows = memory_rows(explanation)
     known, unknown = [row for row in rows if row[1] is not None], [name for name, size in rows if size is None]
     table = FigureTable(label("where the bytes are"), figure("bytes"))
@@ -219,7 +219,7 @@ def culprit_origin(culprit: Culprit) -> str:
     return "; ".join(filter(None, (f"{culprit.what}{padding}", layers, where, source)))
 
 
-def _culprits(explanation: Explanation) -> RenderableType | None:
+def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
     """Returns a table of the first groups of alike buffers, with one more row for the others."""
     if not explanation.culprits:
         may_list = explanation.form in _LISTS_NO_MORE and explanation.cause_kind != "no_memory_problem"
@@ -241,7 +241,7 @@ def _culprits(explanation: Explanation) -> RenderableType | None:
     return table
 
 
-def draw_shardings(explanation: Explanation) -> list[str]:
+def draw_shardings(explanation: ExplanationRecord) -> list[str]:
     """Returns lines of text that draw the old and the new sharding of a tensor, if the explained message is XLA's
     warning that resharding needs the whole tensor ("full rematerialization"); [] for other messages."""
     source, target = (parse_sharding(explanation.words.get(name, "")) for name in ("source", "target"))
@@ -260,13 +260,13 @@ def compared_rows(match: ReportMatch) -> list[tuple[str, int, int | None]]:
     return [("predicted in total", match.predicted_bytes, None), *match.rows]
 
 
-def shown_match(explanation: Explanation) -> ReportMatch | None:
+def shown_match(explanation: ExplanationRecord) -> ReportMatch | None:
     """Returns the comparison of the failure with the report of a program, if it is to be shown. Returns None for a
     failed call of this process, because the explanation of such a call is made from the report already."""
     return None if explanation.call else explanation.match
 
 
-def _compared(explanation: Explanation) -> RenderableType | None:
+def _compared(explanation: ExplanationRecord) -> RenderableType | None:
     match = shown_match(explanation)
     if match is None:
         return None
@@ -282,7 +282,7 @@ def _compared(explanation: Explanation) -> RenderableType | None:
     return Group(*lines)
 
 
-def _remedies(explanation: Explanation) -> RenderableType | None:
+def _remedies(explanation: ExplanationRecord) -> RenderableType | None:
     if not explanation.remedies:
         return None
     table = FigureTable(fixed(), words(style="", under=False), gap=1)
@@ -295,7 +295,7 @@ def _remedies(explanation: Explanation) -> RenderableType | None:
     return Group(Text("what to do, the cheapest first", style="bold"), table)
 
 
-def remedy_saving(explanation: Explanation, remedy: Remedy, short: bool = False) -> str:
+def remedy_saving(explanation: ExplanationRecord, remedy: Remedy, short: bool = False) -> str:
     """Returns a sentence with the bytes that a remedy can free, "" if they are unknown. `short`: only the bytes."""
     size, missing = explanation.saving(remedy), explanation.figures.get("missing")
     if not size:
@@ -307,7 +307,7 @@ def remedy_saving(explanation: Explanation, remedy: Remedy, short: bool = False)
     return f"Up to {human(size)}{', which may be enough' if missing and size >= missing else ''}."
 
 
-def next_steps(explanation: Explanation) -> tuple[str, tuple[str, ...]]:
+def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:
     """Returns (sentence, shell commands) that tell the user how to get the report of the program, which names every
     buffer. Returns ("", ()) if a report was given already or cannot help."""
     if (

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NotRequired, TypedDict
 
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.cost.named_tensors import NamedTensor
-from bytescope.memory.messages.explanation import Explanation
+from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.json_schema import object_schema, schema_of
 from bytescope.memory.records.report_diff import Change, Measure
@@ -491,7 +491,7 @@ class CheckResult(TypedDict):
 # Command -> the annotation of its result. `report` has a schema of its own, since its keys are those of a record that
 # has more fields.
 RESULTS: Mapping[str, Any] = {
-    "explain": Annotated[ExplanationKeys, Explanation],
+    "explain": Annotated[ExplanationKeys, ExplanationRecord],
     "diff": DiffResult,
     "audit": AuditResult,
     "check": CheckResult,
