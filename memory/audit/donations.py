@@ -14,11 +14,15 @@ from bytescope.memory.findings.evidence import TOY, spec_words
 from bytescope.memory.hlo.buffers import Allocation
 from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.shapes import DTYPES
 from bytescope.memory.hlo.sources import OWN, kind_of
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
+
+# Dtype -> bits of an element. Other types are those of jax, such as random keys.
+_BITS = dict(DTYPES.values())
 
 
 def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
@@ -64,7 +68,7 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
             add(argument.path, allocation.size, "donate", "copied", "lowering", message)
     for leaf in signature.arguments:
         if leaf.donated and leaf.parameter < 0:
-            size = math.prod(leaf.shape) * _bytes_of(leaf.dtype) // module.devices
+            size = math.prod(leaf.shape) * _BITS.get(leaf.dtype, 0) // 8 // module.devices
             add(leaf.path, size, "donate", "ignored", "tracing", _UNUSED)
     for row in rows.values():
         if row.done != "ignored" or row.bytes > TOY:  # unused counters and random keys waste nothing
@@ -125,15 +129,6 @@ def _reason(
             "donate this array"
         )
     return f"no result with shape and dtype {kind} reuses the donated array: return the updated array from the step"
-
-
-def _bytes_of(dtype: str) -> int:
-    import jax.numpy as jnp
-
-    try:
-        return jnp.dtype(dtype).itemsize
-    except TypeError:  # a type of jax, such as a random key
-        return 0
 
 
 def _copied_parameters(module: Module) -> set[int]:

@@ -103,9 +103,7 @@ def render(explanation: ExplanationRecord, files: Sequence[str] = ()) -> Rendera
         _head(explanation),
         _where(explanation),
         _culprits(explanation),
-        Group(Text("the two shardings (numbers are devices)", style="bold"), *map(Text, shardings))
-        if shardings
-        else None,
+        Group(Text(_SHARDINGS, style="bold"), *map(Text, shardings)) if shardings else None,
         _compared(explanation),
         _remedies(explanation),
         Group(Prose(sentence), *map(CopyCommand, commands)) if sentence else None,

@@ -14,8 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from bytescope.memory.hlo.sharding_text import parse_sharding
-from bytescope.memory.messages.buffer_lists import read_buffers
-from bytescope.memory.messages.message_record import SIZE, ListedBuffer, Message, array_types, size_of
+from bytescope.memory.messages.message_record import SIZE, ListedBuffer, Message, array_types, read_buffers, size_of
 
 Reader = Callable[[str], Iterator[Message]]
 
@@ -60,6 +59,21 @@ def _message(
     return Message(form, 0, match.start(), figures, words, buffers, " ".join(match[0].split())[:300])
 
 
+# Name in `Message.figures` -> patterns with a group of this name, which is a size.
+_Sizes = Mapping[str, tuple[re.Pattern[str], ...]]
+
+
+def _search_sizes(patterns: _Sizes, text: str) -> dict[str, int]:
+    """Returns name -> bytes for each name of which a pattern occurs in the text. The first pattern that does counts."""
+    figures: dict[str, int] = {}
+    for name, alternatives in patterns.items():
+        match = next((match for pattern in alternatives if (match := pattern.search(text))), None)
+        size = size_of(match[name]) if match else None
+        if size is not None:
+            figures[name] = size
+    return figures
+
+
 # ---- GPU: programs and requests -------------------------------------------------------------------------------
 
 _REQUEST = _pattern(
@@ -90,7 +104,7 @@ _STATISTICS = {
     "temp_fragmentation": "preallocated temp fragmentation",
     "total": "total allocation",
 }
-_ROWS = {name: _pattern(rf"{row}: <{name}>") for name, row in _STATISTICS.items()}
+_ROWS: _Sizes = {name: (_pattern(rf"{row}: <{name}>"),) for name, row in _STATISTICS.items()}
 
 
 def read_requests(text: str) -> Iterator[Message]:
@@ -132,9 +146,8 @@ def _is_autotuning(text: str, position: int) -> bool:
 
 
 def _with_dump(message: Message, text: str) -> Message:
-    rows = {name: row.search(text) for name, row in _ROWS.items()}
-    figures = {name: size for name, match in rows.items() if match and (size := size_of(match[name])) is not None}
-    return dataclasses.replace(message, figures={**figures, **message.figures}, buffers=read_buffers(text))
+    figures = {**_search_sizes(_ROWS, text), **message.figures}
+    return dataclasses.replace(message, figures=figures, buffers=read_buffers(text))
 
 
 # ---- TPU ------------------------------------------------------------------------------------------------------
@@ -152,17 +165,19 @@ _TPU_TABLE = re.compile(
     r"Total hbm usage|Program \w+ requirement|Largest program allocations|Allocation type:|Extra memory due to padding:"
 )
 _TPU_SPACE = _pattern(r"(?:Largest program allocations in|Program|Exceeded) (?P<w_space>hbm|[vs]mem)\b")
-_TPU_ROWS = {
-    "total": _pattern(r"Total hbm usage >= <total>"),
-    "program": _pattern(r"Program (?P<w_space>\w+) requirement <program>"),
-    "reserved": _pattern(r"\breserved(?:\([^)\n]*\))? <reserved>"),
-    "arguments": _pattern(r"\barguments <arguments>"),
-    "outputs": _pattern(r"(?:Output size|\boutput) <outputs>"),
-    "temp": _pattern(r"HLO temp <temp>"),
-    "unpadded": _pattern(r"Unpadded \(<unpadded>\)"),
-    "padded": _pattern(r"Padded \(<padded>\)"),
-    "heap": _pattern(r"heap allocations[^\n]{0,60}? <heap>"),
+_TPU_ROWS: _Sizes = {
+    "total": (_pattern(r"Total hbm usage >= <total>"),),
+    "program": (_pattern(r"Program (?P<w_space>\w+) requirement <program>"),),
+    "reserved": (_pattern(r"\breserved(?:\([^)\n]*\))? <reserved>"),),
+    "arguments": (_pattern(r"\barguments <arguments>"),),
+    "outputs": (_pattern(r"(?:Output size|\boutput) <outputs>"),),
+    "temp": (_pattern(r"HLO temp <temp>"),),
+    "unpadded": (_pattern(r"Unpadded \(<unpadded>\)"),),
+    "padded": (_pattern(r"Padded \(<padded>\)"),),
+    "heap": (_pattern(r"heap allocations[^\n]{0,60}? <heap>"),),
 }
+# Rows of the table that the runtime prints too, if it cannot reserve memory for a program.
+_RUNTIME_ROWS = {name: _TPU_ROWS[name] for name in ("total", "outputs", "arguments", "program", "temp")}
 _TPU_OTHER = {
     "tpu_sparse_core": _pattern(
         r"TensorCore Hbm usage: <tensor_core>, SparseCore Hbm usage:? <sparse_core>, exceeding available bytes: <limit>"
@@ -185,11 +200,11 @@ _TPU_OTHER = {
         r"(?: bytes)? allocatable[;,] <#total>(?: bytes)? available)?"
     ),
 }
-_BALANCE = {
-    "limit": _pattern(r"HBM capacity <limit>"),
-    "requested": _pattern(r"Program requirement: <printed> \(\s*<requested>\)"),
-    "in_use": _pattern(r"Currently allocated: <printed> \(\s*<in_use>\)"),
-    "reserved": _pattern(r"Top-of-Memory reserved: <printed> \(\s*<reserved>\)"),
+_BALANCE: _Sizes = {
+    "limit": (_pattern(r"HBM capacity <limit>"),),
+    "requested": (_pattern(r"Program requirement: <printed> \(\s*<requested>\)"),),
+    "in_use": (_pattern(r"Currently allocated: <printed> \(\s*<in_use>\)"),),
+    "reserved": (_pattern(r"Top-of-Memory reserved: <printed> \(\s*<reserved>\)"),),
 }
 
 
@@ -201,7 +216,7 @@ def read_tpu(text: str) -> Iterator[Message]:
     tables = [match.start() for match in _TPU_TABLE.finditer(text)]
     if tables and not heads and not any(form == "tpu_reserve" for form, _ in runtime):
         table = _with_table(Message("tpu_table", 0, tables[0]), text)
-        if "total" in table.figures and _TPU_ROWS["total"].search(text):
+        if _search_sizes({"total": _TPU_ROWS["total"]}, text):
             table = dataclasses.replace(table, figures={**table.figures, "requested": table.figures["total"]})
         yield table
     for head, end in zip(heads, [head.start() for head in heads[1:]] + [len(text)]):
@@ -225,24 +240,16 @@ def read_tpu(text: str) -> Iterator[Message]:
             buffers = tuple(ListedBuffer(figures["requested"], array, label=tag[1] if tag else "") for array in arrays)
         if form == "tpu_reserve":
             rest = text[match.end() :]
-            for name, row in _BALANCE.items():
-                if found := row.search(rest):
-                    figures[name] = _figures(found)[name]
-            for name in ("total", "outputs", "arguments", "program", "temp") if "HBM capacity" in rest else ():
-                if found := _TPU_ROWS[name].search(rest):
-                    figures.setdefault(name, _figures(found)[name])
+            rows = _search_sizes(_RUNTIME_ROWS, rest) if "HBM capacity" in rest else {}
+            figures = {**rows, **figures, **_search_sizes(_BALANCE, rest)}
         yield dataclasses.replace(message, figures=figures, buffers=buffers)
 
 
 def _with_table(message: Message, text: str) -> Message:
-    figures, words = dict(message.figures), dict(message.words)
-    for name, row in _TPU_ROWS.items():
-        match = row.search(text)
-        if match and (size := size_of(match[name])) is not None:
-            figures.setdefault(name, size)
-            words = {**_words(match), **words}
+    figures = {**_search_sizes(_TPU_ROWS, text), **message.figures}
+    words = dict(message.words)
     if "space" not in words:
-        match = _TPU_SPACE.search(text)
+        match = _TPU_ROWS["program"][0].search(text) or _TPU_SPACE.search(text)
         words["space"] = match["w_space"] if match else _guess_memory_space(text)
     if words.get("space", "hbm") != "hbm" and "program" in figures:
         figures.setdefault("total", figures["program"])
@@ -266,7 +273,7 @@ _BFC = _pattern(
     r"freed_by_count=\d+\.[^\n]{0,400})?)?"
 )
 _BAR = re.compile(r"(?<![*_])[*_]{60,}(?![*_])")
-_BFC_DUMP = {
+_BFC_DUMP: _Sizes = {
     "in_use": (_pattern(r"\bInUse: <#in_use>(?!\d)"), _pattern(r"\bInUse: <in_use>")),
     "limit": (
         _pattern(r"\bLimit: <#limit>(?!\d)"),
@@ -382,13 +389,7 @@ def read_allocators(text: str) -> Iterator[Message]:
 
 
 def _dump_figures(text: str) -> dict[str, int]:
-    figures: dict[str, int] = {}
-    for name, patterns in _BFC_DUMP.items():
-        for pattern in patterns:
-            match = pattern.search(text)
-            if match and (size := size_of(match[name])) is not None:
-                figures[name] = size
-                break
+    figures = _search_sizes(_BFC_DUMP, text)
     if not figures.get("limit"):
         figures.pop("limit", None)
     if "in_use" not in figures and (match := _IN_USE_CHUNKS.search(text)):
@@ -500,7 +501,7 @@ _TORCH = _pattern(
     r"(?:\.?\s*\(?GPU (?P<w_gpu>\d+)(?:;| has a total capac?i?ty of) <limit>(?: total capacity)?(?:;|,| of "
     r"which| already)*)?)?"
 )
-_TORCH_MORE = {
+_TORCH_MORE: _Sizes = {
     "free": (_pattern(r"of which <free> is free"), _pattern(r"; <free> free;")),
     "in_use": (_pattern(r"<in_use> is allocated by PyTorch"), _pattern(r"; <in_use> already allocated")),
     "unused": (_pattern(r"<unused> is reserved by PyTorch but unallocated"),),
@@ -518,13 +519,8 @@ def read_others(text: str) -> Iterator[Message]:
     """Yields PyTorch's out-of-memory errors, and RESOURCE_EXHAUSTED errors that are about a quota or another limit
     instead of memory."""
     for match in _TORCH.finditer(text):
-        figures = _figures(match)
-        rest = text[match.start() : match.start() + 1200]
-        for name, patterns in _TORCH_MORE.items():
-            found = next((found for pattern in patterns if (found := pattern.search(rest))), None)
-            if found and (size := size_of(found[name])) is not None:
-                figures.setdefault(name, size)
-        yield _message("torch_cuda", match, figures)
+        more = _search_sizes(_TORCH_MORE, text[match.start() : match.start() + 1200])
+        yield _message("torch_cuda", match, {**more, **_figures(match)})
     for match in _QUOTA.finditer(text):
         yield _message("not_memory", match, {})
 
