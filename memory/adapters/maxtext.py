@@ -147,10 +147,8 @@ class MaxTextFactory(TrainerFactory):
         variants = [Variant(f"scan {'off' if scanned else 'on'}", {"scan_layers": str(not scanned).lower()})]
         if scanned and overrides.get("param_scan_axis", "1") != "0":
             variants.append(Variant("stacked weights by layer", {"param_scan_axis": "0"}))
-        variants.append(Variant(what_if.AS_GIVEN))
-        for change, options in what_if.VARIANTS.items():
-            variants.append(Variant(change, options, what_if.refusal(options, platform)))
-        return variants
+        # Without the last variant, which says that only the user's function can switch its scan.
+        return [*variants, *what_if.flag_variants(platform)[:-1]]
 
     def resolve(self, overrides: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns everything on which the compiled program depends: the overrides, the texts of the user's config

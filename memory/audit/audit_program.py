@@ -8,15 +8,13 @@ from bytescope.memory.audit.checkpoint_names_audit import checkpoints
 from bytescope.memory.audit.donations import donations
 from bytescope.memory.audit.offloads import offloads
 from bytescope.memory.audit.partitioner import gathered_arrays
-from bytescope.memory.audit.randomness import randomness
-from bytescope.memory.audit.xla_recomputation import with_xla_recomputation
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
 
 Audit = Callable[[JudgedProgram, PlacedProgram], Iterable[AuditRow]]
 
-AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, randomness, gathered_arrays)
+AUDITS: tuple[Audit, ...] = (checkpoints, offloads, donations, gathered_arrays)
 
 
 def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]:
@@ -30,5 +28,4 @@ def audit(report: JudgedProgram, program: PlacedProgram) -> tuple[AuditRow, ...]
             user's code asks for, and the field `asked` of the rows is "unknown".
     """
     rows = [row for find_rows in AUDITS for row in find_rows(report, program)]
-    rows = list(with_xla_recomputation(report, program, rows))
     return tuple(sorted(rows, key=lambda row: (row.honored is not False, row.honored is not None, -row.bytes)))

@@ -3,29 +3,26 @@ remat policies ask."""
 
 from __future__ import annotations
 
-import ast
 import difflib
-import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from bytescope.memory.audit.checkpoint_outcomes import CompiledOutcome, region_rows, rows_without_jaxpr
-from bytescope.memory.audit.checkpoint_requests import (
-    CheckpointRegion,
-    find_regions,
-    line_of,
-    mentioned_names,
-    request_for,
-)
-from bytescope.memory.hlo.sources import short_place
+from bytescope.memory.audit.checkpoint_requests import CheckpointRegion, find_regions, mentioned_names, request_for
+from bytescope.memory.findings.user_functions import line_of
 from bytescope.memory.jaxprs import checkpoint_name_of, distinct_jaxprs
 from bytescope.memory.peak.buffer_placement import PlacedProgram
+from bytescope.memory.peak.checkpoint_names import Names, named_places
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
+from bytescope.memory.records.xla_records import RecomputedValue
 
+_RECOMPUTED_BY_XLA = (
+    "the policy of jax.checkpoint saves the value, but XLA recomputes the value, because the program exceeds XLA's "
+    "memory limit: use a policy that saves fewer values, or reduce the batch size"
+)
 # Minimum similarity (difflib's ratio) of a word and its misspelling.
 _SIMILAR = 0.75
 _SEPARATORS = re.compile(r"[_\W]+")
@@ -58,10 +55,35 @@ def checkpoints(report: JudgedProgram, program: PlacedProgram) -> Iterator[Audit
     if regions:
         yield from region_rows(report, regions, outcome)
         carried = _lines_of_names(program.jaxpr)
+        by_xla = _recomputed_by_xla(report, program)
         for name, line in carried.items():
-            yield from _carried_name(name, line, kept.get(name, 0), regions, outcome)
-        for policy, asking in _regions_by_policy(regions):
-            yield from _absent_names(policy, asking, carried)
+            yield from _carried_name(name, line, kept.get(name, 0), by_xla.get(name, []), regions, outcome)
+        by_policy: dict[int, CheckpointRegion] = {}
+        for region in regions:
+            if region.policy is not None:
+                by_policy.setdefault(id(region.policy), region)
+        for region in by_policy.values():
+            yield from _absent_names(region, carried)
+
+
+def _recomputed_by_xla(report: JudgedProgram, program: PlacedProgram) -> dict[str, list[RecomputedValue]]:
+    """Returns the values that XLA's rematerialization pass recomputes, because the program needs more memory than the
+    limit that XLA compiles for: checkpoint name -> values. A value without a checkpoint name has the key ""."""
+    found: dict[str, list[RecomputedValue]] = defaultdict(list)
+    if not report.xla_recomputed:
+        return found
+    module, names = program.module, Names((), named_places(program.jaxpr))
+    by_name = {instruction.name: instruction for instruction in module.instructions.values()}
+    for value in report.xla_recomputed:
+        instruction = by_name.get(value.name)
+        if instruction is None:
+            continue
+        metadata = [module.metadata(instruction)]
+        if instruction.opcode == "fusion":
+            inside = module.computations[instruction.called[0]].instructions
+            metadata += [module.metadata(module.instructions[id]) for id in reversed(inside)]
+        found[names.find(metadata)].append(value)
+    return found
 
 
 def _lines_of_names(jaxpr: Any) -> dict[str, str]:
@@ -70,46 +92,35 @@ def _lines_of_names(jaxpr: Any) -> dict[str, str]:
     lines: dict[str, str] = {}
     for inside in distinct_jaxprs(jaxpr):
         named = [equation for equation in inside.eqns if checkpoint_name_of(equation) not in ("", *lines)]
-        used = _used_variables(inside) if named else set()
+        read = [*inside.outvars, *(atom for equation in inside.eqns for atom in equation.invars)] if named else ()
+        used = set(map(id, read))
         for equation in named:
             if id(equation.outvars[0]) in used:
                 lines.setdefault(checkpoint_name_of(equation), line_of(equation))
     return lines
 
 
-def _used_variables(jaxpr: Any) -> set[int]:
-    """Returns the ids (Python's `id`) of the variables that a Jaxpr's equations read or that the Jaxpr returns."""
-    used = {id(variable) for variable in jaxpr.outvars}
-    for equation in jaxpr.eqns:
-        used.update(map(id, equation.invars))
-    return used
-
-
-def _regions_by_policy(regions: Iterable[CheckpointRegion]) -> list[tuple[Any, list[CheckpointRegion]]]:
-    groups: dict[int, tuple[Any, list[CheckpointRegion]]] = {}
-    for region in regions:
-        if region.policy is not None:
-            groups.setdefault(id(region.policy), (region.policy, []))[1].append(region)
-    return list(groups.values())
-
-
 def _carried_name(
-    name: str, line: str, size: int, regions: Sequence[CheckpointRegion], outcome: CompiledOutcome
+    name: str,
+    line: str,
+    size: int,
+    by_xla: Sequence[RecomputedValue],
+    regions: Sequence[CheckpointRegion],
+    outcome: CompiledOutcome,
 ) -> Iterator[AuditRow]:
     """Yields the audit row of a checkpoint name that at least one value of the program has: whether a remat policy
     saves or recomputes the value, and what the compiled program does. Yields nothing if no policy saves the value and
-    the backward pass does not recompute it. If all policies are unknown, the row only says that the value is kept; if
-    no value with the name is alive at the memory peak, yields nothing.
+    the backward pass does not recompute it.
 
     Args:
         name: the checkpoint name.
         line: "file.py:line" of the call of checkpoint_name.
         size: bytes on one device of the residuals with this name that are alive at the memory peak.
+        by_xla: the values with this name that XLA's rematerialization pass recomputes.
         regions: the differentiated calls of jax.checkpoint in the program.
         outcome: what the compiled module recomputes and keeps.
     """
-    requests = [request_for(region.policy, name) if region.has_policy else "" for region in regions]
-    saving = [region for region, request in zip(regions, requests) if request == "save"]
+    saving = [region for region in regions if request_for(region.policy, name) == "save"]
     again = [region for region in regions if name in region.names]
     lost = [region for region in saving if region in again]
     if lost:
@@ -118,6 +129,19 @@ def _carried_name(
             "value: call checkpoint_name outside of functions with a custom gradient (jax.custom_vjp)"
         )
         yield AuditRow("name", name, line, "save", "recomputed", size, 0, "autodiff", message, _calls(lost))
+    elif saving and by_xla:
+        yield AuditRow(
+            "name",
+            name,
+            line,
+            "save",
+            "recomputed",
+            sum(value.bytes for value in by_xla),
+            sum(value.flops for value in by_xla),
+            "rematerialization",
+            _RECOMPUTED_BY_XLA,
+            len(by_xla),
+        )
     elif saving:
         yield AuditRow("name", name, line, "save", "kept", size, count=_calls(saving))
     elif again:
@@ -131,43 +155,37 @@ def _carried_name(
             yield AuditRow("name", name, line, "recompute", "kept", size, 0, "cse", message, _calls(merged))
         else:
             yield AuditRow("name", name, line, "recompute", "recomputed", size, count=_calls(again))
-    elif size and not any(region.has_policy for region in regions):
-        yield AuditRow("name", name, line, done="kept", bytes=size)
 
 
 def _calls(regions: Iterable[CheckpointRegion]) -> int:
     return sum(region.count for region in regions)
 
 
-def _absent_names(policy: Any, regions: Sequence[CheckpointRegion], carried: dict[str, str]) -> Iterator[AuditRow]:
-    """Yields one row for each checkpoint name that a remat policy lists and that no value of the program has.
+def _absent_names(region: CheckpointRegion, carried: dict[str, str]) -> Iterator[AuditRow]:
+    """Yields one row for each checkpoint name that the remat policy of a region lists and that no value of the program
+    has.
 
     One policy may serve several models and list the names of all of them. So if the program has at least one name of
-    the policy, a missing name gets a row only in two cases: a name of the program is spelled similarly, or the source
-    code calls checkpoint_name with the missing name and discards the result.
+    the policy, a missing name gets a row only if a name of the program is spelled similarly.
 
     Args:
-        policy: the remat policy.
-        regions: the calls of jax.checkpoint with this policy.
+        region: the calls of jax.checkpoint in one source line. Other regions with this policy get no rows.
         carried: checkpoint name in the program -> "file.py:line" of a value with this name.
     """
-    requests = mentioned_names(policy)
+    requests = mentioned_names(region.policy)
     absent = [name for name in requests if name not in carried]
     unmentioned = [name for name in carried if name not in requests]
-    files = sorted({line.rpartition(":")[0] for region in regions for line in region.lines})
     for name in absent:
-        message = f"the policy of jax.checkpoint of {regions[0].title} lists {name}, but no value has this name: "
+        message = f"the policy of jax.checkpoint of {region.title} lists {name}, but no value has this name: "
         alike = [other for other in unmentioned if _is_misspelling(name, other)]
-        unused = next((_unused_names(file)[name] for file in files if name in _unused_names(file)), "")
-        if unused:
-            message += f"use the result of checkpoint_name in {short_place(unused)}, which is discarded"
-        elif alike:
+        source = region.source
+        if alike:
             message += f"did you mean {alike[0]}?"
+            source = carried[alike[0]] or source
         elif len(absent) == len(requests):
-            message += "give a value the name with jax.ad_checkpoint.checkpoint_name"
+            message += "give a value the name with jax.ad_checkpoint.checkpoint_name, and use the named value"
         else:
             continue
-        source = unused or (carried[alike[0]] if alike else "") or regions[0].source
         yield AuditRow("name", name, source, requests[name], "ignored", undone_by="tracing", message=message)
 
 
@@ -181,35 +199,3 @@ def _is_misspelling(name: str, other: str) -> bool:
     if len(words) != len(others):
         return False
     return all(difflib.SequenceMatcher(None, *pair).ratio() >= _SIMILAR for pair in zip(words, others))
-
-
-@functools.lru_cache(maxsize=256)
-def _unused_names(file: str) -> dict[str, str]:
-    """Returns the checkpoint names in a source file that have no effect, because the result of the call
-    checkpoint_name(x, "name") is never used, as a dict: name -> "file.py:line" of the call. Returns {} if the file
-    cannot be read or parsed."""
-    try:
-        source = Path(file).read_bytes()
-        tree = ast.parse(source if b"checkpoint_name" in source else b"")
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return {}
-    unused: dict[str, str] = {}
-    for function in ast.walk(tree):
-        if not isinstance(function, ast.FunctionDef):
-            continue
-        read = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        for node in ast.walk(function):
-            if isinstance(node, ast.Expr | ast.Assign):
-                targets = node.targets if isinstance(node, ast.Assign) else ()
-                if all(isinstance(target, ast.Name) and target.id not in read for target in targets):
-                    unused |= dict.fromkeys(_given_names(node.value), f"{file}:{node.lineno}")
-    return unused
-
-
-def _given_names(node: ast.expr) -> list[str]:
-    """Returns the names in a call checkpoint_name(x, "name"): the string literals among the arguments after the first
-    one. Returns [] if `node` is not such a call."""
-    if not isinstance(node, ast.Call) or getattr(node.func, "attr", getattr(node.func, "id", "")) != "checkpoint_name":
-        return []
-    given = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
-    return [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]

@@ -1,8 +1,7 @@
 """Finds the calls of jax.checkpoint in the jaxpr of a step, and what their remat policies ask for.
 
 After differentiation, a call of `jax.checkpoint` is an equation of the backward pass. The equations that the backward
-pass recomputes have "rematted_computation" in their name stacks. With the flag `jax_remat3`, jax before 0.12 puts these
-equations directly into the jaxpr of the backward pass, and the jaxpr no longer contains the policy.
+pass recomputes have "rematted_computation" in their name stacks.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.cost import flops
-from bytescope.memory.findings.user_functions import Function
-from bytescope.memory.hlo.module import Frame, Metadata
-from bytescope.memory.hlo.sources import OWN, kind_of, source_line
+from bytescope.memory.findings.user_functions import Function, frames_of, line_of
+from bytescope.memory.hlo.module import Frame
+from bytescope.memory.hlo.sources import OWN, kind_of
 from bytescope.memory.jaxprs import bodies, checkpoint_name_of, checkpoint_of, inner_jaxpr, parameters
 
 # Primitives that draw random bits.
@@ -54,9 +53,7 @@ class CheckpointRegion:
     Fields:
         title: name of the checkpointed function, such as "Block".
         source: "file.py:line" of the call in the user's code; "" if unknown.
-        policy: the remat policy; None if the call has no policy, or if the policy is unknown.
-        has_policy: whether the field `policy` is known: False with the flag `jax_remat3` in jax before 0.12, True
-            otherwise, also for a call without a policy.
+        policy: the remat policy; None if the call has no policy.
         prevent_cse: whether optimization barriers keep XLA from merging the recomputation with the forward pass.
         count: number of calls in one step; a call in a loop counts once for each iteration.
         unrolled: number of these calls that are not in a compiled loop, such as the layers of a Python loop.
@@ -69,7 +66,6 @@ class CheckpointRegion:
     title: str
     source: str
     policy: Any
-    has_policy: bool
     prevent_cse: bool
     count: int = 0
     unrolled: int = 0
@@ -143,72 +139,42 @@ class _RegionFinder:
         if id(jaxpr) in self._empty:
             return False
         found = False
-        run: list[Any] = []
-        barrier = None
         for equation in jaxpr.eqns:
             checkpoint = checkpoint_of(equation)
             if _is_rematted(equation):
-                if checkpoint is None:
-                    run.append(equation)
-                elif not inside:  # jax_remat3 from jax 0.12 on: the equation contains what is computed again
-                    found |= self._add_checkpoint(equation, inner_jaxpr(checkpoint.jaxpr).eqns, times, looped)
-                continue
-            if run and not inside:
-                found |= self._add_run(barrier, run, times, looped)
-            run = []
-            if equation.primitive.name == "optimization_barrier":
-                barrier = equation
-            if checkpoint is not None and parameters(equation).get("differentiated"):
+                if checkpoint is not None and not inside:  # jax_remat3: the equation contains what is computed again
+                    self._add(equation, inner_jaxpr(checkpoint.jaxpr).eqns, times, looped)
+                    found = True
+            elif checkpoint is not None and parameters(equation).get("differentiated"):
                 body = inner_jaxpr(checkpoint.jaxpr)
                 rematted = [each for each in body.eqns if _is_rematted(each)]
-                found |= self._add_checkpoint(equation, rematted, times, looped)
-                found |= self.visit(body, times, looped, inside=True)
+                self._add(equation, rematted, times, looped)
+                self.visit(body, times, looped, inside=True)
+                found = True
             elif equation.primitive.name != "pallas_call":
                 trips = equation.params["length"] if equation.primitive.name == "scan" else 1
                 in_loop = looped or equation.primitive.name in ("scan", "while")
                 for body in bodies(equation):
                     found |= self.visit(body, times * trips, in_loop)
-        if run and not inside:
-            found |= self._add_run(barrier, run, times, looped)
         if not found:
             self._empty[id(jaxpr)] = jaxpr
         return found
 
-    def _add_run(self, barrier: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
-        """Adds one call of jax.checkpoint to `regions`, for a jaxpr that was traced with the flag `jax_remat3`. Such a
-        jaxpr has no equation for the call, only an optimization barrier followed by the recomputed equations. Always
-        returns True, which `visit` returns as "a call was found".
-
-        Args:
-            barrier: the equation of the optimization barrier, which has the source line of the call; None if there is
-                none.
-            rematted: the recomputed equations.
-            times: how often one step runs these equations.
-            looped: True if a scan or while loop runs these equations.
-        """
-        title = common_function(frames_of(each) for each in _sample(rematted))
-        source = source_line(Metadata("", frames_of(barrier))) if barrier is not None else ""
-        region = CheckpointRegion(title, source or line_of(rematted[0]), None, False, True)
-        return self._add((title, source), region, rematted, times, looped)
-
-    def _add_checkpoint(self, equation: Any, rematted: Sequence[Any], times: int, looped: bool) -> bool:
+    def _add(self, equation: Any, rematted: Sequence[Any], times: int, looped: bool) -> None:
         given = parameters(equation)
         body, prevent_cse = inner_jaxpr(given["jaxpr"]), given["prevent_cse"]
         protected = all(prevent_cse) if isinstance(prevent_cse, tuple) else bool(prevent_cse)
         if "differentiated" not in given:  # jax_remat3 loses the parameter when it differentiates
             protected = False
         title, source = _title_of(body, equation), _line_of_call(equation, body)
-        region = CheckpointRegion(title, source, given["policy"], True, protected)
-        return self._add((title, source, id(region.policy), protected), region, rematted, times, looped)
-
-    def _add(self, key: Any, region: CheckpointRegion, rematted: Sequence[Any], times: int, looped: bool) -> bool:
-        region = self.regions.setdefault(key, region)
+        policy = given["policy"]
+        key = title, source, id(policy), protected
+        region = self.regions.setdefault(key, CheckpointRegion(title, source, policy, protected))
         region.count += times
         region.unrolled += 0 if looped else times
         region.recomputed += _with_inner(rematted)
         region.constant += _independent_of_inputs(rematted)
         region.flops += times * sum(flops.count_equation(each).total for each in rematted)
-        return True
 
 
 def _is_rematted(equation: Any) -> bool:
@@ -238,32 +204,6 @@ def _independent_of_inputs(equations: Sequence[Any]) -> list[Recomputed]:
 
 
 # ---- source positions --------------------------------------------------------------------------------------------
-
-
-def frames_of(equation: Any) -> tuple[Frame, ...]:
-    """Returns the stack frames in which an equation was made, innermost first. Frames of jax itself are left out."""
-    return _frames_of_traceback(equation.source_info.traceback)
-
-
-@functools.lru_cache(maxsize=16384)
-def _frames_of_traceback(traceback: Any) -> tuple[Frame, ...]:
-    from jax._src import source_info_util
-
-    frames = source_info_util.user_frames(traceback)
-    return tuple(
-        Frame(each.file_name, each.start_line, each.start_column, each.end_line, each.end_column, each.function_name)
-        for each in frames
-    )
-
-
-def line_of(equation: Any) -> str:
-    """Returns "file.py:line" of the user's code that made an equation; "" if unknown."""
-    return _line_of_frames(frames_of(equation))
-
-
-@functools.lru_cache(maxsize=16384)
-def _line_of_frames(frames: tuple[Frame, ...]) -> str:
-    return source_line(Metadata("", frames))
 
 
 def _sample(equations: Sequence[Any]) -> Sequence[Any]:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from bytescope.memory.cost.host_transfers import HOST_SPACE
 from bytescope.memory.devices.signature import Signature, SignatureLeaf
 from bytescope.memory.findings.evidence import TOY, spec_words
 from bytescope.memory.hlo.buffers import Allocation
-from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.dataflow import Flow
+from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.hlo.shapes import DTYPES
 from bytescope.memory.hlo.sources import OWN, kind_of
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_record import JudgedProgram
+
+# Dtype -> bits of an element. Other types are those of jax, such as random keys.
+_BITS = dict(DTYPES.values())
 
 
 def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRow]:
@@ -63,7 +68,7 @@ def donations(report: JudgedProgram, program: PlacedProgram) -> Iterator[AuditRo
             add(argument.path, allocation.size, "donate", "copied", "lowering", message)
     for leaf in signature.arguments:
         if leaf.donated and leaf.parameter < 0:
-            size = math.prod(leaf.shape) * _bytes_of(leaf.dtype) // module.devices
+            size = math.prod(leaf.shape) * _BITS.get(leaf.dtype, 0) // 8 // module.devices
             add(leaf.path, size, "donate", "ignored", "tracing", _UNUSED)
     for row in rows.values():
         if row.done != "ignored" or row.bytes > TOY:  # unused counters and random keys waste nothing
@@ -126,68 +131,41 @@ def _reason(
     return f"no result with shape and dtype {kind} reuses the donated array: return the updated array from the step"
 
 
-def _bytes_of(dtype: str) -> int:
-    import jax.numpy as jnp
-
-    try:
-        return jnp.dtype(dtype).itemsize
-    except TypeError:  # a type of jax, such as a random key
-        return 0
-
-
 def _copied_parameters(module: Module) -> set[int]:
     """Returns the numbers of the donated entry parameters that XLA must copy, because the program returns both the old
     and the new value, or computes something from both. Copies that XLA makes for other reasons are not counted."""
     entry, root = module.computations.get(module.entry), module.root(module.entry)
     if entry is None or root is None:
         return set()
-    results: dict[int, int] = {}  # parameter -> id of the result that reuses its memory
-    for index, parameter, _ in module.aliases:
-        result = module.operand(root, index[0]) if index else root
-        results[parameter] = result.id if result is not None else root.id
-    users: dict[int, list[int]] = {}
-    for id in entry.instructions:
-        for operand in module.instructions[id].operands:
-            users.setdefault(operand, []).append(id)
-    copies = dict(_parameter_copies(module, entry.parameters, users))
+    flow = Flow(module)
     copied = set()
-    for id, parameter in copies.items():
-        if parameter in results and results[parameter] != id:
-            pending, computed_from_new = [results[parameter]], set[int]()
-            while pending:
-                for user in users.get(pending.pop(), ()):
-                    if user not in computed_from_new:
-                        computed_from_new.add(user)
-                        pending.append(user)
-            if computed_from_new.intersection(users.get(id, ())):
+    for index, parameter, _ in module.aliases:
+        copies = list(_copies(flow, module.instructions[entry.parameters[parameter]]))
+        result = (module.operand(root, index[0]) if index else None) or root
+        computed_from_new = flow.dependent({result.id}) if copies else set()
+        for copy in copies:
+            if copy.id != result.id and not computed_from_new.isdisjoint(
+                each.id for each in flow.users.get(copy.id, ())
+            ):
                 copied.add(parameter)
     return copied
 
 
-def _parameter_copies(
-    module: Module, parameters: Mapping[int, int], users: Mapping[int, Sequence[int]]
-) -> Iterator[tuple[int, int]]:
-    """Yields (id of a copy, parameter number) for the copies of entry parameters in the main device memory. A TPU may
-    copy an array in several steps, through its on-chip memory.
-
-    Args:
-        module: the compiled module.
-        parameters: parameter number -> id of its instruction.
-        users: id of an instruction -> ids of the instructions that read its result.
-    """
-    for number, id in parameters.items():
-        on_host = module.shape(module.instructions[id]).memory_space == HOST_SPACE  # its copy is a move to the device
-        pending = [] if on_host else [id]
-        while pending:
-            for user in users.get(pending.pop(), ()):
-                instruction = module.instructions[user]
-                if instruction.opcode not in ("copy", "copy-start", "copy-done"):
-                    continue
-                space = module.shape(instruction).memory_space
-                if instruction.opcode != "copy-start" and space == 0:
-                    yield user, number
-                elif space != HOST_SPACE:
-                    pending.append(user)
+def _copies(flow: Flow, parameter: Instruction) -> Iterator[Instruction]:
+    """Yields the copies of an entry parameter in the main device memory. A TPU may copy an array in several steps,
+    through its on-chip memory."""
+    module = flow.module
+    on_host = module.shape(parameter).memory_space == HOST_SPACE  # its copy is a move to the device
+    pending = [] if on_host else [parameter]
+    while pending:
+        for user in flow.users.get(pending.pop().id, ()):
+            if user.opcode not in ("copy", "copy-start", "copy-done"):
+                continue
+            space = module.shape(user).memory_space
+            if user.opcode != "copy-start" and space == 0:
+                yield user
+            elif space != HOST_SPACE:
+                pending.append(user)
 
 
 def _line_of_step(jaxpr: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.dataflow import PASSING, Flow
-from bytescope.memory.hlo.module import Instruction, Metadata, Module
+from bytescope.memory.hlo.module import Instruction, Metadata
 from bytescope.memory.hlo.shapes import HloShape, Index
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.peak.buffer_rules import way_to_argument
@@ -123,7 +123,9 @@ def _read_gather(
     if result.parts is not None:
         result = result.leaf((at,))
     way = way_to_argument(flow, flow.origin(value))
-    slices = [wire.message(span) for step in way for span in _slice_dimensions(module, step)]
+    sliced = [step for step in way if step.opcode == "slice"]
+    fields = [field for step in sliced for field in wire.fields(module.data, step.span)]
+    slices = [wire.message(value) for number, value in fields if number == _SLICE_FIELD]
     index: Index = (at,) if len(instruction.operands) > 1 else ()
     uses = tuple(_uses(flow, instruction, index))
     cut = [use for use in uses if use.opcode == "dynamic-slice" and _differs_by_device(flow, use)]
@@ -139,11 +141,6 @@ def _read_gather(
         uses=uses,
         is_sliced=bool(uses) and len(cut) == len(uses),
     )
-
-
-def _slice_dimensions(module: Module, instruction: Instruction) -> Iterator[wire.Value]:
-    if instruction.opcode == "slice":
-        yield from (value for field, value in wire.fields(module.data, instruction.span) if field == _SLICE_FIELD)
 
 
 def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction]:

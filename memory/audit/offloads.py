@@ -4,6 +4,10 @@ A program asks for host memory in three ways: with a remat policy that offloads 
 `jax.device_put` to a host memory kind, or with an argument whose sharding has a host memory kind. In the jaxpr, the
 first two are `device_put` equations whose result has the memory space Host. If a policy offloads a value that is an
 input of the checkpointed function, jax makes no such equation and keeps the value in device memory.
+
+XLA's scheduler may delay a move to host memory until just before the value is moved back. The value then is in device
+memory all the time, so the two moves free no device memory: they are idle. XLA for GPUs (jax 0.10.2 and 0.12) and for
+TPUs (jax 0.10.2) schedules the moves of unrolled layers in this way. In a loop over layers, moves cannot be delayed.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from bytescope.memory.audit.checkpoint_requests import line_of, request_for
-from bytescope.memory.audit.idle_offloads import find_moved_values
+from bytescope.memory.audit.checkpoint_requests import request_for
 from bytescope.memory.cost import host_transfers
+from bytescope.memory.findings.evidence import TOY
+from bytescope.memory.findings.user_functions import line_of
 from bytescope.memory.hlo import loops
 from bytescope.memory.hlo.buffers import HOST_COLOR
-from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.dataflow import PASSING, Flow
+from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.hlo.sources import short_place, source_line
 from bytescope.memory.jaxprs import bodies, checkpoint_name_of, checkpoint_of, inner_jaxpr, parameters
@@ -32,6 +38,16 @@ from bytescope.memory.records.report_record import JudgedProgram
 _SAME = frozenset(("reduce_precision", "sharding_constraint", "optimization_barrier", "copy", "copy_p", "device_put"))
 # A kernel, whose jaxpr has references instead of its operands.
 _KERNEL = "pallas_call"
+# HLO operations whose computations may allocate memory that their result does not show.
+_CALLING = ("while", "call", "conditional")
+# HLO operations that allocate no memory.
+_FREE = (
+    "parameter",
+    "tuple",
+    "get-tuple-element",
+    "constant",
+    *(PASSING - {"copy", "copy-start", "transpose", "convert"}),
+)
 
 _ON_CPU = (
     "the CPU backend has no separate host memory, so jax drops the move to host memory: compile for a GPU target, such "
@@ -131,12 +147,62 @@ def _idle_values(module: Module, requests: Sequence[_Request], outcome: _HostArr
     for request in requests:
         elements, _ = outcome.moved_array(request)
         subjects[request.type.dtype.name, elements].add((request.subject, request.line))
-    return Counter(
-        {
-            key: values.idle
-            for key, values in find_moved_values(module).items()
-            if values.idle == values.moved or len(subjects[key]) == 1
-        }
+    moved, idle = _count_moves(module)
+    return Counter({key: idle[key] for key in moved if idle[key] == moved[key] or len(subjects[key]) == 1})
+
+
+def _count_moves(module: Module) -> tuple[Counter[tuple[str, int]], Counter[tuple[str, int]]]:
+    """Returns two counters of the values that an HLO computation of the module moves to host memory and back: all moved
+    values, and those whose move is idle. The keys are (dtype, number of elements on one device). A value that one step
+    computes several times, such as in a loop, counts that often.
+
+    A move is idle if it frees nothing that is needed: while the value is in host memory only, no instruction allocates
+    more than TOY bytes of device memory. This time begins after the last instruction that reads the value on the
+    device, which can be the move to host memory itself, and ends at the move back. Moves of values of TOY bytes or less
+    never count as idle.
+    """
+    flow = Flow(module)
+    moved: Counter[tuple[str, int]] = Counter()
+    idle: Counter[tuple[str, int]] = Counter()
+    for computation, times in loops.runs(module).items():
+        body = module.computations.get(computation)
+        order = (body.schedule or body.instructions) if body is not None else []
+        places = {id: place for place, id in enumerate(order)}
+        seen: set[int] = set()  # a value may be moved back several times
+        for place, id in enumerate(order):
+            back = module.instructions[id]
+            on_host = module.operand(back, 0)
+            if on_host is None or not _moves(module, back, host_transfers.TO_DEVICE):
+                continue
+            chain = (on_host, *flow.origin(on_host).chain)
+            away = next((each for each in chain if _moves(module, each, host_transfers.TO_HOST)), None)
+            value = module.operand(away, 0) if away is not None and away.id in places else None
+            if away is None or value is None or away.id in seen:  # e.g. moved in the forward loop, and back in another
+                continue
+            seen.add(away.id)
+            uses = list(flow.users[value.id])
+            if away.opcode == "copy-start":  # the move ends at the copy-done
+                uses += flow.users.get(away.id, ())
+            last = max(places[use.id] for use in uses if use.id in places)
+            shape = module.shape(value)
+            key = shape.dtype, shape.elements
+            moved[key] += times
+            between = [module.instructions[each] for each in order[last + 1 : place]]
+            if shape.bytes > TOY and not any(_allocates(module, each) for each in between):
+                idle[key] += times
+    return moved, idle
+
+
+def _moves(module: Module, instruction: Instruction, direction: str) -> bool:
+    return any(each == direction for each, _, _ in host_transfers.moved(module, instruction))
+
+
+def _allocates(module: Module, instruction: Instruction) -> bool:
+    if instruction.opcode in (*_CALLING, *_FREE):
+        return instruction.opcode in _CALLING
+    return any(
+        shape.memory_space != host_transfers.HOST_SPACE and shape.bytes > TOY
+        for _, shape in leaves(module.shape(instruction))
     )
 
 

@@ -19,8 +19,9 @@ from bytescope.memory.audit.gathers import Gather, read_gathers
 from bytescope.memory.devices.compiler_log import FullRemat
 from bytescope.memory.findings.evidence import SMALL, TOY, spec_words
 from bytescope.memory.findings.sharding_findings import GATHER_REMEDY, data_axes, unintended_replicas
+from bytescope.memory.findings.user_functions import line_of
 from bytescope.memory.hlo.loops import trip_count
-from bytescope.memory.hlo.module import Frame, Metadata
+from bytescope.memory.hlo.module import Metadata
 from bytescope.memory.hlo.scopes import parse
 from bytescope.memory.hlo.sharding_text import ParsedSharding, mesh_axes_of, parse_sharding
 from bytescope.memory.hlo.sources import short_place, source_line
@@ -172,7 +173,7 @@ def _constraint_line(constraints: Iterable[Any], dims: Sequence[int], spec: tupl
             own = getattr(equation.params["sharding"], "spec", ())
             axes = tuple((part,) if isinstance(part, str) else tuple(part or ()) for part in own)
             if axes + ((),) * (len(dims) - len(axes)) == spec:
-                return equation_line(equation)
+                return line_of(equation)
     return ""
 
 
@@ -259,7 +260,12 @@ def _whole_activations(report: JudgedProgram, program: PlacedProgram, gathers: S
         if program.arguments.roles.get(number) in WEIGHTS
         for dims in (layout.dims, layout.dims[1:])
     }
-    requested = _replicated_by_request(program)
+    # Sizes of the arrays that the user's code replicates explicitly.
+    requested = {
+        math.prod(equation.invars[0].aval.shape)
+        for equation in (_constraints(program.jaxpr) if program.jaxpr is not None else ())
+        if equation.params["sharding"].is_fully_replicated
+    }
     for gather in large:
         dims = without_ones(gather.shape.dims)
         if gather.item.name not in replicas and (
@@ -278,18 +284,6 @@ def _is_asked(gather: Gather) -> bool:
     return gather.metadata.op_name.rpartition("/")[2] in _ASKED
 
 
-def _replicated_by_request(program: PlacedProgram) -> set[int]:
-    """Returns the number of elements of each array that the user's code replicates explicitly, with a sharding
-    constraint; an empty set without a jaxpr."""
-    if program.jaxpr is None:
-        return set()
-    return {
-        math.prod(equation.invars[0].aval.shape)
-        for equation in _constraints(program.jaxpr)
-        if equation.params["sharding"].is_fully_replicated
-    }
-
-
 def _global_sizes(program: PlacedProgram, metadata: Metadata) -> set[int]:
     """Returns the number of elements (of the global array) of each array that one source line reads or computes in the
     jaxpr; an empty set without a jaxpr. `metadata`: metadata of an HLO instruction, which names the source line."""
@@ -299,20 +293,10 @@ def _global_sizes(program: PlacedProgram, metadata: Metadata) -> set[int]:
         return sizes
     for inside in distinct_jaxprs(program.jaxpr, _global_bodies):
         for equation in inside.eqns:
-            if equation_line(equation) == line:
+            if line_of(equation) == line:
                 sizes |= {math.prod(getattr(atom.aval, "shape", ())) for atom in (*equation.invars, *equation.outvars)}
     return sizes
 
 
 def _global_bodies(equation: Any) -> Iterable[Any]:
     return () if equation.primitive.name in ("shard_map", "pallas_call") else bodies(equation)
-
-
-def equation_line(equation: Any) -> str:
-    """Returns "file.py:line" of the user's code that made an equation of a jaxpr; "" if unknown."""
-    from jax._src import source_info_util
-
-    frames = source_info_util.user_frames(equation.source_info.traceback)
-    return source_line(
-        Metadata("", tuple(Frame(each.file_name, each.start_line, function=each.function_name) for each in frames))
-    )

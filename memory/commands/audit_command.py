@@ -8,35 +8,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from bytescope.memory.audit.pass_history import with_passes
 from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import add_json, add_xla, show_written, user_path, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
-from bytescope.memory.compare.prepared_program import PreparedProgram
-from bytescope.memory.devices.compiler import pass_dumps
-from bytescope.memory.records.report_record import ReportRecord, Subject
+from bytescope.memory.records.report_record import ReportRecord
 
 # The exit code of --strict if a request was not honored.
 NOT_HONORED = 1
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope report --audit` except those that name the program: --strict, --passes, --xla,
-    --json and
-    --html."""
+    """Adds the flags of `bytescope report --audit` except those that name the program: --strict, --xla, --json
+    and --html."""
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
-    )
-    parser.add_argument(
-        "--passes",
-        action="store_true",
-        help="also name the XLA compiler pass that undid a request; XLA then writes the program after each pass to a "
-        "temporary folder",
     )
     add_xla(parser)
     add_json(parser, "the audit")
@@ -53,30 +40,9 @@ def run(args: argparse.Namespace) -> int:
     the audit, and writes the files of --json and --html. Returns the exit code: 1 with --strict if a request was not
     honored, else 0."""
     program, subject = report_command.open_program(args)
-    report = make_audited_report(args, program, subject)
+    report, _ = report_command.make_report(program, subject)
     show(report)
     return finish(args, report)
-
-
-def make_audited_report(
-    args: argparse.Namespace, program: PreparedProgram, subject_of: Callable[[int], Subject] | None
-) -> ReportRecord:
-    """Compiles a program and returns its report with the audit. With --passes, XLA also dumps the module after each
-    compiler pass, and the audit names the pass that undid a request.
-
-    Args:
-        args: the parsed command line.
-        program: the program to compile.
-        subject_of: function from the model FLOPs of one call of the step to the report's subject, the trainer's
-            description of the program; None leaves the description empty.
-    """
-    if not args.passes:
-        return report_command.make_report(program, subject_of)[0]
-    with tempfile.TemporaryDirectory(prefix="passes-") as folder:
-        with pass_dumps(Path(folder)):
-            report, _ = report_command.make_report(program, subject_of)
-        rows = with_passes(report.audit, Path(folder))
-    return dataclasses.replace(report, audit=rows)
 
 
 def show(report: ReportRecord) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.audit.partitioner import equation_line
 from bytescope.memory.compare.equal_results import DIFFERS, NOT_CHECKED, SmallRun, compare_results, run_small
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices import targets
@@ -23,6 +22,7 @@ from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.findings.evidence import spec_words
+from bytescope.memory.findings.user_functions import line_of
 from bytescope.memory.hlo.sharding_text import mesh_axes_of, parse_sharding
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr, with_parameters
 from bytescope.memory.program import retarget
@@ -268,9 +268,7 @@ def _sites(jaxpr: Any, line: str, size: int) -> Iterator[tuple[_Site, Any]]:
     """Yields (place for a constraint, variable of the jaxpr) for each array that one source line computes in the
     forward pass and whose global size is `size` bytes. If the line computes no such array, yields the arrays of this
     size that the line reads. `line`: "file.py:line"."""
-    equations = [
-        equation for equation, backward in _equations(jaxpr) if not backward and equation_line(equation) == line
-    ]
+    equations = [equation for equation, backward in _equations(jaxpr) if not backward and line_of(equation) == line]
     for on_operand in (False, True):
         found: dict[_Site, Any] = {}
         for equation in equations:
@@ -417,7 +415,7 @@ class _Rewriter:
             of_gradients: for each operand, True if the backward pass computed it.
         """
         site = self.site
-        if equation_line(equation) != site.line:
+        if line_of(equation) != site.line:
             return False, []
         if backward:
             wanted = site.shape, site.dtype
@@ -481,7 +479,7 @@ def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
     all arrays that match: the same source line, primitive, position and rank. Returns [] if no array matches."""
     shapes = []
     for equation, backward in _equations(jaxpr):
-        if not backward and equation.primitive.name == site.primitive and equation_line(equation) == site.line:
+        if not backward and equation.primitive.name == site.primitive and line_of(equation) == site.line:
             atoms = equation.invars if site.on_operand else equation.outvars
             if site.position < len(atoms) and len(atoms[site.position].aval.shape) == len(site.shape):
                 shapes.append(tuple(atoms[site.position].aval.shape))

@@ -33,8 +33,6 @@ class SignatureLeaf:
         donated: whether the program may reuse the argument's memory.
         parameter: number of the compiled program's parameter through which an argument is passed; -1 for an unused
             argument or a result.
-        same_as: path of an earlier argument that is the same array in memory, "" if there is none or if the caller gave
-            only the shape of this argument.
         devices: number of devices that hold the array which the caller gave; 0 if the caller gave only its shape.
         donation_off: whether the step asks to donate the argument, but a setting of jax switches donation off.
     """
@@ -44,7 +42,6 @@ class SignatureLeaf:
     dtype: str
     donated: bool = False
     parameter: int = -1
-    same_as: str = ""
     devices: int = 0
     donation_off: bool = False
 

@@ -13,27 +13,26 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from bytescope.memory.devices.compiler import COPY_FUSION_PASS, DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS
-from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, describe_buffer
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, count_words, describe_buffer, list_names
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedProgram
+from bytescope.memory.records.report_record import Buffer, JudgedProgram
 from bytescope.memory.units import human
 
 REMAT_SETTING = "jax_compiler_enable_remat_pass"
-# Minimum number of equal temporaries that count as those of unrolled layers, and maximum number of names in a sentence.
-_MIN_LAYERS, _NAMED = 4, 3
+# Minimum number of equal temporaries that count as those of unrolled layers.
+_MIN_LAYERS = 4
 _NUMBERS = re.compile(r"\d+")
 # Minimum fraction of the scheduler's bytes that are operands of deferred weight gradients.
 _MOST = 0.5
 # Phases in which each layer has temporaries of its own that no later layer reads.
 _RECOMPUTED = ("recompute", "backward")
 _PASSING = frozenset(("get-tuple-element", "bitcast", "tuple"))
-_TERA, _GIGA = 1e12, 1e9
 
 
 def scheduler_peak(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
@@ -52,9 +51,9 @@ def scheduler_peak(report: JudgedProgram, program: PlacedProgram) -> RuleResult 
     readers = list(dict.fromkeys(held.reader for held in operands))
     parameters = list(dict.fromkeys(held.parameter for held in operands))
     message = (
-        f"XLA's latency-hiding scheduler defers {_count(readers, 'weight gradient')} past the peak, of "
-        f"{_names(parameters)}: their operands, such as {_describe_held(operands[0])}, stay alive, {human(size)} more "
-        "than in an order of least memory"
+        f"XLA's latency-hiding scheduler defers {count_words(len(readers), 'weight gradient')} past the peak, of "
+        f"{list_names(parameters)}: their operands, such as {describe_buffer(operands[0])}, stay alive, {human(size)} "
+        "more than in an order of least memory"
     )
     passes = _disabled(report, SCHEDULER_PASS)
     remedy = (
@@ -160,10 +159,10 @@ def _missed_bytes(report: JudgedProgram) -> int:
 def _describe_recomputed(report: JudgedProgram) -> str:
     values = report.xla_recomputed
     flops = sum(value.flops for value in values)
-    work = f" and {_flops_words(flops)} in each call" if flops else ""
+    work = f" and {flops / 1e12:.3g} TFLOP in each call" if flops else ""
     where = f" at {short_place(values[0].source)}" if values[0].source else ""
     size = human(sum(value.bytes for value in values))
-    return f"{_count(values, 'value')} of {size}{work}, the largest {values[0].name}{where}"
+    return f"{count_words(len(values), 'value')} of {size}{work}, the largest {values[0].name}{where}"
 
 
 def xla_remat_off(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
@@ -203,25 +202,6 @@ def _disabled(report: JudgedProgram, name: str) -> str:
     # list.
     passes = [*report.xla_budget.disabled_passes, name]
     return f'compiler_options={{"{DISABLED_PASSES}": "{",".join(passes)}"}} of jax.jit'
-
-
-def _count(items: Iterable[object], noun: str) -> str:
-    count = len(list(items))
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _names(names: list[str]) -> str:
-    shown = ", ".join(names[:_NAMED])
-    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown
-
-
-def _describe_held(held: HeldBuffer) -> str:
-    where = f"at {short_place(held.source)}" if held.source else f"({held.name})"
-    return f"{held.dtype}{list(held.shape)} {where}"
-
-
-def _flops_words(flops: int) -> str:
-    return f"{flops / _TERA:.3g} TFLOP" if flops >= _TERA else f"{flops / _GIGA:.3g} GFLOP"
 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------
@@ -271,13 +251,10 @@ def _first_read(flow: Flow, value: Instruction, order: dict[int, int]) -> int:
                 pending.append(user)
             elif user.opcode not in _PASSING and user.id in order:
                 # The position of a loop is after its body, but the loop begins with the first instruction of the body.
-                inside = [order[id] for body in user.called for id in _scheduled(flow.module, body) if id in order]
+                bodies = [flow.module.computations[id] for id in user.called if id in flow.module.computations]
+                inside = [order[id] for body in bodies for id in body.instructions if id in order]
                 found.append(min([order[user.id], *inside]))
     return min(found, default=-1)
-
-
-def _scheduled(module: Module, computation: int) -> list[int]:
-    return module.computations[computation].instructions if computation in module.computations else []
 
 
 def _looped_instructions(module: Module) -> set[str]:

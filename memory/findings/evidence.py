@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, JudgedProgram
+from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedProgram
 from bytescope.memory.units import MIB
 
 # Minimum size of a finding, as a fraction of the peak (for fragmentation, of the allocated bytes).
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
 # Findings smaller than TOY bytes are ignored, and so is the sharding of an array smaller than MIN_ARRAY bytes.
 TOY, MIN_ARRAY = MIB, 16 * MIB
+# Maximum number of arguments that a finding names.
+MAX_NAMED = 3
 STATE = ("params", "frozen", "optimizer", "accumulator")
 
 
@@ -86,8 +88,19 @@ def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
 
 
-def describe_buffer(buffer: Buffer) -> str:
+def describe_buffer(buffer: Buffer | HeldBuffer) -> str:
     """Describes a buffer by its type and source line, such as "bfloat16[8, 1024] at model.py:31". If the line is
     unknown, the compiler's name of the buffer replaces it."""
     where = f"at {short_place(buffer.source)}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Returns at most three names as text, such as "a, b, c and 2 more"."""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def count_words(number: int, noun: str) -> str:
+    """Returns a number with a noun, such as "1 array" or "3 arrays"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

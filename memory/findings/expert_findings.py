@@ -81,7 +81,7 @@ def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> RuleResu
     room = room_for(*shape)
     held = dict.fromkeys(_SCOPES, 0)
     for buffer in report.buffers:
-        scope = _scope(buffer)
+        scope = next((scope for scope in _SCOPES if scope in buffer.module.split("/")), "")
         if scope and buffer.at_peak and buffer.memory == "device" and _has_rows(buffer, room.rows):
             held[scope] += buffer.bytes
     total = sum(held.values())
@@ -102,11 +102,6 @@ def empty_expert_rows(report: JudgedProgram, program: PlacedProgram) -> RuleResu
         f"{human(int(total * (1 - less.rows / room.rows)))}; tokens beyond the capacity are dropped and counted"
     )
     return RuleResult(empty, message, remedy)
-
-
-def _scope(buffer: Buffer) -> str:
-    path = buffer.module.split("/")
-    return next((scope for scope in _SCOPES if scope in path), "")
 
 
 def _has_rows(buffer: Buffer, count: int) -> bool:

@@ -23,7 +23,6 @@ from bytescope.memory.findings.compiler_findings import (
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, at_peak, describe_buffer
 from bytescope.memory.findings.expert_findings import empty_expert_rows
 from bytescope.memory.findings.host_findings import pinned_growth, pinned_limit
-from bytescope.memory.findings.placement_findings import donated_twice, on_one_device, state_resharded
 from bytescope.memory.findings.sharding_findings import (
     large_collective,
     lasting_gathers,
@@ -33,7 +32,14 @@ from bytescope.memory.findings.sharding_findings import (
     unsharded_gradients,
 )
 from bytescope.memory.findings.spare_memory import spare_memory
-from bytescope.memory.findings.state_findings import not_donated, state_too_large, weight_copies, whole_state
+from bytescope.memory.findings.state_findings import (
+    not_donated,
+    on_one_device,
+    state_resharded,
+    state_too_large,
+    weight_copies,
+    whole_state,
+)
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, Finding, JudgedProgram
 from bytescope.memory.units import human
@@ -152,7 +158,6 @@ RULES: Mapping[Rule, str] = {
     "the batch; trace a model with logical axes, such as Flax's, inside its axis rules "
     "(flax.linen.logical_axis_rules)",
     not_donated: "pass donate_argnums for the state to jax.jit",
-    donated_twice: "give one of the two a copy of its own: jax.tree.map(jnp.copy, tree)",
     on_one_device: "create the arrays in their sharding: jax.jit(init, out_shardings=...), or jax.device_put(array, "
     "sharding) for a batch; jnp.zeros and optimizer.init outside of jax.jit put new arrays on the first device",
     state_resharded: "give jax.jit out_shardings for the state that equal its in_shardings, or constrain the new state "

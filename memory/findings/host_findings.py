@@ -45,12 +45,11 @@ def pinned_growth(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
     pool = pinned_pool_bytes(buffers, rule)
     if not available or pool.refused or not pool.used * devices <= available < pool.reserved * devices:
         return None
-    remedies = {
-        f"{HOST_LIMIT_VARIABLE}={limit}{more}": limit * GIB
-        for preallocates, more in ((False, ""), (True, f" and {PREALLOCATE_HOST_VARIABLE}=true"))
-        for limit in (smallest_limit_gib(buffers, preallocates),)
-    }
-    setting = next((words for words, limit in remedies.items() if limit * devices <= available), "")
+    setting = ""
+    for preallocates, more in ((True, f" and {PREALLOCATE_HOST_VARIABLE}=true"), (False, "")):
+        limit = smallest_limit_gib(buffers, preallocates)
+        if limit * GIB * devices <= available:
+            setting = f"{HOST_LIMIT_VARIABLE}={limit}{more}"
     return RuleResult(
         pool.reserved - pool.used,
         f"XLA's pools of pinned host memory take {human(pool.reserved * devices)} for {human(pool.used * devices)} of "

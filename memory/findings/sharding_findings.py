@@ -28,7 +28,6 @@ from bytescope.memory.findings.evidence import (
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, flatten, is_collective
 from bytescope.memory.hlo.mesh import ArgumentLayout
-from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.hlo.sources import short_place, source_line
 from bytescope.memory.peak.buffer_placement import Activation, Labels, PlacedProgram
@@ -125,7 +124,7 @@ def replicated_activations(report: JudgedProgram, program: PlacedProgram) -> Rul
 def unintended_replicas(report: JudgedProgram, program: PlacedProgram) -> list[ReplicatedArray]:
     """Returns the forward activations that are replicated over mesh axes which shard the batch, in schedule order.
     Leaves out the arrays that an inference step replicates on purpose."""
-    arrays = list(replicated_arrays(program, batch(report, program)))
+    arrays = list(replicated_arrays(program))
     # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
     # each matrix product, and the parts are summed. Inference may do this on purpose, because it moves no weights.
     if not report.breakdown.get("gradients") and not report.breakdown.get("optimizer"):
@@ -226,19 +225,13 @@ def large_collective(report: JudgedProgram, program: PlacedProgram) -> RuleResul
 
 
 def _collective_kind(report: JudgedProgram, program: PlacedProgram, buffer: Buffer) -> str:
-    for item in report.collectives:
-        if item.name == buffer.name:
-            return item.kind
-    for kind in COLLECTIVES:
-        if buffer.name.startswith(kind):
-            return kind
+    kinds = {item.name: item.kind for item in report.collectives}
+    known = kinds.get(buffer.name) or next((kind for kind in COLLECTIVES if buffer.name.startswith(kind)), "")
     instruction = next((i for i in program.module.instructions.values() if i.name == buffer.name), None)
-    if instruction is not None:
-        for maker in Flow(program.module).makers(instruction, ()):
-            if is_collective(maker.opcode):
-                return maker.opcode.removesuffix("-start").removesuffix("-done")
-    same = {item.kind for item in report.collectives if item.op_name == buffer.op_name}
-    return same.pop() if len(same) == 1 else ""
+    if known or instruction is None:
+        return known
+    makers = [maker.opcode for maker in Flow(program.module).makers(instruction, ()) if is_collective(maker.opcode)]
+    return makers[0].removesuffix("-start").removesuffix("-done") if makers else ""
 
 
 def unsharded_gradients(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
@@ -341,81 +334,51 @@ class ReplicatedArray:
     axes: tuple[str, ...]
 
 
-def replicated_arrays(program: PlacedProgram, batch: Iterable[int]) -> Iterator[ReplicatedArray]:
+def replicated_arrays(program: PlacedProgram) -> Iterator[ReplicatedArray]:
     """Yields the forward activations that are replicated over mesh axes which shard the batch, in schedule order.
+    Yields nothing for a program without a jaxpr.
 
-    If the program has a jaxpr, the shape of each array on a device is compared with its global shape. Otherwise, arrays
-    with a dimension of the size of the global batch are reported. A mesh axis is not reported if it shards another
-    dimension of the array.
-
-    batch: numbers of the compiled program's parameters that hold input data.
+    The source position of an HLO instruction identifies an activation in the jaxpr. The activation's global shape is
+    then compared with the instruction's shape on one device. A mesh axis is not reported if it shards another dimension
+    of the array.
     """
     module, sizes = program.module, dict(program.mesh)
-    if module.devices < 2 or not sizes:
-        return
-    lookup = (_GlobalShapes if program.activations is not None else _BatchDims)(program, set(batch))
-    if lookup.is_empty:
+    places: dict[Place, list[Activation]] = {}
+    for activation in program.activations or ():
+        places.setdefault(activation.place, []).append(activation)
+    if module.devices < 2 or not sizes or not places:
         return
     for id in flatten(module):
         instruction = module.instructions[id]
         if instruction.opcode.removesuffix("-done") not in _COMPUTING:
             continue
         metadata = module.metadata(instruction)
-        if not metadata.op_name or scopes.parse(metadata.op_name).phase not in _FORWARD:
+        scope = scopes.parse(metadata.op_name)
+        if not metadata.op_name or not metadata.frames or scope.phase not in _FORWARD:
             continue
         shape = module.shape(instruction)
         shape = shape.leaf((0,)) if shape.parts is not None else shape
         if shape.elements < 2 or "float" not in shape.dtype:
             continue
-        lost, name = lookup.lost_axes(instruction, shape, sizes)
-        if lost:
-            scope = scopes.parse(metadata.op_name)
-            what = name or "/".join((*scope.path, scope.operation))
-            where = short_place(source_line(metadata))
-            if where:
-                what += f" at {where}"
-            yield ReplicatedArray(instruction.name, what, shape.dims, shape.dtype, shape.bytes, lost)
-
-
-class _GlobalShapes:
-    """Detects replicated arrays of a program with a jaxpr. The source position of an HLO instruction identifies an
-    activation in the jaxpr. The activation's global shape is then compared with the instruction's shape on one device.
-    """
-
-    def __init__(self, program: PlacedProgram, batch: Iterable[int]):
-        self.module = program.module
-        self.places: dict[Place, list[Activation]] = {}
-        for activation in program.activations or ():
-            self.places.setdefault(activation.place, []).append(activation)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.places
-
-    def lost_axes(
-        self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
-    ) -> tuple[tuple[str, ...], str]:
-        """Returns (mesh axes that should shard an instruction's result but do not, checkpoint name of the result).
-        Returns ((), "") if the activation in the jaxpr is not found or is ambiguous.
-
-        shape: the result's shape on a device. sizes: mesh axis -> number of devices.
-        """
-        metadata = self.module.metadata(instruction)
-        if not metadata.frames:
-            return (), ""
         # In the lowered program, cuDNN attention has the name of the primitive that partitions it.
         partitioned = metadata.op_name.endswith("custom_partitioning")
         matches = [
             activation
-            for activation in self.places.get(metadata.frames[0][:3], ())
+            for activation in places.get(metadata.frames[0][:3], ())
             if metadata.op_name.endswith(activation.suffix) or (partitioned and activation.suffix.endswith("_wrapper"))
         ]
         if len({(activation.dims, tuple(activation.labels.items())) for activation in matches}) != 1:
-            return (), ""
+            continue  # not found, or ambiguous
         first = matches[0]
         if instruction.opcode == "fusion" and are_partial_sums(first, shape, sizes):
-            return (), ""
-        return missing(first.dims, first.labels, shape.dims, sizes), first.name
+            continue
+        lost = missing(first.dims, first.labels, shape.dims, sizes)
+        if lost:
+            what = first.name or "/".join((*scope.path, scope.operation))
+            where = short_place(source_line(metadata))
+            if where:
+                what += f" at {where}"
+            yield ReplicatedArray(instruction.name, what, shape.dims, shape.dtype, shape.bytes, lost)
 
 
 def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str, int]) -> bool:
@@ -428,42 +391,6 @@ def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str
     parts = math.prod(sizes[axis] for axes in activation.labels.values() for axis in axes)
     same = shape.dims == activation.dims and shape.dtype == activation.dtype
     return len(shape.dims) > 2 and not same and shape.elements // shape.dims[0] * parts == math.prod(activation.dims)
-
-
-class _BatchDims:
-    """Detects replicated arrays of a program without a jaxpr. An array counts as replicated if it has a dimension as
-    large as the global batch, and none as large as the batch of one device.
-    """
-
-    def __init__(self, program: PlacedProgram, batch: Iterable[int]):
-        self.batch = [layout for number, layout in program.layouts.items() if number in batch and layout.axes]
-        self.other_sizes: set[int] = set()
-        for number, layout in program.layouts.items():
-            if number not in batch:
-                self.other_sizes |= {*layout.dims, *layout.local}
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.batch
-
-    def lost_axes(
-        self, instruction: Instruction, shape: HloShape, sizes: Mapping[str, int]
-    ) -> tuple[tuple[str, ...], str]:
-        """Returns (mesh axes that shard the batch but not this array, ""). Returns ((), "") if the array is sharded, or
-        if another argument has a dimension as large as the batch, because the size then does not identify the batch.
-
-        shape: the array's shape on a device. sizes: mesh axis -> number of devices.
-        """
-        dims = set(shape.dims)
-        for layout in self.batch:
-            sharded = [dim for dim, axes in enumerate(layout.spec) if axes]
-            full, part = {layout.dims[dim] for dim in sharded}, {layout.local[dim] for dim in sharded}
-            if "int" in layout.dtype:  # activations of tokens have all dimensions of the tokens, or their product
-                full = {math.prod(layout.dims)} if math.prod(layout.dims) in dims else set(layout.dims)
-                part = {math.prod(layout.local)} if len(full) == 1 else part
-            if full <= dims and not part & dims and not full & self.other_sizes:
-                return layout.axes, ""
-        return (), ""
 
 
 def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -7,16 +7,12 @@ proposed only if this maximum fits in the unused memory. A trainer with its own 
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from bytescope.memory.cost import flops
-from bytescope.memory.findings import user_functions
 from bytescope.memory.findings.evidence import RuleResult, batch
-from bytescope.memory.hlo.module import Frame
 from bytescope.memory.jaxprs import bodies
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import JudgedProgram
@@ -74,65 +70,26 @@ def spare_memory(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
     products = recomputed_products(program.jaxpr) if program.jaxpr is not None else ()
     if not products:  # only a trainer that knows its segments has a remedy
         return RuleResult(spare.free, spare.message) if program.facts and program.facts.segments else None
-    return _with_policy(report, spare, products, program)
-
-
-def _with_policy(
-    report: JudgedProgram, spare: Spare, products: Sequence[RecomputedProduct], program: PlacedProgram
-) -> RuleResult:
-    """Returns a finding that proposes a policy of jax.checkpoint that saves matrix products and fits in the unused
-    memory. If no policy fits, it proposes to save the products of the function that recomputes the most FLOPs.
-
-    spare: the unused memory and the recomputed FLOPs. products: the recomputed matrix products.
-    """
     devices, shards = max(program.module.devices, 1), _activation_shards(report, program)
-    costliest, its_products = _costliest_function(products)
-    message, free = spare.message, spare.free
-    message += f", most of them in {costliest}" if costliest else ""
     for policy, batched in _POLICIES:
         chosen = [product for product in products if product.saveable and (batched or not product.batched)]
         adds = sum(product.bytes for product in chosen) // shards
         spared = sum(product.flops for product in chosen) / devices / spare.model_flops
-        if spared >= SPARED and adds <= FILL * free:
+        if spared >= SPARED and adds <= FILL * spare.free:
             return RuleResult(
                 adds,
-                message,
+                spare.message,
                 f"policy=jax.checkpoint_policies.{policy} in jax.checkpoint should fit: the "
-                f"results of these matrix products take {human(adds)} of the {human(free)} free, and "
+                f"results of these matrix products take {human(adds)} of the {human(spare.free)} free, and "
                 f"{spared:.0%} of the model's FLOPs are no longer recomputed",
                 subjects=(policy,),
             )
-    adds = sum(product.bytes for product in its_products) // shards
-    name_them = "with jax.ad_checkpoint.checkpoint_name, policy=save_only_these_names(...) in jax.checkpoint"
-    if costliest and adds <= FILL * free:
-        return RuleResult(
-            adds,
-            message,
-            f"save the results of its matrix products, named {name_them}: they should fit, "
-            f"{human(adds)} of the {human(free)} free",
-        )
     return RuleResult(
-        free,
-        message,
-        f"save some of its results, named {name_them}, or let memory.plan_remat choose them: all "
-        "matrix products together would not fit",
+        spare.free,
+        spare.message,
+        "save some of the results of its matrix products, named with jax.ad_checkpoint.checkpoint_name, "
+        "policy=save_only_these_names(...) in jax.checkpoint, or let memory.plan_remat choose them",
     )
-
-
-def _costliest_function(products: Iterable[RecomputedProduct]) -> tuple[str, list[RecomputedProduct]]:
-    by_title: dict[str, list[RecomputedProduct]] = defaultdict(list)
-    places: dict[str, str] = {}
-    for product in products:
-        named = [call for call in user_functions.calls(product.frames) if not call.function.nameless]
-        if named:
-            function = named[0].function
-            by_title[function.title].append(product)
-            own = next(frame for frame in product.frames if frame.function == function.name)
-            places.setdefault(function.title, user_functions.place(own))
-    if not by_title:
-        return "", []
-    title = max(by_title, key=lambda title: sum(product.flops for product in by_title[title]))
-    return f"{title} ({places[title]})", by_title[title]
 
 
 def _activation_shards(report: JudgedProgram, program: PlacedProgram) -> int:
@@ -148,24 +105,21 @@ def _activation_shards(report: JudgedProgram, program: PlacedProgram) -> int:
 _SAVEABLE = frozenset(("dot_general", "conv_general_dilated"))
 
 
-@dataclasses.dataclass(frozen=True)
-class RecomputedProduct:
+class RecomputedProduct(NamedTuple):
     """A matrix product that is recomputed because of `jax.checkpoint`. FLOPs and bytes are sums over all devices and
     all iterations of loops.
 
     Fields:
-        frames: the stack frames in the user's code, innermost first.
         flops: FLOPs of the recomputation.
         bytes: bytes of the results.
         saveable: whether jax's policies for matrix products save the results.
         batched: whether the product has batch dimensions, as in attention.
     """
 
-    frames: tuple[Frame, ...]
     flops: int
     bytes: int
-    saveable: bool = True
-    batched: bool = False
+    saveable: bool
+    batched: bool
 
 
 def recomputed_products(jaxpr: Any) -> tuple[RecomputedProduct, ...]:
@@ -183,7 +137,13 @@ def _walk(jaxpr: Any, stack: str, times: int) -> Iterator[RecomputedProduct]:
         path, name, params = f"{stack}/{equation.source_info.name_stack}", equation.primitive.name, equation.params
         if name in flops.KERNELS:
             if flops.RECOMPUTED.search(path):
-                yield _product(equation, times)
+                results = [variable.aval for variable in equation.outvars if hasattr(variable.aval, "dtype")]
+                yield RecomputedProduct(
+                    flops=times * flops.count_equation(equation).total,
+                    bytes=times * sum(math.prod(array.shape) * array.dtype.itemsize for array in results),
+                    saveable=name in _SAVEABLE,
+                    batched=name == "dot_general" and any(params["dimension_numbers"][1]),
+                )
             continue
         if name == "linear_call":  # its transpose does not run, and it contains no matrix products
             continue
@@ -196,21 +156,3 @@ def _walk(jaxpr: Any, stack: str, times: int) -> Iterator[RecomputedProduct]:
             )
         for body in bodies(equation):
             yield from _walk(body, path, times * trips)
-
-
-def _product(equation: Any, times: int) -> RecomputedProduct:
-    from jax._src import source_info_util
-
-    frames = tuple(
-        Frame(frame.file_name, frame.start_line, function=frame.function_name)
-        for frame in source_info_util.user_frames(equation.source_info.traceback)
-    )
-    results = [variable.aval for variable in equation.outvars if hasattr(variable.aval, "dtype")]
-    name = equation.primitive.name
-    return RecomputedProduct(
-        frames=frames,
-        flops=times * flops.count_equation(equation).total,
-        bytes=times * sum(math.prod(array.shape) * array.dtype.itemsize for array in results),
-        saveable=name in _SAVEABLE,
-        batched=name == "dot_general" and any(equation.params["dimension_numbers"][1]),
-    )

@@ -1,5 +1,5 @@
-"""Rules about parameters, moments and gradient sums: state that is stored twice, replicated, or larger than the
-device."""
+"""Rules about parameters, moments and gradient sums: state that is stored twice, replicated, larger than the device, on
+one device before the call, or returned in another sharding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from bytescope.memory.findings.evidence import (
     RuleResult,
     arguments,
     at_peak,
+    count_words,
     describe_buffer,
+    list_names,
     spec_words,
     start_of_backward,
 )
@@ -31,8 +33,6 @@ from bytescope.memory.units import MIB, human
 
 # Minimum bytes of replicated state if no leaf is sharded. If other leaves are sharded, `MIN_ARRAY` applies.
 _MIN_REPLICATED = 64 * MIB
-# Maximum number of leaves that a finding names.
-_MAX_NAMED = 3
 
 
 def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
@@ -49,10 +49,8 @@ def not_donated(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     if total <= SMALL * report.peak_bytes:
         return None
     names = sorted(sizes, key=lambda root: -sizes[root])
-    which = ", ".join(names[:_MAX_NAMED])
-    if len(names) > _MAX_NAMED:
-        which += f" and {len(names) - _MAX_NAMED} more"
-    message = f"{human(total)} of state is not donated ({which}): old and new state are in memory at the same time"
+    lost = f"{human(total)} of state is not donated ({list_names(names)})"
+    message = f"{lost}: old and new state are in memory at the same time"
     return RuleResult(total, message, _donation_remedy(program), subjects=tuple(names))
 
 
@@ -137,8 +135,10 @@ def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
     if size <= max(share * report.peak_bytes, minimum):
         return None
     group.sort(key=lambda leaf: -leaf.buffer.bytes)
-    held, over = sum(leaf.buffer.bytes for leaf in group), f" of {' and '.join(axes)}" if axes else ""
-    message = f"{human(held)} of state is replicated on each of {copies} devices{over}: {_list_leaves(group)}"
+    buffers = [leaf.buffer for leaf in group]
+    named = list_names([f"{b.name} {b.dtype}{list(b.shape)} {human(b.bytes)}" for b in buffers])
+    held, over = sum(b.bytes for b in buffers), f" of {' and '.join(axes)}" if axes else ""
+    message = f"{human(held)} of state is replicated on each of {copies} devices{over}: {named}"
     return RuleResult(size, message, _sharding_remedy(group[0]))
 
 
@@ -197,15 +197,6 @@ def _replica_axes(program: PlacedProgram, known: int) -> tuple[tuple[str, ...], 
     return tuple(alike), math.prod(alike.values())
 
 
-def _list_leaves(leaves: Sequence[_Leaf]) -> str:
-    named = []
-    for leaf in leaves[:_MAX_NAMED]:
-        buffer = leaf.buffer
-        named.append(f"{buffer.name} {buffer.dtype}{list(buffer.shape)} {human(buffer.bytes)}")
-    others = len(leaves) - _MAX_NAMED
-    return ", ".join(named) + (f" and {others} more" if others > 0 else "")
-
-
 def _sharding_remedy(leaf: _Leaf) -> str:
     if leaf.stacked:
         return (
@@ -248,3 +239,78 @@ def weight_copies(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
         f"{human(size)} of {largest.dtype} copies of weights are held from the forward to the backward pass, the "
         f"largest {describe_buffer(largest)}",
     )
+
+
+# ---- devices and shardings before and after a call -------------------------------------------------------------------
+
+
+def state_resharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if a step returns updated state in another sharding than the state that it takes. The next call
+    of the step is then compiled again for the new sharding. The bytes of the finding are the bytes that the new
+    sharding adds on one device; 0 if it adds none."""
+    root = program.module.root(program.module.entry)
+    if root is None or not program.results:
+        return None
+    # A compiled program may first return HLO tokens, which are no results of the function.
+    tokens = len(program.module.shape(root).parts or (root,)) - len(program.results)
+    changed = []
+    for number, (_, buffer) in arguments(report, program).items():
+        argument, before = program.arguments.by_number[number], program.layouts.get(number)
+        place = argument.update - tokens
+        if before is None or not 0 <= place < len(program.results) or argument.role not in STATE:
+            continue
+        after, whole = program.results[place], _resized(buffer.bytes, before.local, before.dims)
+        if before.dims == after.dims and before.local != after.local and whole >= MIN_ARRAY:
+            added_bytes = _resized(buffer.bytes, before.local, after.local) - buffer.bytes
+            changed.append((whole, added_bytes, argument, before, after))
+    if not changed:
+        return None
+    added = sum(max(each[1], 0) for each in changed)
+    _, _, argument, before, after = max(changed, key=lambda each: each[0])
+    more = f"; {human(added)} more on each device from then on" if added else ""
+    return RuleResult(
+        added,
+        f"{count_words(len(changed), 'array')} of the state {'is' if len(changed) == 1 else 'are'} returned in another "
+        f"sharding than passed in, the largest {argument.path}: {_sharding(before)} in, {_sharding(after)} out: the "
+        f"next call compiles the step again{more}",
+    )
+
+
+def on_one_device(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
+    """Returns a finding if arrays of the state or the batch are on one device although the program runs on several. The
+    first device then holds each whole array until the step has copied it. The bytes of the finding are the bytes of
+    the whole arrays minus the bytes of the shards that the step keeps on the first device.
+
+    For a described target, arrays of this machine may be given only for their shapes. For such a target, there is a
+    finding only if other arguments are on several devices."""
+    given = [argument.devices for argument in program.arguments.by_number.values()]
+    described = bool(report.target.get("is_described"))
+    if program.module.devices < 2 or (described and max(given, default=0) < 2):
+        return None
+    found = []
+    for number, (_, buffer) in arguments(report, program).items():
+        argument, layout = program.arguments.by_number[number], program.layouts.get(number)
+        if argument.devices == 1 and layout is not None and argument.role in (*STATE, "batch"):
+            found.append((_resized(buffer.bytes, layout.local, layout.dims), buffer.bytes, argument))
+    whole = sum(each[0] for each in found)
+    if whole < MIN_ARRAY:
+        return None
+    excess = whole - sum(each[1] for each in found)
+    _, _, argument = max(found, key=lambda each: each[0])
+    return RuleResult(
+        excess,
+        f"{count_words(len(found), 'array')} of the arguments {'is' if len(found) == 1 else 'are'} on one device, the "
+        f"largest {argument.path}: that device holds {human(excess)} more than its shards until the step has copied "
+        "them",
+    )
+
+
+def _resized(size: int, dims: Sequence[int], other: Sequence[int]) -> int:
+    # The bytes of an array of dimensions `other`, if an array of `dims` takes `size` bytes.
+    return size * math.prod(other) // max(math.prod(dims), 1)
+
+
+def _sharding(layout: ArgumentLayout) -> str:
+    if any(layout.spec) or layout.dims == layout.local:
+        return spec_words(layout.spec)
+    return f"shards {list(layout.local)}"

@@ -9,10 +9,10 @@ import ast
 import functools
 import linecache
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from bytescope.memory.hlo.module import Frame
-from bytescope.memory.hlo.sources import OUTSIDE, OWN, kind_of, short_place
+from bytescope.memory.hlo.module import Frame, Metadata
+from bytescope.memory.hlo.sources import OUTSIDE, OWN, kind_of, short_place, source_line
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # Folder of a library -> its wrapper of jax.checkpoint.
@@ -149,3 +149,29 @@ def wrapper(frames: Iterable[Frame]) -> str:
         if any(folder in file for file in files):
             return name
     return ""
+
+
+def frames_of(equation: Any) -> tuple[Frame, ...]:
+    """Returns the stack frames in which an equation was made, innermost first. Frames of jax itself are left out."""
+    return _frames_of_traceback(equation.source_info.traceback)
+
+
+@functools.lru_cache(maxsize=16384)
+def _frames_of_traceback(traceback: Any) -> tuple[Frame, ...]:
+    from jax._src import source_info_util
+
+    frames = source_info_util.user_frames(traceback)
+    return tuple(
+        Frame(each.file_name, each.start_line, each.start_column, each.end_line, each.end_column, each.function_name)
+        for each in frames
+    )
+
+
+def line_of(equation: Any) -> str:
+    """Returns "file.py:line" of the user's code that made an equation; "" if unknown."""
+    return _line_of_frames(frames_of(equation))
+
+
+@functools.lru_cache(maxsize=16384)
+def _line_of_frames(frames: tuple[Frame, ...]) -> str:
+    return source_line(Metadata("", frames))

@@ -183,7 +183,6 @@ def start_terms(
     trainer: bool = True,
     orbax: bool = True,
     gpu_present: bool = False,
-    rates: HostRates | None = None,
 ) -> tuple[HostTerm, ...]:
     """Returns the host memory that Python and the imported libraries take in one process: one term (predicted part of
     host memory) per phase, all with the same bytes.
@@ -194,9 +193,8 @@ def start_terms(
         trainer: whether the process imports flax and optax.
         orbax: whether such a process imports Orbax and the modules of the trainer too, as for `train`.
         gpu_present: whether the machine has a GPU of this platform. jax then loads NVIDIA's libraries too.
-        rates: the constants; None for `host_rates()`.
     """
-    rates = rates or host_rates()
+    rates = host_rates()
     size, parts = rates.python, ["Python and jax"]
     if trainer:
         size, parts = size + (rates.trainer if orbax else rates.flax), [*parts, "the trainer's libraries"]
@@ -213,7 +211,6 @@ def compile_terms(
     later: Iterable[str] = (),
     *,
     without_code: bool = False,
-    rates: HostRates | None = None,
 ) -> tuple[HostTerm, ...]:
     """Returns the predicted parts (terms) of host memory that one process takes to trace, compile and analyze a
     program, in the phases "trace", "compile" and "analyze", and the parts that the process still holds in later phases.
@@ -224,9 +221,8 @@ def compile_terms(
         platform: the platform that the program is compiled for, such as "cpu" or "cuda".
         later: the phases after "analyze", keys of `HOST_PHASES`.
         without_code: whether the compiler leaves out machine code, as for NVIDIA GPUs that are not present.
-        rates: the constants; None for `host_rates()`.
     """
-    rates = rates or host_rates()
+    rates = host_rates()
     if platform == "cpu":
         base, distinct, each = rates.cpu_compile, rates.cpu_compile_equation, rates.cpu_compile_repeated
         share = rates.cpu_kept

@@ -64,9 +64,11 @@ def physical_bytes(root: str = "/") -> int:
 def _cgroup_rooms(root: str) -> Iterator[int]:
     """Yields, for each cgroup of this process with a memory limit, the bytes that are still unused under this limit."""
     for version, group in _cgroups(root):
-        room = _cgroup_free_bytes(group, *_CGROUP_FILES[version])
-        if room is not None:
-            yield room
+        limit_name, use_name, cache_key = _CGROUP_FILES[version]
+        limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
+        if limit is not None and use is not None:  # "max" is not a number: no limit
+            # Cached files that the kernel can drop count as free.
+            yield limit - use + (_read_proc_value(os.path.join(group, "memory.stat"), cache_key) or 0)
 
 
 def _cgroups(root: str) -> Iterator[tuple[int, str]]:
@@ -86,14 +88,6 @@ def _cgroups(root: str) -> Iterator[tuple[int, str]]:
         # Inside a container the path is the host's and may not exist, but its ancestors do.
         for depth in range(len(parts), -1, -1):
             yield version, os.path.join(mount, *parts[:depth])
-
-
-def _cgroup_free_bytes(group: str, limit_name: str, use_name: str, cache_key: str) -> int | None:
-    limit, use = _number(os.path.join(group, limit_name)), _number(os.path.join(group, use_name))
-    if limit is None or use is None:  # "max" is not a number: no limit
-        return None
-    # Cached files that the kernel can drop count as free.
-    return limit - use + (_read_proc_value(os.path.join(group, "memory.stat"), cache_key) or 0)
 
 
 def _number(path: str) -> int | None:

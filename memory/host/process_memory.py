@@ -7,7 +7,6 @@ the maximum takes about 30 microseconds.
 
 import contextlib
 import ctypes
-import functools
 import resource
 import sys
 import threading
@@ -39,7 +38,8 @@ def release_free_memory() -> None:
 
     After XLA has compiled a program, glibc keeps tens to hundreds of MiB. No-op with other C libraries.
     """
-    _malloc_trim()(0)
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def return_large_arrays() -> None:
@@ -51,14 +51,6 @@ def return_large_arrays() -> None:
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).mallopt(-3, 2**20)  # -3: M_MMAP_THRESHOLD in malloc.h
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int]:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # not glibc
-        return lambda pad: 0
 
 
 @contextlib.contextmanager
@@ -120,12 +112,11 @@ class _Recorder:
         if now is None or peak is None:
             return
         # Where the maximum cannot be reset, an older and higher maximum says nothing about this phase.
-        self._peaks[self.phase] = max(self._peaks.get(self.phase, 0), peak if peak > self._unreset() else now)
+        if not self.can_reset and peak <= self.highest:
+            peak = now
+        self._peaks[self.phase] = max(self._peaks.get(self.phase, 0), peak)
         self.highest = max(self.highest, peak)
         self.can_reset = _reset()
-
-    def _unreset(self) -> int:
-        return 0 if self.can_reset else self.highest
 
 
 def _status() -> tuple[int | None, int | None]:

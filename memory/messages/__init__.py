@@ -2,6 +2,6 @@
 
 In: the text of a log from any machine. Out: an `Explanation` with sizes, largest buffers, cause and remedies, shown by
 explanation_text.py and explanation_page.py. Start at `explanation.py:explain`. log_text.py finds the parts of a log
-that may contain a message about memory (passages), message_readers.py and buffer_lists.py read the messages, causes.py
-decides the cause, and remedies.py is the table of remedies. No module here imports jax.
+that may contain a message about memory (passages), message_readers.py reads the messages, causes.py decides the cause,
+and remedies.py is the table of remedies. No module here imports jax.
 """

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from bytescope.memory.messages.culprits import Culprit
-from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.message_record import Message
 from bytescope.memory.units import GIB, MIB, human
 
@@ -42,6 +41,15 @@ _SENTENCES: Mapping[tuple[str, str], str] = {
     ("large_tensor", "bfc"): "One program is too large for this device. The log does not show which tensor is large.",
     ("large_tensor", "cuda_async"): "The request exceeds the GPU's memory, so freeing memory does not help.",
     ("replicated_tensor", "gpu_buffers"): "Each device creates the whole array, although it keeps only a shard.",
+}
+# Form of a message that states the cause -> the cause.
+_BY_FORM: Mapping[str, str] = {
+    "tpu_scoped": "on_chip_memory",
+    "tpu_single": "large_tensor",
+    "remat_budget": "weights_and_state",
+    "constants": "captured_constant",
+    **dict.fromkeys(("driver", "nccl_memory", "cudnn_memory", "library_start", "picker"), "outside_pool"),
+    **dict.fromkeys(("library_other", "bfc_no_failure", "not_memory"), "no_memory_problem"),
 }
 # Requests, donated bytes and tensors below these sizes do not matter.
 _TINY_REQUEST, _TINY_DONATION, _TINY_TENSOR = 256, MIB, 16 * MIB
@@ -83,27 +91,18 @@ def decide(
     """
     form, own = primary.form, primary.figures
     requested = figures.get("requested")
+    if form in _BY_FORM:
+        return _BY_FORM[form], ""
     if form in ("gpu_buffers", "tpu_table"):
         return _from_program(primary, culprits)
-    if form in ("tpu_scoped",):
-        return "on_chip_memory", ""
     if form in ("cpu_request", "pinned_host", "xla_host"):
-        tiny = requested is not None and requested <= _TINY_REQUEST
-        return (
-            ("no_memory_problem", f"A request of only {requested} bytes does not fail for a lack of memory.")
-            if tiny
-            else ("host_memory", "")
-        )
-    if form in ("driver", "nccl_memory", "cudnn_memory", "library_start", "picker"):
-        return "outside_pool", ""
-    if form in ("library_other", "bfc_no_failure", "not_memory"):
-        return "no_memory_problem", ""
+        if requested is not None and requested <= _TINY_REQUEST:
+            return "no_memory_problem", f"A request of only {requested} bytes does not fail for a lack of memory."
+        return "host_memory", ""
     if form == "tpu_sparse_core":
         if own["sparse_core"] > own["tensor_core"]:
             return "weights_and_state", f"Embedding tables on the SparseCores take {human(own['sparse_core'])}."
         return "unknown", ""
-    if form == "tpu_single":
-        return "large_tensor", ""
     if form in ("tpu_allocate", "tpu_reserve", "tpu_available"):
         free = own.get("total") if form == "tpu_available" else own.get("free")
         if requested is None or free is None:
@@ -115,8 +114,6 @@ def decide(
         return "device_full", f"Only {human(free)} are free."
     if form in ("bfc", "bfc_dump", "cuda_async"):
         return _from_pool(messages, primary, requested)
-    if form == "remat_budget":
-        return "weights_and_state", ""
     if form == "remat":
         if own.get("limit", 0) < 0:
             return "weights_and_state", "Arguments and results alone exceed the memory that the compiler plans with."
@@ -132,12 +129,9 @@ def decide(
         if whole is not None and whole < _TINY_TENSOR:
             return "no_memory_problem", f"The tensor has only {human(whole)}, which does not matter."
         return "replicated_tensor", ""
-    if form in ("donation", "constants"):
-        total = own.get("total")
-        if form == "constants":
-            return "captured_constant", ""
-        if total is not None and total < _TINY_DONATION:
-            return "unusable_donation", f"The donated arrays have only {human(total)}, which does not matter."
+    if form == "donation":
+        if own.get("total", _TINY_DONATION) < _TINY_DONATION:
+            return "unusable_donation", f"The donated arrays have only {human(own['total'])}, which does not matter."
         return "unusable_donation", ""
     if requested is not None and requested <= _TINY_REQUEST:
         return "no_memory_problem", (
@@ -145,26 +139,26 @@ def decide(
             "to the last byte."
         )
     if requested is not None and form == "gpu_request":
+        usual = "usually fails because other arrays had filled the device before."
         if requested >= _LARGE_REQUEST:
-            return "unknown", (
-                "A request of this size is usually the temporary memory of one program: activations and gradients."
-            )
-        return "unknown", "A request of this size usually fails because other arrays had filled the device before."
+            usual = "is usually the temporary memory of one program: activations and gradients."
+        return "unknown", f"A request of this size {usual}"
     return "unknown", ""
 
 
 def _from_pool(messages: Sequence[Message], primary: Message, requested: int | None) -> tuple[str, str]:
     own = primary.figures
     limit, in_use = own.get("limit"), own.get("in_use")
-    card_free = own.get("free") if primary.form == "cuda_async" else None
     if limit and requested and requested > limit:
         return (
             "large_tensor",
             f"One allocation of {human(requested)} is larger than the whole memory of {human(limit)}.",
         )
     if limit and in_use is not None:
-        free = card_free if card_free is not None else limit - in_use
-        if (requested is None and free >= _FREE * limit) or (requested is not None and free >= requested):
+        free = limit - in_use
+        if primary.form == "cuda_async":
+            free = own.get("free", free)
+        if free >= (_FREE * limit if requested is None else requested):
             return "fragmentation", f"{human(free)} of {human(limit)} are not in use."
         return "device_full", f"{human(in_use)} of {human(limit)} are in use."
     bar = primary.words.get("bar", "")
@@ -189,17 +183,13 @@ def _from_pool(messages: Sequence[Message], primary: Message, requested: int | N
 
 def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, str]:
     own = primary.figures
-    space = primary.words.get("space", "hbm")
-    if space not in ("hbm", ""):
+    if primary.words.get("space", "hbm") not in ("hbm", ""):
         return "on_chip_memory", ""
     listed = sum(culprit.bytes or 0 for culprit in culprits)
     padded = sum((culprit.bytes or 0) * (1 - 1 / culprit.padding) for culprit in culprits)
     if own.get("unpadded") and own.get("padded", 0) > _PADDING * own["unpadded"]:
-        factor = own["padded"] / own["unpadded"]
-        return (
-            "padding",
-            f"Padding enlarges {human(own['unpadded'])} to {human(own['padded'])}, {factor:.1f} times as much.",
-        )
+        times = f"{own['padded'] / own['unpadded']:.1f} times as much"
+        return "padding", f"Padding enlarges {human(own['unpadded'])} to {human(own['padded'])}, {times}."
     if listed and padded > _SHARE * listed:
         return "padding", f"{human(padded)} of the {human(listed)} in the list of buffers are padding."
     outputs, temp, parameters = (
@@ -221,13 +211,11 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
         )
     if complete and total is not None and total < _SMALL_PROGRAM:
         return "device_full", f"This program needs only {human(total)} in total."
-    if not listed:
-        return "unknown", ""
     sizes: Counter[str] = Counter()
     for culprit in culprits:
         if culprit.identity:
             sizes[culprit.identity] += culprit.bytes or 0
-    listed = sum(sizes.values())
+    listed = sizes.total()
     if not listed:
         return "unknown", ""
     if sizes["random"] > _SHARE * listed:
@@ -239,12 +227,10 @@ def _from_program(primary: Message, culprits: Sequence[Culprit]) -> tuple[str, s
     for identity, size in sizes.items():
         causes[_BY_IDENTITY.get(identity, "unknown")] += size
     saved = causes["saved_activations"]
-    scores_saved = sum(
-        c.bytes or 0 for c in culprits if c.identity == "scores" and c.phase == "forward" and c.count > 1
-    )
+    scores = sum(c.bytes or 0 for c in culprits if c.identity == "scores" and c.phase == "forward" and c.count > 1)
     # Saved scores of several layers and other saved activations show that no activation is recomputed.
-    if saved and scores_saved and saved + scores_saved > _SHARE * listed:
-        evidence = f"{human(saved + scores_saved)} of the {human(listed)} in the list of buffers are saved activations."
+    if saved and scores and saved + scores > _SHARE * listed:
+        evidence = f"{human(saved + scores)} of the {human(listed)} in the list of buffers are saved activations."
         return "saved_activations", evidence
     cause, size = causes.most_common(1)[0]
     evidence = f"Such buffers are {human(size)} of the {human(listed)} in the list of buffers."
@@ -258,8 +244,3 @@ def sentence(cause: str, form: str) -> str:
     Some forms have another sentence than their cause.
     """
     return _SENTENCES.get((cause, form), CAUSES[cause])
-
-
-def is_failure(message: Message) -> bool:
-    """Returns whether a message reports an error, not a warning."""
-    return FORMS[message.form].failure

@@ -113,7 +113,7 @@ def _explained_message(messages: Sequence[Message]) -> Message:
     """Returns the message that is explained: the first error of the most informative kind (`KINDS`), or the first
     warning of this kind if the log contains no error. A message without sizes and buffers is skipped if a later message
     of the same kind contains some."""
-    failures = [message for message in messages if causes.is_failure(message)] or list(messages)
+    failures = [message for message in messages if FORMS[message.form].failure] or list(messages)
     kind = min((FORMS[message.form].kind for message in failures), key=KINDS.index)
     of_kind = [message for message in failures if FORMS[message.form].kind == kind]
     return next((message for message in of_kind if message.figures or message.buffers), of_kind[0])
@@ -148,8 +148,8 @@ def _headline_figures(messages: Sequence[Message], kind: str) -> dict[str, int |
 
 def _has_default_pool(messages: Sequence[Message]) -> bool:
     """Returns whether a message states a limit of JAX's pool that is 0.75 of the memory of a known GPU."""
-    limits = {message.figures.get("limit") for message in messages if message.form in _POOL_FORMS}
-    whole = [limit / JAX_FRACTION.value for limit in limits if limit]
+    limits = [message.figures.get("limit", 0) for message in messages if message.form in _POOL_FORMS]
+    whole = [limit / JAX_FRACTION.value for limit in limits]
     totals = [chip.device_memory_bytes for chip in CHIPS.values() if chip.platform in GPU_PLATFORMS]
     return any(abs(size / total - 1) < _TOTALS_DIFFER for size in whole for total in totals)
 

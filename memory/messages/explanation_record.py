@@ -13,9 +13,6 @@ from bytescope.memory.messages.remedies import Remedy
 from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.units import human
 
-# Kind of an explanation of a log without a message about memory.
-UNKNOWN = "unknown"
-
 
 @dataclasses.dataclass(frozen=True)
 class ExplanationRecord:
@@ -52,7 +49,7 @@ class ExplanationRecord:
     """
 
     recognized: bool = False
-    kind: str = UNKNOWN
+    kind: str = "unknown"
     form: str = ""
     failure: bool = False
     line: int = 0
@@ -102,23 +99,8 @@ class ExplanationRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the explanation as a dictionary that can be written as JSON."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {
-            **own,
-            "happened": self.happened,
-            "figures": dict(self.figures),
-            "words": dict(self.words),
-            "savings": dict(self.savings),
-            "messages": dict(self.messages),
-            "culprits": [{**dataclasses.asdict(culprit), "layers": list(culprit.layers)} for culprit in self.culprits],
-            "remedies": [
-                {
-                    "words": remedy.words,
-                    "uses": list(remedy.uses),
-                    "bytes": self.saving(remedy),
-                    "flags": remedy.flags,
-                }
-                for remedy in self.remedies
-            ],
-            "match": dataclasses.asdict(self.match) if self.match else None,
-        }
+        remedies = [
+            {"words": remedy.words, "uses": list(remedy.uses), "bytes": self.saving(remedy), "flags": remedy.flags}
+            for remedy in self.remedies
+        ]
+        return {**dataclasses.asdict(self), "happened": self.happened, "remedies": remedies}

@@ -4,7 +4,7 @@ columns."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -29,6 +29,7 @@ _MAX_NAME, _MAX_PATH, _MAX_ORIGIN, _MAX_DRAWING = 34, 40, 150, 76
 # Maximum characters of the quoted message, of an instruction, and of an instruction for one program.
 _MAX_QUOTE, _MAX_INSTRUCTION, _MAX_OWN_INSTRUCTION = 140, 330, 200
 NOT_SAID = "not in the message"
+_SHARDINGS = "the two shardings (numbers are devices)"
 # Phase -> its name on the screen.
 PHASES = {
     "forward": "forward",
@@ -96,14 +97,16 @@ def render(explanation: ExplanationRecord, files: Sequence[str] = ()) -> Rendera
                 "the whole log."
             ),
         )
+    shardings = draw_shardings(explanation)
+    sentence, commands = next_steps(explanation)
     return blocks(
         _head(explanation),
         _where(explanation),
         _culprits(explanation),
-        _resharding(explanation),
+        Group(Text(_SHARDINGS, style="bold"), *map(Text, shardings)) if shardings else None,
         _compared(explanation),
         _remedies(explanation),
-        _next(explanation),
+        Group(Prose(sentence), *map(CopyCommand, commands)) if sentence else None,
         Items([f"written: {', '.join(files)}"], style="dim") if files else None,
     )
 
@@ -122,20 +125,13 @@ def _head(explanation: ExplanationRecord) -> RenderableType:
     else:
         lines.append(Prose(one_line(explanation.happened)))
     cause = " ".join(filter(None, (explanation.cause, explanation.evidence)))
-    return Group(*lines, Prose(Text.assemble(("cause: ", "bold"), cause)), *_others(explanation))
-
-
-def _others(explanation: ExplanationRecord) -> Iterable[RenderableType]:
-    if explanation.call:
-        return
-    others = []
-    for form, count in explanation.messages.items():
-        count -= form == explanation.form
-        if count:
-            others.append(f"{count} x {FORMS[form].name}")
-    if others:
+    lines.append(Prose(Text.assemble(("cause: ", "bold"), cause)))
+    counts = {form: count - (form == explanation.form) for form, count in explanation.messages.items()}
+    others = [f"{count} x {FORMS[form].name}" for form, count in counts.items() if count]
+    if others and not explanation.call:
         more = f", {len(others) - MAX_OTHERS} more kinds" if len(others) > MAX_OTHERS else ""
-        yield Prose(f"also in the log: {', '.join(others[:MAX_OTHERS])}{more}", "dim")
+        lines.append(Prose(f"also in the log: {', '.join(others[:MAX_OTHERS])}{more}", "dim"))
+    return Group(*lines)
 
 
 def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
@@ -222,29 +218,21 @@ def culprit_origin(culprit: Culprit) -> str:
 
 
 def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
-    if explanation.culprits:
-        return culprit_table(explanation.culprits)
-    if explanation.call:
-        return None
-    if explanation.form in _LISTS_NO_MORE and explanation.cause_kind != "no_memory_problem":
+    """Returns a table of the first groups of alike buffers, with one more row for the others."""
+    if not explanation.culprits:
+        may_list = explanation.form in _LISTS_NO_MORE and explanation.cause_kind != "no_memory_problem"
+        if explanation.call or not may_list:
+            return None
         return Prose(
             f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29.", "dim"
         )
-    return None
-
-
-def culprit_table(culprits: Sequence[Culprit], max_rows: int = MAX_CULPRITS) -> FigureTable | None:
-    """Returns a table of the first `max_rows` groups of alike buffers, with one more row for the others; None if there
-    are no buffers."""
-    if not culprits:
-        return None
     table = FigureTable(fixed("largest buffers"), figure("bytes"), fixed("phase"), words())
-    for culprit in culprits[:max_rows]:
+    for culprit in explanation.culprits[:MAX_CULPRITS]:
         size = human(culprit.bytes) if culprit.bytes is not None else "?"
         phase = PHASES.get(culprit.phase) or ("" if culprit.identity in ("chunk", "other", "resharded") else "unknown")
         name = shorten(one_line(culprit_name(culprit)), _MAX_NAME)
         table.add(name, size, phase, shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN))
-    rest = culprits[max_rows:]
+    rest = explanation.culprits[MAX_CULPRITS:]
     if rest:
         total = human(sum(culprit.bytes or 0 for culprit in rest))
         table.add(f"{sum(culprit.count for culprit in rest)} more", total, style="dim")
@@ -292,13 +280,6 @@ def _compared(explanation: ExplanationRecord) -> RenderableType | None:
     return Group(*lines)
 
 
-def _resharding(explanation: ExplanationRecord) -> RenderableType | None:
-    lines = draw_shardings(explanation)
-    if not lines:
-        return None
-    return Group(Text("the two shardings (numbers are devices)", style="bold"), *map(Text, lines))
-
-
 def _remedies(explanation: ExplanationRecord) -> RenderableType | None:
     if not explanation.remedies:
         return None
@@ -343,8 +324,3 @@ def next_steps(explanation: ExplanationRecord) -> tuple[str, tuple[str, ...]]:
             "bytescope report dump",
         ),
     )
-
-
-def _next(explanation: ExplanationRecord) -> RenderableType | None:
-    sentence, commands = next_steps(explanation)
-    return Group(Prose(sentence), *map(CopyCommand, commands)) if sentence else None

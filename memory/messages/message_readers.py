@@ -14,8 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from bytescope.memory.hlo.sharding_text import parse_sharding
-from bytescope.memory.messages.buffer_lists import read_buffers
-from bytescope.memory.messages.message_record import SIZE, ListedBuffer, Message, array_types, size_of
+from bytescope.memory.messages.message_record import SIZE, ListedBuffer, Message, array_types, read_buffers, size_of
 
 Reader = Callable[[str], Iterator[Message]]
 
@@ -33,10 +32,9 @@ def _figures(match: re.Match[str]) -> dict[str, int]:
     replaces the rounded size of the group `requested`. Groups with the prefix "w_" are words."""
     out: dict[str, int] = {}
     for name, text in match.groupdict().items():
-        size = size_of(text)
-        if size is None or name.startswith("w_"):
-            continue
-        out[name] = size
+        size = None if name.startswith("w_") else size_of(text)
+        if size is not None:
+            out[name] = size
     if "requested_exact" in out:
         out["requested"] = out["requested_exact"]
     return out
@@ -48,9 +46,32 @@ def _words(match: re.Match[str]) -> dict[str, str]:
     }
 
 
-def _message(form: str, match: re.Match[str], **more: int | None) -> Message:
-    figures = {**_figures(match), **{name: value for name, value in more.items() if value is not None}}
-    return Message(form, 0, match.start(), figures, _words(match), (), " ".join(match[0].split())[:300])
+def _message(
+    form: str,
+    match: re.Match[str],
+    figures: Mapping[str, int] | None = None,
+    words: Mapping[str, str] | None = None,
+    buffers: tuple[ListedBuffer, ...] = (),
+) -> Message:
+    """Returns the message that begins with a match. `figures` and `words` replace the sizes and words of the match."""
+    figures = _figures(match) if figures is None else figures
+    words = _words(match) if words is None else words
+    return Message(form, 0, match.start(), figures, words, buffers, " ".join(match[0].split())[:300])
+
+
+# Name in `Message.figures` -> patterns with a group of this name, which is a size.
+_Sizes = Mapping[str, tuple[re.Pattern[str], ...]]
+
+
+def _search_sizes(patterns: _Sizes, text: str) -> dict[str, int]:
+    """Returns name -> bytes for each name of which a pattern occurs in the text. The first pattern that does counts."""
+    figures: dict[str, int] = {}
+    for name, alternatives in patterns.items():
+        match = next((match for pattern in alternatives if (match := pattern.search(text))), None)
+        size = size_of(match[name]) if match else None
+        if size is not None:
+            figures[name] = size
+    return figures
 
 
 # ---- GPU: programs and requests -------------------------------------------------------------------------------
@@ -83,7 +104,7 @@ _STATISTICS = {
     "temp_fragmentation": "preallocated temp fragmentation",
     "total": "total allocation",
 }
-_ROWS = {name: _pattern(rf"{row}: <{name}>") for name, row in _STATISTICS.items()}
+_ROWS: _Sizes = {name: (_pattern(rf"{row}: <{name}>"),) for name, row in _STATISTICS.items()}
 
 
 def read_requests(text: str) -> Iterator[Message]:
@@ -106,10 +127,7 @@ def read_requests(text: str) -> Iterator[Message]:
             form = "picker"
         message = _message(form, head)
         if any(head.end() <= dump < end for dump in dumps):
-            message = _with_dump(
-                Message("gpu_buffers", 0, head.start(), message.figures, message.words, (), message.quote),
-                text[head.end() : end],
-            )
+            message = _with_dump(dataclasses.replace(message, form="gpu_buffers"), text[head.end() : end])
         yield message
     for match in _PLATFORM.finditer(text):
         yield _message("picker" if _is_autotuning(text, match.start()) else "gpu_platform", match)
@@ -128,17 +146,8 @@ def _is_autotuning(text: str, position: int) -> bool:
 
 
 def _with_dump(message: Message, text: str) -> Message:
-    rows = {name: row.search(text) for name, row in _ROWS.items()}
-    figures = {name: size for name, match in rows.items() if match and (size := size_of(match[name])) is not None}
-    return Message(
-        message.form,
-        0,
-        message.position,
-        {**figures, **message.figures},
-        message.words,
-        read_buffers(text),
-        message.quote,
-    )
+    figures = {**_search_sizes(_ROWS, text), **message.figures}
+    return dataclasses.replace(message, figures=figures, buffers=read_buffers(text))
 
 
 # ---- TPU ------------------------------------------------------------------------------------------------------
@@ -156,17 +165,19 @@ _TPU_TABLE = re.compile(
     r"Total hbm usage|Program \w+ requirement|Largest program allocations|Allocation type:|Extra memory due to padding:"
 )
 _TPU_SPACE = _pattern(r"(?:Largest program allocations in|Program|Exceeded) (?P<w_space>hbm|[vs]mem)\b")
-_TPU_ROWS = {
-    "total": _pattern(r"Total hbm usage >= <total>"),
-    "program": _pattern(r"Program (?P<w_space>\w+) requirement <program>"),
-    "reserved": _pattern(r"\breserved(?:\([^)\n]*\))? <reserved>"),
-    "arguments": _pattern(r"\barguments <arguments>"),
-    "outputs": _pattern(r"(?:Output size|\boutput) <outputs>"),
-    "temp": _pattern(r"HLO temp <temp>"),
-    "unpadded": _pattern(r"Unpadded \(<unpadded>\)"),
-    "padded": _pattern(r"Padded \(<padded>\)"),
-    "heap": _pattern(r"heap allocations[^\n]{0,60}? <heap>"),
+_TPU_ROWS: _Sizes = {
+    "total": (_pattern(r"Total hbm usage >= <total>"),),
+    "program": (_pattern(r"Program (?P<w_space>\w+) requirement <program>"),),
+    "reserved": (_pattern(r"\breserved(?:\([^)\n]*\))? <reserved>"),),
+    "arguments": (_pattern(r"\barguments <arguments>"),),
+    "outputs": (_pattern(r"(?:Output size|\boutput) <outputs>"),),
+    "temp": (_pattern(r"HLO temp <temp>"),),
+    "unpadded": (_pattern(r"Unpadded \(<unpadded>\)"),),
+    "padded": (_pattern(r"Padded \(<padded>\)"),),
+    "heap": (_pattern(r"heap allocations[^\n]{0,60}? <heap>"),),
 }
+# Rows of the table that the runtime prints too, if it cannot reserve memory for a program.
+_RUNTIME_ROWS = {name: _TPU_ROWS[name] for name in ("total", "outputs", "arguments", "program", "temp")}
 _TPU_OTHER = {
     "tpu_sparse_core": _pattern(
         r"TensorCore Hbm usage: <tensor_core>, SparseCore Hbm usage:? <sparse_core>, exceeding available bytes: <limit>"
@@ -189,11 +200,11 @@ _TPU_OTHER = {
         r"(?: bytes)? allocatable[;,] <#total>(?: bytes)? available)?"
     ),
 }
-_BALANCE = {
-    "limit": _pattern(r"HBM capacity <limit>"),
-    "requested": _pattern(r"Program requirement: <printed> \(\s*<requested>\)"),
-    "in_use": _pattern(r"Currently allocated: <printed> \(\s*<in_use>\)"),
-    "reserved": _pattern(r"Top-of-Memory reserved: <printed> \(\s*<reserved>\)"),
+_BALANCE: _Sizes = {
+    "limit": (_pattern(r"HBM capacity <limit>"),),
+    "requested": (_pattern(r"Program requirement: <printed> \(\s*<requested>\)"),),
+    "in_use": (_pattern(r"Currently allocated: <printed> \(\s*<in_use>\)"),),
+    "reserved": (_pattern(r"Top-of-Memory reserved: <printed> \(\s*<reserved>\)"),),
 }
 
 
@@ -204,32 +215,16 @@ def read_tpu(text: str) -> Iterator[Message]:
     runtime = [(form, match) for form, pattern in _TPU_OTHER.items() for match in pattern.finditer(text)]
     tables = [match.start() for match in _TPU_TABLE.finditer(text)]
     if tables and not heads and not any(form == "tpu_reserve" for form, _ in runtime):
-        table = _with_table(
-            Message(
-                "tpu_table",
-                0,
-                tables[0],
-            ),
-            text,
-        )
-        total = table.figures.get("total") if _TPU_ROWS["total"].search(text) else None
-        figures = {**table.figures, **({"requested": total} if total is not None else {})}
-        yield Message(table.form, 0, table.position, figures, table.words, table.buffers, "")
+        table = _with_table(Message("tpu_table", 0, tables[0]), text)
+        if _search_sizes({"total": _TPU_ROWS["total"]}, text):
+            table = dataclasses.replace(table, figures={**table.figures, "requested": table.figures["total"]})
+        yield table
     for head, end in zip(heads, [head.start() for head in heads[1:]] + [len(text)]):
         scoped = _TPU_SCOPED.search(text, head.start(), end)
-        space = head["w_space"]
         if scoped:
-            yield Message(
-                "tpu_scoped",
-                0,
-                head.start(),
-                _figures(scoped),
-                {**_words(head), "space": space},
-                (),
-                " ".join(head[0].split())[:300],
-            )
-            continue
-        yield _with_table(_message("tpu_table", head), text[head.start() : end])
+            yield _message("tpu_scoped", head, _figures(scoped))
+        else:
+            yield _with_table(_message("tpu_table", head), text[head.start() : end])
     if not heads:
         for match in _TPU_SCOPED.finditer(text):
             yield _message("tpu_scoped", match)
@@ -245,30 +240,20 @@ def read_tpu(text: str) -> Iterator[Message]:
             buffers = tuple(ListedBuffer(figures["requested"], array, label=tag[1] if tag else "") for array in arrays)
         if form == "tpu_reserve":
             rest = text[match.end() :]
-            for name, row in _BALANCE.items():
-                if found := row.search(rest):
-                    figures[name] = _figures(found)[name]
-            rows = {name: row.search(rest) for name, row in _TPU_ROWS.items()}
-            for name in ("total", "outputs", "arguments", "program", "temp"):
-                found = rows[name]
-                if found and "HBM capacity" in rest:
-                    figures.setdefault(name, _figures(found)[name])
-        yield Message(form, 0, message.position, figures, message.words, buffers, message.quote)
+            rows = _search_sizes(_RUNTIME_ROWS, rest) if "HBM capacity" in rest else {}
+            figures = {**rows, **figures, **_search_sizes(_BALANCE, rest)}
+        yield dataclasses.replace(message, figures=figures, buffers=buffers)
 
 
 def _with_table(message: Message, text: str) -> Message:
-    figures, words = dict(message.figures), dict(message.words)
-    for name, row in _TPU_ROWS.items():
-        match = row.search(text)
-        if match and (size := size_of(match[name])) is not None:
-            figures.setdefault(name, size)
-            words = {**_words(match), **words}
+    figures = {**_search_sizes(_TPU_ROWS, text), **message.figures}
+    words = dict(message.words)
     if "space" not in words:
-        match = _TPU_SPACE.search(text)
+        match = _TPU_ROWS["program"][0].search(text) or _TPU_SPACE.search(text)
         words["space"] = match["w_space"] if match else _guess_memory_space(text)
     if words.get("space", "hbm") != "hbm" and "program" in figures:
         figures.setdefault("total", figures["program"])
-    return Message(message.form, 0, message.position, figures, words, read_buffers(text), message.quote)
+    return dataclasses.replace(message, figures=figures, words=words, buffers=read_buffers(text))
 
 
 def _guess_memory_space(text: str) -> str:
@@ -288,7 +273,7 @@ _BFC = _pattern(
     r"freed_by_count=\d+\.[^\n]{0,400})?)?"
 )
 _BAR = re.compile(r"(?<![*_])[*_]{60,}(?![*_])")
-_BFC_DUMP = {
+_BFC_DUMP: _Sizes = {
     "in_use": (_pattern(r"\bInUse: <#in_use>(?!\d)"), _pattern(r"\bInUse: <in_use>")),
     "limit": (
         _pattern(r"\bLimit: <#limit>(?!\d)"),
@@ -346,17 +331,15 @@ def read_allocators(text: str) -> Iterator[Message]:
     dump_figures = _dump_figures(text) if dump else {}
     for head, end in zip(heads, ends):
         if "not a failure" in text[head.start() : min(head.start() + 800, end)] or head["w_optional"]:
-            message = _message("bfc_no_failure", head)
-            figures = {"asked": message.figures["requested"]} if "requested" in message.figures else {}
-            yield Message("bfc_no_failure", 0, message.position, figures, message.words, (), message.quote)
+            requested = _figures(head).get("requested")
+            yield _message("bfc_no_failure", head, {} if requested is None else {"asked": requested})
             continue
-        message = _message("bfc", head)
+        words = _words(head)
         bar = next((bar[0] for bar in bars if head.end() <= bar.start() < end), "")
-        words = {**message.words, **({"bar": bar} if bar else {})}
-        buffers = _chunks(text) if dump else ()
-        figures = {**dump_figures, **message.figures}
+        if bar:
+            words["bar"] = bar
         # Only "(rounded to N)" is exact. It is the request rounded up to a multiple of 256 bytes.
-        yield Message("bfc", 0, message.position, figures, words, buffers, message.quote)
+        yield _message("bfc", head, {**dump_figures, **_figures(head)}, words, _chunks(text) if dump else ())
     if dump and not any("not a failure" not in text[head.start() : head.start() + 800] for head in heads):
         words = {"bar": bars[0][0]} if bars else {}
         yield Message("bfc_dump", 0, dump.start(), dump_figures, words, _chunks(text), "")
@@ -368,18 +351,18 @@ def read_allocators(text: str) -> Iterator[Message]:
             figures["limit"] = figures["card"]
         elif not figures.get("limit"):
             figures.pop("limit", None)
-        sizes = [
+        sizes = tuple(
             ListedBuffer(int(size), label=f"{int(count):,} allocations")
             for size, count in _ASYNC_HISTOGRAM.findall(text)
             if len(size) < 19 and len(count) < 12 and int(size) >= 2**20
             for _ in range(min(int(count), 50))
-        ]
-        yield Message("cuda_async", 0, match.start(), figures, {}, tuple(sizes), " ".join(match[0].split()))
+        )
+        yield _message("cuda_async", match, figures, buffers=sizes)
     for match in _HOST.finditer(text):
         figures = _figures(match)
         if "size" in figures:
             figures = {"requested": figures["size"]}
-        yield Message("pinned_host", 0, match.start(), figures, {}, (), " ".join(match[0].split()))
+        yield _message("pinned_host", match, figures)
     for match in _DRIVER.finditer(text):
         yield _message("driver", match)
     for match in _VMM.finditer(text):
@@ -406,13 +389,7 @@ def read_allocators(text: str) -> Iterator[Message]:
 
 
 def _dump_figures(text: str) -> dict[str, int]:
-    figures: dict[str, int] = {}
-    for name, patterns in _BFC_DUMP.items():
-        for pattern in patterns:
-            match = pattern.search(text)
-            if match and (size := size_of(match[name])) is not None:
-                figures[name] = size
-                break
+    figures = _search_sizes(_BFC_DUMP, text)
     if not figures.get("limit"):
         figures.pop("limit", None)
     if "in_use" not in figures and (match := _IN_USE_CHUNKS.search(text)):
@@ -471,7 +448,7 @@ def read_warnings(text: str) -> Iterator[Message]:
     for match in _DONATION.finditer(text):
         buffers = tuple(ListedBuffer(array.bytes, array, is_argument=True) for array in array_types(match["w_list"]))
         donated = {"total": sum(buffer.bytes or 0 for buffer in buffers)} if buffers else {}
-        yield Message("donation", 0, match.start(), donated, {}, buffers, " ".join(match[0].split())[:200])
+        yield _message("donation", match, donated, {}, buffers)
     for match in _CONSTANTS.finditer(text):
         printed = match["total"] or ""
         total = size_of(printed, decimal=True)
@@ -484,7 +461,7 @@ def read_warnings(text: str) -> Iterator[Message]:
         if _rounds_to(exact, printed):
             total = exact
         figures = {} if total is None else {"total": total}
-        yield Message("constants", 0, match.start(), figures, {}, buffers, " ".join(match[0].split())[:200])
+        yield _message("constants", match, figures, buffers=buffers)
 
 
 def _rounds_to(exact: int, printed: str) -> bool:
@@ -514,7 +491,7 @@ def _resharding(match: re.Match[str], text: str) -> Message:
                 figures["total"] = whole
         label = re.split(r"[ =]", hlo.lstrip("%"), maxsplit=1)[0]
         buffers = (ListedBuffer(whole or arrays[0].bytes, arrays[0], op_name[1] if op_name else "", label=label),)
-    return Message("spmd", 0, match.start(), figures, _words(match), buffers, " ".join(match[0].split())[:200])
+    return _message("spmd", match, figures, buffers=buffers)
 
 
 # ---- PyTorch, and errors that are not about memory ------------------------------------------------------------
@@ -524,7 +501,7 @@ _TORCH = _pattern(
     r"(?:\.?\s*\(?GPU (?P<w_gpu>\d+)(?:;| has a total capac?i?ty of) <limit>(?: total capacity)?(?:;|,| of "
     r"which| already)*)?)?"
 )
-_TORCH_MORE = {
+_TORCH_MORE: _Sizes = {
     "free": (_pattern(r"of which <free> is free"), _pattern(r"; <free> free;")),
     "in_use": (_pattern(r"<in_use> is allocated by PyTorch"), _pattern(r"; <in_use> already allocated")),
     "unused": (_pattern(r"<unused> is reserved by PyTorch but unallocated"),),
@@ -542,17 +519,10 @@ def read_others(text: str) -> Iterator[Message]:
     """Yields PyTorch's out-of-memory errors, and RESOURCE_EXHAUSTED errors that are about a quota or another limit
     instead of memory."""
     for match in _TORCH.finditer(text):
-        figures = _figures(match)
-        rest = text[match.start() : match.start() + 1200]
-        for name, patterns in _TORCH_MORE.items():
-            found = next((found for pattern in patterns if (found := pattern.search(rest))), None)
-            if found and (size := size_of(found[name])) is not None:
-                figures.setdefault(name, size)
-        yield Message("torch_cuda", 0, match.start(), figures, _words(match), (), " ".join(match[0].split())[:300])
+        more = _search_sizes(_TORCH_MORE, text[match.start() : match.start() + 1200])
+        yield _message("torch_cuda", match, {**more, **_figures(match)})
     for match in _QUOTA.finditer(text):
-        yield Message(
-            "not_memory", 0, match.start(), {}, {"quota": match["w_quota"]}, (), " ".join(match[0].split())[:200]
-        )
+        yield _message("not_memory", match, {})
 
 
 # Reader -> words. Only passages that contain at least one of these words are given to the reader.

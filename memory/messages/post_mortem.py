@@ -121,19 +121,13 @@ class PostMortem:
         """Bytes available on the device: the allocator's limit if it is known, otherwise the report's limit."""
         return self.allocator.get("bytes_limit") or (self.report.limit_bytes if self.report else None)
 
-    @property
-    def ways_out(self) -> tuple[Remedy, ...]:
-        """Remedies for the step, the cheapest first, at most three."""
-        return ways_out(self.report, self.held, self.allocator.get("bytes_limit", 0))
-
     def to_json(self) -> dict[str, Any]:
         """Returns the post-mortem as JSON values. These are the values of its report, which `memory.load` and
         `bytescope diff` can read, and the other fields under the key `post_mortem`."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("report", "text")]
         own = {name: plain(getattr(self, name)) for name in names}
         own["explanation"] = self.explanation.to_json()
-        ways = [{"bytes": way.bytes, "words": way.words, "flags": way.flags} for way in self.ways_out]
-        own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes, "ways_out": ways}
+        own |= {"other_bytes": self.other_bytes, "needed_bytes": self.needed_bytes}
         return {**(self.report.to_json() if self.report else {}), "post_mortem": own}
 
 
@@ -182,10 +176,10 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
         own_buffers = describe_report(report)
     culprits = (*(found.culprits or own_buffers), *_describe_held(post_mortem.held, report is None))
     cause_kind, cause, evidence = _decide(post_mortem, found)
-    ways = post_mortem.ways_out
+    ways = ways_out(report, post_mortem.held, post_mortem.allocator.get("bytes_limit", 0))
     match = found.match
     other_program = ""
-    if match is not None and match.subject in ("initialization", "evaluation", "other_program"):
+    if match is not None and match.subject == "other_program":
         other_program = match.sentence
     device = f", on {post_mortem.device}" if post_mortem.device else ""
     return dataclasses.replace(
@@ -253,25 +247,31 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
         held: the live arrays on the device.
         pool: limit of the device's allocator in bytes; 0 if unknown.
     """
-    remedies = [*_propose_larger_pool(report, pool), *_propose_to_delete_arrays(report, held)]
+    remedies = []
+    memory = int(report.target.get("device_memory_bytes") or 0) if report else 0
+    if 0 < pool < LOW_FRACTION * memory:
+        remedies.append(
+            Remedy(
+                f"set {fraction_variable(report.target if report else {})}={MEMORY_FRACTION} before jax "
+                f"starts: its pool is {pool / memory:.0%} of the GPU's memory",
+                bytes=int(MEMORY_FRACTION * memory) - pool,
+            )
+        )
+    remedies += _propose_to_delete_arrays(report, held)
     if report is not None:
+        for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
+            if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _FREES_NOTHING:
+                words = f"{finding.remedy} ({finding.message})"
+                remedies.append(Remedy(words, bytes=finding.bytes, flags=finding.flags))
         scores = [culprit for culprit in describe_report(report) if culprit.identity == "scores"]
-        remedies += [*_propose_remedies(report), *_propose_flash_attention(report, scores)]
+        size = sum(culprit.bytes or 0 for culprit in scores)
+        if scores and size >= MIN_SHARE_IN_PARTS * report.peak_bytes:
+            remedies.append(REMEDIES["flash"]._replace(bytes=size))
         remedies += [*_propose_checkpoint(report), *_propose_to_compute_in_parts(report, scores)]
         size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch")) // 2
         if size >= MIN_SHARE * report.peak_bytes and not any(remedy.flags for remedy in remedies):
             remedies.append(Remedy(_BATCH, bytes=size))
     return tuple(remedies[:MAX_REMEDIES])
-
-
-def _propose_larger_pool(report: ReportRecord | None, pool: int) -> Iterator[Remedy]:
-    memory = int(report.target.get("device_memory_bytes") or 0) if report else 0
-    if 0 < pool < LOW_FRACTION * memory:
-        yield Remedy(
-            f"set {fraction_variable(report.target if report else {})}={MEMORY_FRACTION} before jax "
-            f"starts: its pool is {pool / memory:.0%} of the GPU's memory",
-            bytes=int(MEMORY_FRACTION * memory) - pool,
-        )
 
 
 def _propose_to_delete_arrays(report: ReportRecord | None, held: Sequence[HeldArrays]) -> Iterator[Remedy]:
@@ -287,18 +287,6 @@ def _propose_to_delete_arrays(report: ReportRecord | None, held: Sequence[HeldAr
     yield Remedy(
         f"delete {arrays} {largest.name}: a variable, a list of metrics or a closure still refers to {them}", bytes=size
     )
-
-
-def _propose_remedies(report: ReportRecord) -> Iterator[Remedy]:
-    for finding in sorted(report.findings, key=lambda finding: -finding.bytes):
-        if finding.bytes >= MIN_SHARE * report.peak_bytes and finding.kind not in _FREES_NOTHING:
-            yield Remedy(f"{finding.remedy} ({finding.message})", bytes=finding.bytes, flags=finding.flags)
-
-
-def _propose_flash_attention(report: ReportRecord, scores: Sequence[Culprit]) -> Iterator[Remedy]:
-    size = sum(culprit.bytes or 0 for culprit in scores)
-    if scores and size >= MIN_SHARE_IN_PARTS * report.peak_bytes:
-        yield REMEDIES["flash"]._replace(bytes=size)
 
 
 def _propose_to_compute_in_parts(report: ReportRecord, scores: Sequence[Culprit]) -> Iterator[Remedy]:

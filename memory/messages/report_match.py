@@ -13,8 +13,6 @@ from bytescope.memory.units import human
 # What failed -> the sentence that the user reads.
 SUBJECTS: Mapping[str, str] = {
     "step": "The program of the report failed.",
-    "initialization": "Another program failed. By its name it is an initialization: {names}.",
-    "evaluation": "Another program failed. By its name it is an evaluation or generation: {names}.",
     "other_program": "Another program failed: {names}.",
     "fragmentation": "The size of the step is not the cause: the memory was fragmented.",
     "other_process": "The size of the step is not the cause: the pool was smaller than the report assumes.",
@@ -27,10 +25,6 @@ SUBJECTS: Mapping[str, str] = {
 # decimals, and another version of the compiler places buffers differently.
 _SAME = 0.02
 _PROGRAM = re.compile(r"^(?:p?jit|pmap|xla_call)\(([^()]{1,200})\)")
-_BY_NAME = (
-    ("initialization", re.compile(r"init|create|load|restore|convert", re.I)),
-    ("evaluation", re.compile(r"eval|valid|test|predict|sampl|generat|decode|infer", re.I)),
-)
 # Causes of failures for which the size of the program does not matter.
 NOT_THE_SIZE = ("fragmentation", "other_process", "outside_pool", "host_memory")
 
@@ -138,9 +132,6 @@ def _find_subject(
         count = f"{len(buffers)} of the {len(shaped)} shapes in the log"
         return "step", f"{count} are in memory at the peak of the report's program.", names
     if programs:
-        for subject, words in _BY_NAME:
-            if all(words.search(name) for name in programs):
-                return subject, "", names
         return "other_program", "", names
     if report.fits is False:
         return "step", "The report predicts that this program does not fit.", ""

@@ -161,8 +161,8 @@ def compilation_of(
 
 
 def with_arrays(compilation: Compilation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compilation:
-    """Returns a compilation whose signature says which arguments are the same array in memory, and on how many devices
-    each array is before the call. Arguments that are given as shapes have neither.
+    """Returns a compilation whose signature says on how many devices each argument is before the call. Arguments that
+    are given as shapes are on none.
 
     args, kwargs: the arguments with which the step was traced. If their arrays do not match the signature, the
     compilation is returned unchanged.
@@ -173,16 +173,11 @@ def with_arrays(compilation: Compilation, args: Sequence[Any], kwargs: Mapping[s
     arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     if signature is None or [tuple(a.shape) for a in arrays] != [leaf.shape for leaf in signature.arguments]:
         return compilation
-    first: dict[Any, str] = {}
     leaves = []
     for array, leaf in zip(arrays, signature.arguments):
         held = isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and not array.is_deleted()
         if held and array.size:
-            key = _memory_of(array)
-            devices = len(array.sharding.device_set)
-            leaf = dataclasses.replace(leaf, same_as=first.setdefault(key, leaf.path), devices=devices)
-            if leaf.same_as == leaf.path:
-                leaf = dataclasses.replace(leaf, same_as="")
+            leaf = dataclasses.replace(leaf, devices=len(array.sharding.device_set))
         leaves.append(leaf)
     return dataclasses.replace(compilation, signature=dataclasses.replace(signature, arguments=tuple(leaves)))
 
@@ -201,14 +196,6 @@ def with_donation_off(compilation: Compilation, step: Any, options: Mapping[str,
         return compilation
     leaves = [dataclasses.replace(leaf, donation_off=flag) for leaf, flag in zip(signature.arguments, off)]
     return dataclasses.replace(compilation, signature=dataclasses.replace(signature, arguments=tuple(leaves)))
-
-
-def _memory_of(array: Any) -> Any:
-    # Two arrays may share a buffer, such as an array and its device_put to the same device.
-    try:
-        return array.addressable_data(0).unsafe_buffer_pointer(), tuple(array.shape)
-    except Exception:  # arrays of other processes, and types of array without a pointer
-        return id(array)
 
 
 def takes_arguments(program: Any) -> bool:

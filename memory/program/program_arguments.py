@@ -28,7 +28,6 @@ class Argument:
         update: position of the result that is the updated array, -1 for none.
         shape: shape over all devices if jax provides it, otherwise the shape on one device.
         donated: whether the program may reuse the argument's memory.
-        same_as: path of another argument that is the same array in memory, "" if there is none or if it is unknown.
         devices: number of devices that hold the array before the call, 0 if it is unknown.
     """
 
@@ -38,7 +37,6 @@ class Argument:
     update: int = -1
     shape: tuple[int, ...] = ()
     donated: bool = False
-    same_as: str = ""
     devices: int = 0
 
 
@@ -167,7 +165,6 @@ class _Reading:
                 update,
                 leaf.shape,
                 leaf.donated,
-                leaf.same_as,
                 leaf.devices,
             )
             if pair is not None and pair.gradient and role == "params":

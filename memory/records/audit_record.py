@@ -1,8 +1,8 @@
 """Records of an audit: what a program asks jax and XLA to do (its requests), and whether the compiled program does it.
 
-A request is something that the user's code asks for: to recompute, save or offload a value, to donate an argument, to
-draw the same random bits again, or to keep an array sharded. All sizes are bytes on one device, and all FLOPs are FLOPs
-of one call of the step on one device.
+A request is something that the user's code asks for: to recompute, save or offload a value, to donate an argument, or
+to keep an array sharded. All sizes are bytes on one device, and all FLOPs are FLOPs of one call of the step on one
+device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ KINDS = {
     "name": "a value with a checkpoint_name that a remat policy saves, offloads or recomputes",
     "offload": "a value that is kept in host memory",
     "donation": "a donated argument, whose memory a result reuses",
-    "random": "random bits that the backward pass draws again",
     "sharding": "an array that stays sharded, so that each device holds only its part",
 }
 # Values of `asked`, and the value of `done` that honors each of them.
@@ -24,14 +23,12 @@ HONORED_BY = {
     "save": "kept",
     "offload": "offloaded",
     "donate": "reused",
-    "repeat": "repeated",
     "divide": "divided",
 }
 UNKNOWN = "unknown"
 # Values of `done` for requests that were not honored: "ignored" (for example, a policy lists a name that no value has),
-# "copied" (no result reuses the donated memory), "redrawn" (the recomputation draws other random bits), "replicated"
-# (every device holds the whole array).
-OTHER_OUTCOMES = ("ignored", "copied", "redrawn", "replicated")
+# "copied" (no result reuses the donated memory), "replicated" (every device holds the whole array).
+OTHER_OUTCOMES = ("ignored", "copied", "replicated")
 # Values of `undone_by`, in the order in which jax and XLA run these steps. "copies": XLA copies an array that is read
 # after its memory is overwritten. "scheduler": XLA orders the instructions so that the request has no effect.
 STEPS = (
@@ -44,7 +41,6 @@ STEPS = (
     "rematerialization",
     "copies",
     "scheduler",
-    "runtime",
 )
 # Steps whose effect is read from the jaxpr. Effects of the other steps are inferred from the compiled program.
 _IN_JAXPR = ("tracing", "autodiff")
@@ -70,8 +66,6 @@ class AuditRow:
             request was honored, or if the step is unknown.
         message: one sentence that says what happened and how to change it; "" if the request was honored.
         count: number of equal requests that this row stands for, such as one in each layer of an unrolled loop.
-        compiler_pass: pipeline and pass of XLA's compiler that undid the request, such as "simplification/cse"; "" if
-            unknown. The pass is known only if the program was compiled with dumps of all passes (`audit --passes`).
         wire_bytes: bytes that one device sends to others in one step because the request was not honored; 0 if none, or
             if unknown.
     """
@@ -87,7 +81,6 @@ class AuditRow:
     message: str = ""
     count: int = 1
     wire_bytes: int = 0
-    compiler_pass: str = ""
 
     @property
     def honored(self) -> bool | None:
@@ -100,6 +93,5 @@ class AuditRow:
     @property
     def inferred(self) -> bool:
         """True if `undone_by` is inferred: the compiled program shows that the request was not honored, but not which
-        step undid it. False if the jaxpr shows the step, or if `compiler_pass` names the pass of XLA."""
-        steps = ("", *_IN_JAXPR)
-        return self.honored is False and self.undone_by not in steps and not self.compiler_pass
+        step undid it. False if the jaxpr shows the step."""
+        return self.honored is False and self.undone_by not in ("", *_IN_JAXPR)

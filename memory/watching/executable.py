@@ -170,22 +170,19 @@ def compile_jitted(
 
     If this process does not have the target's devices, calling the executable raises ReportError.
     """
+    compilation, judged = None, None
     if target is not None and is_wrapper(jitted) and (args or kwargs):  # retargeted as in `memory.analyze`
         compilation, judged = compiled_for(jitted, args, kwargs, target=target)
-        if not compilation.local:
-            name = judged.name if judged else "other devices"
-            return compilation, judged, Executable(compilation.executable, _make_refusing_run(name))
-    stage, jaxpr, wrapper = _stage_step(jitted, args, kwargs)
-    read, judged = compiled_for(stage, target=target)
-    read = with_donation_off(with_arrays(read, args, kwargs), jitted, {}, stage)
-    compilation = read if read.jaxpr is not None else dataclasses.replace(read, jaxpr=jaxpr)
+    wrapper = None
+    if compilation is None or compilation.local:
+        stage, jaxpr, wrapper = _stage_step(jitted, args, kwargs)
+        read, judged = compiled_for(stage, target=target)
+        read = with_donation_off(with_arrays(read, args, kwargs), jitted, {}, stage)
+        compilation = read if read.jaxpr is not None else dataclasses.replace(read, jaxpr=jaxpr)
     executable = compilation.executable
     if not compilation.local:
-        return (
-            compilation,
-            judged,
-            Executable(executable, _make_refusing_run(judged.name if judged else "other devices")),
-        )
+        run = _make_refusing_run(judged.name if judged else "other devices")
+        return compilation, judged, Executable(executable, run)
     if wrapper is not None:
         return compilation, judged, Executable(executable, _with_library_arguments(wrapper, executable))
     statics = statics_of(jitted)

@@ -58,8 +58,14 @@ class StepReporter:
         """Measures the memory in use on a device before the first call, so that later measurements can be compared with
         it. `report`: the report of the step, with the predicted bytes of its arguments.
         """
-        if self._before is None:
-            self._before = before_arguments(device, report)
+        if self._before is not None:
+            return
+        sample = live.sample(device)
+        if sample is not None and sample.source == "host" and sample.in_use_bytes is not None:
+            # On a CPU, the memory of the process already contains the step's arguments.
+            arguments = (report.xla.argument_bytes or 0) * sample.sharing
+            sample = dataclasses.replace(sample, in_use_bytes=max(sample.in_use_bytes - arguments, 0))
+        self._before = sample
 
     def report_predicted(self, report: Report, kinds: int) -> None:
         """Prints the predicted bytes of a newly compiled step.
@@ -78,8 +84,11 @@ class StepReporter:
 
         report: the report with the predicted bytes. device: the device that is measured. call: the number of the call.
         """
-        sample = without_older_peak(self._before, live.sample(device, host_limit=False))
-        comparison = live.predicted_against_measured(report, sample, self._before)
+        before, sample = self._before, live.sample(device, host_limit=False)
+        if before and sample and sample.source == "host" and sample.peak_bytes == before.peak_bytes:
+            # On a CPU, this peak is older than the step, such as the peak of compiling.
+            sample = dataclasses.replace(sample, peak_bytes=sample.in_use_bytes)
+        comparison = live.predicted_against_measured(report, sample, before)
         self._print_once(f"{self.name}, call {call:,}: {comparison}")
 
     def report_exhausted(
@@ -124,28 +133,6 @@ class StepReporter:
 
         if jax.process_index() == 0:
             self._tell(line)
-
-
-def before_arguments(device: JaxDevice, report: Report) -> live.LiveMemory | None:
-    """Measures the memory in use on a device before the first call of a step. On a CPU, the memory of the process
-    already contains the step's arguments, so their predicted bytes (from `report`) are subtracted. On other devices,
-    the measurement is returned unchanged.
-    """
-    sample = live.sample(device)
-    if sample is None or sample.source != "host" or sample.in_use_bytes is None:
-        return sample
-    arguments = (report.xla.argument_bytes or 0) * sample.sharing
-    return dataclasses.replace(sample, in_use_bytes=max(sample.in_use_bytes - arguments, 0))
-
-
-def without_older_peak(before: live.LiveMemory | None, sample: live.LiveMemory | None) -> live.LiveMemory | None:
-    """Returns the memory measurement `sample` without a peak that is older than the step, such as the peak of
-    compiling. On a CPU, if the peak is the same as in the measurement `before` the step, it is replaced with the bytes
-    in use.
-    """
-    if before is None or sample is None or sample.source != "host" or sample.peak_bytes != before.peak_bytes:
-        return sample
-    return dataclasses.replace(sample, peak_bytes=sample.in_use_bytes)
 
 
 # ---- post-mortems ---------------------------------------------------------------------------------------------

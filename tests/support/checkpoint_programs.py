@@ -19,13 +19,6 @@ def mlp(x, w):
     return x + checkpoint_name(hidden @ w["down"], "out")
 
 
-def mlp_unused_name(x, w):
-    """The result of checkpoint_name is not used, so that no value has the name."""
-    hidden = jax.nn.gelu(x @ w["up"])
-    checkpoint_name(hidden, "hidden")
-    return x + checkpoint_name(hidden @ w["down"], "out")
-
-
 def mlp_with_dropout(x, w, key):
     hidden = jax.nn.gelu(x @ w["up"])
     hidden = jnp.where(jax.random.bernoulli(key, 0.9, hidden.shape), hidden, 0)

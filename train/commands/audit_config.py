@@ -11,7 +11,6 @@ import functools
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import audit_command, report_command
 from bytescope.memory.commands.arguments import check_files, refuse_flags
-from bytescope.memory.errors import ReportError
 from bytescope.train.commands.config_arguments import add_subject, check_program, with_xla
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 
@@ -34,11 +33,6 @@ def run(args: argparse.Namespace) -> int:
         refuse_flags(args, ())
         return audit_command.run(args)
     check_program(args)
-    if args.passes and args.hlo:
-        raise ReportError(
-            f"--passes cannot be used with {args.hlo}, because an HLO dump is already compiled: give the step as "
-            "MODULE:FUNCTION instead"
-        )
     if not args.config:
         return audit_command.run(args)
     return _audit_config(args)
@@ -55,6 +49,6 @@ def _audit_config(args: argparse.Namespace) -> int:
     program = build_program(args.config, args.overrides, target)
     prepared = prepare_program(program, target, configs.load_flat(args.config, args.overrides))
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)
-    report = audit_command.make_audited_report(args, prepared, subject)
+    report, _ = report_command.make_report(prepared, subject)
     audit_command.show(report)
     return audit_command.finish(args, report)

@@ -1,7 +1,6 @@
 """The audit of jax.checkpoint and checkpoint_name: each undone request is found in its program, and its correction has
 no such row."""
 
-import contextlib
 import dataclasses
 
 import jax
@@ -105,14 +104,6 @@ def test_misspelt_name_of_a_policy():
     assert (right["name", "hidden"].done, right["name", "hidden"].bytes) == ("kept", LAYERS * HIDDEN_BYTES)
 
 
-def test_name_whose_value_is_not_used():
-    policy = POLICIES.save_only_these_names("hidden", "out")
-    (row,) = unhonored(rows_of(programs.scanned(policy, programs.mlp_unused_name)))
-    assert (row.subject, row.done) == ("hidden", "ignored")
-    assert row.source.endswith(line_of(programs.mlp_unused_name, "checkpoint_name(hidden, "))
-    assert "use the result" in row.message
-
-
 def test_dropout_masks_with_a_constant_key_are_kept():
     (row,) = unhonored(rows_of(programs.dropout(key_as_argument=False)))
     assert (row.kind, row.done, row.undone_by) == ("checkpoint", "kept", "cse")
@@ -134,26 +125,6 @@ def test_program_without_jaxpr():
     row = rows["checkpoint", "mlp"]
     assert (row.asked, row.done, row.honored) == ("unknown", "recomputed", None)
     assert rows["name", "hidden"].done == "kept"
-
-
-@contextlib.contextmanager
-def remat3():
-    jax.config.update("jax_remat3", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_remat3", False)
-
-
-@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="jax without jax_remat3")
-def test_remat3():
-    with remat3():
-        rows = rows_of(programs.unrolled(prevent_cse=True))
-    assert not unhonored(rows)
-    row = rows["checkpoint", "mlp"]
-    assert (row.done, row.count) == ("recomputed", LAYERS)
-    assert row.flops == LAYERS * 2 * programs.ROWS * programs.WIDTH * programs.HIDDEN
-    assert row.source.endswith(line_of(programs.unrolled, "x = block(x, weights)"))
 
 
 @pytest.mark.exhaustive

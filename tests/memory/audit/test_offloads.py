@@ -231,24 +231,6 @@ def test_the_result_of_a_block_in_every_library(make, kept):
     assert row == ("residual", "offload", "kept", 4 * kept * ROWS * WIDTH, kept, "autodiff")
 
 
-@pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="jax without jax_remat3")
-def test_the_flag_jax_remat3():
-    """With jax_remat3, jax 0.10.2 ignores policies that offload, and its jaxpr no longer contains the policy. jax 0.12
-    offloads, and its jaxpr contains the policy."""
-    ignored = jax.__version_info__ < (0, 12)
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", True)
-    try:
-        inside = offload_rows(*layers_step(offloading("hidden")))
-        result = offload_rows(*layers_step(offloading("residual")))
-    finally:
-        jax.config.update("jax_remat3", before)
-    assert [only([row])[:4] for row in inside] == (
-        [] if ignored else [("hidden", "offload", "kept", 4 * LAYERS * ROWS * HIDDEN)]
-    )
-    assert [row.undone_by for row in result] == ([] if ignored else ["autodiff"])
-
-
 # ---- device_put --------------------------------------------------------------------------------------------------
 
 

@@ -285,15 +285,13 @@ def test_sharded_slices_of_a_replicated_batch_are_no_finding(devices):
     assert not report.collectives and "nothing_sharded" not in {f.kind for f in report.findings}
 
 
-@pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize(
     ("middle", "whole"),
     [(P("data", None), None), (P("data", "model"), None), (P(), (64, 96)), (P(None, "model"), (64, 48))],
 )
-def test_replicated_activations(devices, traced, middle, whole):
+def test_replicated_activations(devices, middle, whole):
     """A net whose hidden activation is pinned to `middle`: the first layer's is what loses the batch."""
-    program = programs.two_layers(devices, middle)
-    report = memory.analyze(program if traced else program.lower())
+    report = memory.analyze(programs.two_layers(devices, middle))
     found = [f for f in report.findings if f.kind == "replicated_activations"]
     if whole is None:
         assert found == []

@@ -147,7 +147,6 @@ def test_what_is_recomputed_is_what_the_flop_counter_says():
     assert sum(product.flops for product in products) == count(traced()).recomputed > 0
     assert [product.batched for product in products] == [False, True]
     assert {product.bytes for product in products} == {LAYERS * 4 * ROWS_OF_X * WIDTH}
-    assert {product.frames[0].function for product in products} == {"layer"}
     # A policy that keeps them spares them: what the remedy promises.
     assert recomputed_products(traced(jax.checkpoint_policies.dots_saveable)) == ()
     (left,) = recomputed_products(traced(jax.checkpoint_policies.dots_with_no_batch_dims_saveable))
@@ -159,8 +158,8 @@ def test_what_is_recomputed_is_what_the_flop_counter_says():
     [
         (1, True, "policy=jax.checkpoint_policies.dots_saveable in jax.checkpoint should fit"),
         (10**6, True, "policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable in jax.checkpoint should fit"),
-        (1, False, "save the results of its matrix products, named with jax.ad_checkpoint.checkpoint_name"),
-        (10**7, True, "or let memory.plan_remat choose them: all matrix products together would not fit"),
+        (1, False, "save some of the results of its matrix products, named with jax.ad_checkpoint.checkpoint_name"),
+        (10**7, True, "or let memory.plan_remat choose them"),
     ],
 )
 def test_the_policy_of_another_program(monkeypatch, scale, saveable, said):
@@ -169,16 +168,13 @@ def test_the_policy_of_another_program(monkeypatch, scale, saveable, said):
 
     free = 52 * GIB
     larger = tuple(
-        dataclasses.replace(
-            product, flops=10**14, bytes=product.bytes * scale * (1 + 2 * product.batched), saveable=saveable
-        )
+        product._replace(flops=10**14, bytes=product.bytes * scale * (1 + 2 * product.batched), saveable=saveable)
         for product in recomputed_products(traced())
     )
     monkeypatch.setattr(module, "recomputed_products", lambda jaxpr: larger)
     program = PlacedProgram(HloProgram(Module()), jaxpr=object())
     found = spare_memory(report(free=free), program)
     assert said in found.remedy
-    assert "most of them in layer (test_spare_memory.py:" in found.message
     assert found.bytes <= 0.85 * free or "should" not in found.remedy
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.memory.host import host_ledger, process_memory
+from bytescope.memory.host import host_ledger, host_terms, process_memory
 from bytescope.memory.host.host_terms import (
     HostRates,
     ProgramSize,
@@ -108,10 +108,11 @@ def test_what_a_process_loads_and_keeps_is_in_each_later_phase():
     assert host.predicted("start") - alone.predicted("start") == rates.trainer + rates.gpu_libraries
     assert {term.name for term in host.terms_of("train")} > {term.name for term in host.terms_of("trace")}
     assert host.predicted("start") < host.predicted("trace") < host.predicted("train") < host.predicted("compile")
-    doubled = compile_terms(size, "cpu", rates=HostRates(traced=2 * rates.traced))
-    assert sum(term.bytes for term in doubled) - sum(term.bytes for term in compile_terms(size, "cpu")) == (
-        3 * rates.traced
-    )
+    plain = sum(term.bytes for term in compile_terms(size, "cpu"))
+    host_terms.use_host_rates({"traced": 2 * rates.traced})
+    doubled = sum(term.bytes for term in compile_terms(size, "cpu"))
+    host_terms.use_host_rates(None)
+    assert doubled - plain == 3 * rates.traced
 
 
 def test_a_compile_is_announced_before_it_is_measured(monkeypatch):

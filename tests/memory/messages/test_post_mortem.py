@@ -142,7 +142,7 @@ def test_the_json_is_a_report_too(tmp_path):
     assert report_record.load(tmp_path / "p.json") == found.report
     own = json.loads((tmp_path / "p.json").read_text())["post_mortem"]
     assert (own["call"], own["other_bytes"], own["needed_bytes"]) == (3, 2, 6 * GIB + 2)
-    assert own["ways_out"][0]["words"].startswith("use jax.checkpoint for Decoder/layer_3")
+    assert own["explanation"]["remedies"][0]["words"].startswith("Use jax.checkpoint for Decoder/layer_3")
 
 
 def test_what_fits_by_the_figures_is_said_to():

@@ -238,9 +238,7 @@ def test_the_page_is_sound_when_it_is_used(report, browser):
 
 REQUESTS = (
     AuditRow("offload", "hidden", "/w/model.py:7", "offload", "kept", 2**29, 0, "scheduler", f"kept: {HOSTILE}", 4),
-    AuditRow(
-        "checkpoint", "layer " * 12, "/w/model.py:9", "recompute", "kept", 0, 10**12, "cse", "merged", 12, 0, "p/cse"
-    ),
+    AuditRow("checkpoint", "layer " * 12, "/w/model.py:9", "recompute", "kept", 0, 10**12, "autodiff", "merged", 12),
     AuditRow("checkpoint", "head", "/w/model.py:9", "recompute", "recomputed", 2**30),
     AuditRow("donation", "state", done="reused", bytes=2**20),
 )
@@ -253,7 +251,7 @@ def test_the_requests_of_the_audit_in_a_browser(report, browser):
     rows = browser.call("""[...document.querySelectorAll("#audit tbody tr")].map((row) =>
         [[...row.cells].map((cell) => cell.innerText), row.title, getComputedStyle(row.cells[3]).color])""")
     assert [row[0][3] for row in rows] == ["kept", "kept", "recomputed", "reused"]
-    assert [row[0][6] for row in rows] == ["scheduler (inferred)", "p/cse", "", ""]
+    assert [row[0][6] for row in rows] == ["scheduler (inferred)", "autodiff", "", ""]
     assert [row[1] for row in rows] == [f"kept: {HOSTILE}", "merged", "", ""]
     colours = [row[2] for row in rows]
     assert colours[0] == colours[1] and len(set(colours)) == 3

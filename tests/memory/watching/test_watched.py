@@ -1,6 +1,5 @@
 """`memory.watch`: anyone's loop, with its memory predicted, measured, and explained where it runs out."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from bytescope import memory
 from bytescope.memory.devices import live
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import report_record
-from bytescope.memory.units import MIB
 from bytescope.memory.watching import reporting, watched
 
 WIDTH = 64
@@ -161,7 +159,7 @@ def check(text, folder, words):
     page = (folder / "memory-post-mortem.html").read_text()
     assert "ran out of memory at call" in page and "What to do" in page and 'id="explained-buffers"' in page
     written = json.loads((folder / "memory-post-mortem.json").read_text())
-    assert {"step", "held", "allocator", "ways_out", "error"} <= set(written["post_mortem"])
+    assert {"step", "held", "allocator", "error"} <= set(written["post_mortem"])
     return report_record.load(folder / "memory-post-mortem.json")
 
 
@@ -293,24 +291,24 @@ raise jax.errors.JaxRuntimeError({NO_MEMORY!r})
 
 
 @pytest.mark.quick
-def test_what_the_line_is_compared_with(monkeypatch):
-    """The process holds the step's arguments when it is first called: they are part of what is predicted."""
-    seen = live.LiveMemory("cpu", "host", sharing=2, in_use_bytes=1000)
-    monkeypatch.setattr(live, "sample", lambda device: seen)
+def test_what_the_line_is_compared_with(monkeypatch, tmp_path):
+    """The process holds the step's arguments when it is first called: they are part of what is predicted. A peak from
+    before the loop is none of the step's."""
+    compared = []
+    monkeypatch.setattr(live, "predicted_against_measured", lambda *given: compared.append(given) or "")
     report = report_record.ReportRecord(0, 0, {}, xla=report_record.XlaStats(argument_bytes=300))
-    assert reporting.before_arguments(None, report).in_use_bytes == 400
-    monkeypatch.setattr(live, "sample", lambda device: live.LiveMemory("gpu", "allocator", in_use_bytes=1000))
-    assert reporting.before_arguments(None, report).in_use_bytes == 1000
-
-
-@pytest.mark.quick
-def test_a_peak_from_before_the_loop_is_none_of_the_steps():
-    before = live.LiveMemory("cpu", "host", in_use_bytes=3 * MIB, peak_bytes=9 * MIB)
-    same = dataclasses.replace(before, in_use_bytes=4 * MIB)
-    assert reporting.without_older_peak(before, same).peak_bytes == 4 * MIB
-    assert reporting.without_older_peak(before, dataclasses.replace(same, peak_bytes=10 * MIB)).peak_bytes == 10 * MIB
-    card = dataclasses.replace(same, source="allocator")
-    assert reporting.without_older_peak(card, card) is card and reporting.without_older_peak(None, card) is card
+    for source, first, peak in (("host", 400, 1200), ("allocator", 1000, 9000)):
+        reporter = reporting.StepReporter("step", lambda line: None, tmp_path)
+        for sample in (
+            live.LiveMemory("cpu", source, sharing=2, in_use_bytes=1000, peak_bytes=9000),
+            live.LiveMemory("cpu", source, sharing=2, in_use_bytes=1200, peak_bytes=9000),
+            live.LiveMemory("cpu", source, sharing=2, in_use_bytes=1200, peak_bytes=9500),
+        ):
+            monkeypatch.setattr(live, "sample", lambda device, host_limit=True, sample=sample: sample)
+            reporter.begin(None, report)
+            reporter.report_measured(report, None, 1)
+        figures = [(sample.peak_bytes, before.in_use_bytes) for _, sample, before in compared[-2:]]
+        assert figures == [(peak, first), (9500, first)]
 
 
 @pytest.mark.quick
