@@ -13,6 +13,7 @@ from rich.text import Text
 
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.targets import Target
+from bytescope.memory.records.schedule_records import PRODUCT, ScheduledKernel
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
     CALL,
@@ -31,7 +32,6 @@ from bytescope.memory.seconds.calibration.host_measure import HostSample
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import DeviceRates
-from bytescope.memory.seconds.step_schedule import PRODUCT, ScheduledKernel
 from bytescope.memory.units import human
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose

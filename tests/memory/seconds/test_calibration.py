@@ -13,6 +13,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host import host_terms
 from bytescope.memory.records.report_json import plain
+from bytescope.memory.records.schedule_records import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.seconds import rates
 from bytescope.memory.seconds.calibration import cases as calibration_cases
 from bytescope.memory.seconds.calibration import host_measure, measure
@@ -39,7 +40,6 @@ from bytescope.memory.seconds.calibration.cases import (
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, fit_rates
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import WAYS, from_json
-from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.view.console import plain_text
 from bytescope.train import cli
 from support.described import described

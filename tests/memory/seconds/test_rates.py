@@ -8,6 +8,7 @@ import pytest
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.schedule_records import ScheduledKernel, Start
 from bytescope.memory.seconds import achieved, chip_rates, constants, rates
 from bytescope.memory.seconds.operation_seconds import (
     attention_flops_per_s,
@@ -16,7 +17,6 @@ from bytescope.memory.seconds.operation_seconds import (
     transfer_seconds,
 )
 from bytescope.memory.seconds.rate_records import from_json
-from bytescope.memory.seconds.step_schedule import ScheduledKernel, Start
 
 pytestmark = pytest.mark.quick
 
