@@ -24,11 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices import cuda_plugins
-from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, base_name, target_config
+from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
-from bytescope.memory.devices.limits import limit_bytes, pool_bytes
-from bytescope.memory.devices.node_size import given_node_bytes, node_memory_of
+from bytescope.memory.devices.limits import given_node_bytes, limit_bytes, node_memory_of, pool_bytes
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
     MemoryFraction,
@@ -183,20 +182,9 @@ def names() -> tuple[str, ...]:
 
 def with_fraction(name: str, fraction: str | None) -> str:
     """Returns a target's name with a memory fraction: ("h100:8", "0.9") -> "h100:8@0.9". Returns the name unchanged if
-    the fraction is None. Raises ReportError if the fraction is not valid, if the target is not a described GPU, or if
-    its name already contains a fraction."""
+    the fraction is None. Raises ReportError if the name already contains a fraction."""
     if fraction is None:
         return name
-    if not 0 < _as_fraction(fraction) <= 1:
-        raise ReportError(
-            f"the memory fraction {fraction} is out of range: give more than 0 and at most 1, such as 0.9 for 90 %"
-        )
-    base = base_name(name)
-    if base in names() and (base not in CHIPS or CHIPS[base].platform not in GPU_PLATFORMS):
-        raise ReportError(
-            f"the memory fraction {fraction} is for a GPU that is not present, but the target is {name}: leave the "
-            "fraction out" + (", and set XLA_CLIENT_MEM_FRACTION" if base == "local" else "")
-        )
     if "@" in name:
         raise ReportError(f"the memory fraction {fraction} and target {name} both set a fraction: leave one out")
     return f"{name}@{fraction}"
@@ -248,17 +236,13 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
         return _described(plain, chip, full)
     if not at:
         return _described(plain, chip, full, _fraction(default_fraction))
-    value = _as_fraction(given)
+    value = float(given) if re.fullmatch(r"\d*\.?\d+", given) else 0.0  # refused, as 0 is
     if not 0 < value <= 1:
         raise ReportError(
             f"target {name!r}: @{given} is not a fraction of a GPU's memory; give more than 0 and at most 1, such as "
             "@0.9"
         )
     return _described(f"{plain}@{value:g}", chip, full, MemoryFraction(value, "set by the target"))
-
-
-def _as_fraction(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d*\.?\d+", text) else 0.0  # refused, as 0 is
 
 
 def _similar_targets(base: str, rest: str) -> list[str]:

@@ -119,7 +119,9 @@ class DeviceRates:
         if not self.products:
             return "products is empty"
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
-            return f"attention contains {', '.join(self.attention) or 'nothing'}, but needs curves for {', '.join(WAYS)}"
+            return (
+                f"attention contains {', '.join(self.attention) or 'nothing'}, but needs curves for {', '.join(WAYS)}"
+            )
         for row in self.collectives:
             if row.kind not in WIRE or not row.group >= 2 or not 1 <= row.hosts <= row.group:
                 return f"the collective {row.kind!r:.40} of {row.group} devices on {row.hosts} hosts does not exist"
