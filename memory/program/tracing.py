@@ -9,18 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError, nearest, suggestion
-from bytescope.memory.program import in_place
 
 # Options of `jax.jit` that a step may have.
 OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
 # Names of a size in our functions. Each may be given in the place of another.
 _SIZES = ("size", "limit", "budget")
 _NUMBERS = (bool, int, float, complex)
+_NNX = "flax.nnx"
 
 
 def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -133,7 +134,7 @@ def _trace_function(
 ) -> Any:
     import jax
 
-    step = in_place.refuse_lost_updates(step)
+    step = refuse_lost_updates(step)
     static = {number % len(args) for number in _as_int_tuple(given.get("static_argnums")) if args}
     named = _as_name_set(given.get("static_argnames")) | _parameter_names(step, static)
     marked = [value if number in static else _mark_static(value, numbers=False) for number, value in enumerate(args)]
@@ -264,3 +265,42 @@ def _parameter_names(step: Any, numbers: Iterable[int]) -> set[str]:
     except (TypeError, ValueError):
         return set()
     return {names[number] for number in numbers if number < len(names)}
+
+
+class LostUpdateError(ReportError):
+    """Raised for a step that updates its arguments in place, because `jax.jit` would lose the updates."""
+
+
+def refuse_lost_updates(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a plain step so that tracing it raises LostUpdateError if it updates Flax NNX objects in place without
+    returning them. `flax.nnx.jit` returns such updates; `jax.jit` would compile the step without its optimizer, and the
+    report would not describe the step that trains.
+
+    Lost updates of scalars are ignored, because dropout counts its calls in a scalar.
+    """
+    if _NNX not in sys.modules:
+        return step
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        import jax
+
+        before = []
+        for value in (*args, *kwargs.values()):
+            if any(kind.__module__.startswith(_NNX) for kind in type(value).__mro__):
+                before.append((value, jax.tree.leaves(value)))
+        out = step(*args, **kwargs)
+        returned = {id(leaf) for leaf in jax.tree.leaves(out)} if before else set()
+        lost = []
+        for value, leaves in before:
+            changed = [new for old, new in zip(leaves, jax.tree.leaves(value)) if new is not old]
+            if any(getattr(new, "shape", ()) and id(new) not in returned for new in changed):
+                lost.append(type(value).__name__)
+        if lost:
+            raise LostUpdateError(
+                f"{getattr(step, '__name__', 'the step')} updates {' and '.join(lost)} in place, "
+                "and jax.jit loses the updates: give flax.nnx.jit(step), or return the updated objects"
+            )
+        return out
+
+    return checked
