@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.memory.commands.report_command import start_platform
     from bytescope.memory.remat.layer_discovery import find_layers
     from bytescope.memory.remat.layer_values import find_values
-    from bytescope.memory.remat.loss_gradient import Loss
+    from bytescope.memory.remat.step_loss import Loss
 
     start_platform(args)
     program = user_program.load(args.program)
