@@ -171,7 +171,6 @@ def check_sizes(jaxpr: Any) -> None:
 def compile_lowered(
     lowered: LoweredStage,
     *,
-    described: bool = False,
     exact: bool = True,
     options: Mapping[str, Any] | None = None,
     jaxpr: Any = None,
@@ -181,8 +180,6 @@ def compile_lowered(
     """Compiles a `jax.stages.Lowered`. The result contains the executable and XLA's report about its buffers.
 
     Args:
-        described: whether the devices are not present. jax's cache is then not used, because it cannot load programs
-            for them.
         exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks them,
             so they are saved next to the cache entry. If they are missing there and `exact` is set, the program is
             compiled again. If `exact` is not set, lifetimes are derived from the schedule.
@@ -196,7 +193,8 @@ def compile_lowered(
     if options and not str(options.get(SLOP, 0)).isdecimal():
         raise ReportError(f"{SLOP}={options[SLOP]} is not valid for XLA: give a whole number")
     devices = devices_of(lowered)
-    described = described or any(map(is_described, devices[:1]))
+    # jax's cache is not used for devices that are not present, because it cannot load programs for them.
+    described = any(map(is_described, devices[:1]))
     leave_out = machine_code.options_without(devices[0]) if described and devices else {}
     if jaxpr is not None and devices:
         _expect_host_memory(jaxpr, devices[0].platform, bool(leave_out))

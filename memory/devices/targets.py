@@ -502,10 +502,7 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
     name: the target's name, for messages. shape: (hosts, devices per host). Raises ReportError if the optional package
     that compiles for GPUs is not installed, or if its compiler rejects the GPU.
     """
-    if chip.gpu is None:
-        raise ReportError(
-            f"target {name} cannot be compiled for: the table of chips lacks this GPU's properties; give another target"
-        )
+    assert chip.gpu is not None
     if chip.platform == "rocm":
         _register_rocm_without_gpu(name)
         config = target_config(chip, (0, 0))

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
@@ -137,7 +138,7 @@ def capture(
         stack.enter_context(_replaced(sys, "argv", [str(script), *argv]))
         stack.enter_context(_replaced(sys, "path", [folder, *sys.path, os.getcwd(), os.path.abspath("src")]))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout may be a report's JSON
-        stack.enter_context(_environment())
+        stack.enter_context(mock.patch.dict(os.environ, {**_SETTINGS, **os.environ}))  # the user's own settings win
         stack.enter_context(_quiet_logging())
         stack.enter_context(installed(capturing.run, without))
         stack.enter_context(capturing.intercepting())
@@ -177,9 +178,7 @@ def _piece_of(error: BaseException) -> tuple[Place | None, str]:
     if isinstance(error, SystemExit) and error.code:
         return place, f"the script exits with {error.code!r} before its step: give its arguments after --"
     text = f"{type(error).__name__}: {one_line(error, 300)}"
-    if isinstance(error, FileNotFoundError):
-        text += ": the script needs this file"
-    elif isinstance(error, ModuleNotFoundError) and error.name:
+    if isinstance(error, ModuleNotFoundError) and error.name:
         root = error.name.split(".")[0]
         text += f": install {root}, or give --without=PACKAGE for the package that needs it"
     elif type(error).__name__ == "ShardingTypeError":
@@ -601,15 +600,3 @@ def _quiet_logging() -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    own = dict(os.environ)
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(own)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,11 +30,8 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them. Other leaves are static.
         options: options of `jax.jit` for a plain function, such as `donate_argnums` (`OPTIONS`).
 
-    Raises ReportError if options are given for a step that is already jitted, or if `jax.pmap` needs more devices than
-    this process has.
+    Raises ReportError if options are given for a step that is already jitted.
     """
-    import jax
-
     given = {name: value for name, value in options.items() if value is not None}
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
@@ -46,32 +41,7 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         )
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
-    if not is_jitted:
-        return _trace_function(step, args, kwargs, given)
-    try:
-        return _trace_wrapper(step, args, kwargs)
-    except ValueError as error:
-        mapped, available = _mapped_devices(step, args, kwargs), jax.local_device_count()
-        if mapped > available and _PMAP_ERROR.search(str(error)):
-            raise ReportError(
-                f"jax.pmap maps over {mapped} devices, but this process has {available}: set "
-                f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the target's devices"
-            ) from error
-        raise
-
-
-# jax's error messages for jax.pmap over more devices than the process has.
-_PMAP_ERROR = re.compile(r"cannot select an axis to squeeze out|applied to the function '_fun'|requires \d+ replicas")
-
-
-def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    import jax
-
-    if not getattr(step.lower, "__qualname__", "").startswith("pmap."):
-        return 0
-    # pmap maps over the first dimension, which most arguments share.
-    lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if getattr(leaf, "shape", ()))
-    return max(lengths, key=lengths.__getitem__, default=0)
+    return _trace_wrapper(step, args, kwargs) if is_jitted else _trace_function(step, args, kwargs, given)
 
 
 def check_options(options: Iterable[str], function: str, own: Sequence[str] = ()) -> None:

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 from bytescope.memory.cost import flops
 from bytescope.memory.errors import ReportError, type_phrase
@@ -252,7 +253,7 @@ def _undifferentiated() -> Iterator[None]:
 
         return linearize(call, primals, *args, **kwargs)
 
-    with _replaced(ad, "linearize", linearize_call):
+    with mock.patch.object(ad, "linearize", linearize_call):
         jax.clear_caches()  # jaxprs that were traced before contain the derivatives
         try:
             yield
@@ -294,7 +295,7 @@ def remat_policy(layers: Sequence[Layer], policy: Any) -> Iterator[None]:
     swap = _Swap({layer.mark for layer in layers}, policy)
     with contextlib.ExitStack() as stack:
         for owner, name, hook in swap.hooks(layers[0].how):
-            stack.enter_context(_replaced(owner, name, hook))
+            stack.enter_context(mock.patch.object(owner, name, hook))
         stack.callback(jax.clear_caches)
         jax.clear_caches()  # jaxprs that were traced before have other policies
         yield
@@ -313,7 +314,7 @@ def without_remat() -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, hook in _Swap(None, jax.checkpoint_policies.everything_saveable).hooks(CHECKPOINT):
-            stack.enter_context(_replaced(owner, name, hook))
+            stack.enter_context(mock.patch.object(owner, name, hook))
         stack.callback(jax.clear_caches)
         jax.clear_caches()  # jaxprs that were traced before recompute values
         yield
@@ -381,16 +382,3 @@ class _Swap:
             return bind(*args, **params)
 
         return hooked
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
