@@ -44,12 +44,13 @@ from bytescope.memory.peak.live_schedule import derive
 from bytescope.memory.peak.memory_order import OrderEstimate
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.roles import checked_roles
+from bytescope.memory.records import schedule_records
 from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, PeakAccount, overhead_bytes
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
 from bytescope.memory.records.report_record import JudgedProgram, ReportRecord, Subject, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
-from bytescope.memory.seconds import rates, reading, schedule_walk, step_prediction, step_schedule
+from bytescope.memory.seconds import rates, reading, schedule_walk, step_prediction
 from bytescope.memory.seconds.reading import CompiledSchedule
 
 # Above this fraction of the limit, the verdict of a program that fits is "tight".
@@ -245,7 +246,7 @@ def _read_program(
         placed = place(source, compilation, facts, inputs)
         attribution = assemble.attribute_program(source, inputs, known, flow)
         counted = flops.count(jaxpr) if jaxpr is not None else None
-        schedule = reading.read_schedule(attribution, placed.mesh, per_host, counted, source.module.devices)
+        schedule = reading.read_schedule(attribution, per_host, counted, source.module.devices)
         order = memory_order.find(source.module) if reorder else OrderEstimate()
         return ReadProgram(
             placed=placed,
@@ -282,9 +283,9 @@ def _roofline_work(read: ReadProgram, transfers: Iterable[Transfer]) -> Mapping[
     if read.counted is None or not read.schedule.order:
         return {}
     # The loops and branches of the predicted seconds, so that these cannot be below the bound.
-    steps, runs = read.schedule.steps, step_schedule.runs_by_name(read.schedule.order)
+    steps, runs = read.schedule.steps, schedule_records.runs_by_name(read.schedule.order)
     sent = [dataclasses.replace(item, times=runs[item.name]) for item in read.collectives]
-    kernel_bytes, flops = step_schedule.bytes_by_phase(steps), step_schedule.flops_by_phase(steps)
+    kernel_bytes, flops = schedule_records.bytes_by_phase(steps), schedule_records.flops_by_phase(steps)
     return step_work.by_phase(sent, transfers, kernel_bytes, flops)
 
 

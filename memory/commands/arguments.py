@@ -210,7 +210,7 @@ def chosen_node(args: argparse.Namespace) -> Iterator[None]:
     if text is None and processes is None:
         yield
         return
-    from bytescope.memory.devices.node_size import use_node
+    from bytescope.memory.devices.limits import use_node
     from bytescope.memory.units import parse_bytes
 
     try:

@@ -15,7 +15,6 @@ from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
-    CALL,
     COLLECTIVES,
     FLOOR,
     HOST_LINK,
@@ -23,29 +22,17 @@ from bytescope.memory.seconds.calibration.cases import (
     PARTS,
     PRODUCTS,
     SHORT,
-    THIN,
     TO_DEVICE,
     TO_HOST,
 )
 from bytescope.memory.seconds.calibration.host_measure import HostSample
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
-from bytescope.memory.seconds.operation_seconds import kernel_seconds
-from bytescope.memory.seconds.rate_records import DeviceRates
-from bytescope.memory.seconds.step_schedule import PRODUCT, ScheduledKernel
 from bytescope.memory.units import human
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
 _T, _G = 1e12, 1e9
-# Compute unit -> (HLO dtype of its operands, bytes per operand element).
-_OPERANDS = {
-    "bf16": ("bfloat16", 2),
-    "fp16": ("float16", 2),
-    "fp8": ("float8_e4m3fn", 1),
-    "tf32": ("tf32", 4),
-    "fp32": ("float32", 4),
-}
 _MAX_LEFT_OUT = 3
 # A median spread above this fraction means that other programs ran on the devices or the host.
 _BUSY = 0.2
@@ -87,7 +74,6 @@ def render(calibration: Calibration, target: Target) -> Group:
     return Group(
         Prose(f"measured rates of one device: {calibration.rates.source}", "bold"),
         table,
-        *_tabulate_thin_products(calibration),
         *_notes(calibration),
     )
 
@@ -103,21 +89,6 @@ def show_host(samples: Iterable[HostSample], left_out: Mapping[str, str], consol
         table.add(sample.words, human(sample.bytes), human(sample.reference), f"{ratio:.2f}")
     notes = [Prose(f"not measured: {name}: {reason}", "yellow") for name, reason in left_out.items()]
     put(Group(Text(), table, *notes), console)
-
-
-def _tabulate_thin_products(calibration: Calibration) -> Iterator[Any]:
-    thin = sorted((sample for sample in calibration.samples if sample.part == THIN), key=_sort_key)
-    if not thin:
-        return
-    table = FigureTable(label("thin products, there and back"), *map(figure, ("measured", "predicted by cubes")))
-    for sample in thin:
-        table.add(
-            "x".join(map(str, sample.key[1:])),
-            _time(sample.seconds),
-            _predict_from_square_products(sample, calibration.rates),
-        )
-    yield Text()
-    yield table
 
 
 def _sort_key(sample: Sample) -> tuple:
@@ -158,7 +129,6 @@ def _measured_rate(sample: Sample) -> float:
 # Part -> the data sheet's rate, 0 if it has none. Attention runs in bfloat16 on devices with bfloat16 units.
 _SHEET: Mapping[str, Callable[[Sample, Target], float]] = {
     PRODUCTS: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),
-    THIN: lambda sample, target: target.peak_flops.get(sample.key[0], 0.0),
     ATTENTION: lambda sample, target: target.peak_flops.get("bf16", 0.0),
     MEMORY: lambda sample, target: target.hbm_bytes_per_s,
     COLLECTIVES: lambda sample, target: target.interconnect_bytes_per_s.get("in_host", 0.0),
@@ -171,7 +141,7 @@ def _sheet(sample: Sample, target: Target) -> float:
 
 
 def _rate_text(rate: float, sample: Sample) -> str:
-    unit = "FLOP/s" if sample.part in (PRODUCTS, THIN, ATTENTION) else "B/s"
+    unit = "FLOP/s" if sample.part in (PRODUCTS, ATTENTION) else "B/s"
     if sample.part in (COLLECTIVES, HOST_LINK) or rate < _T:
         return f"{rate / _G:,.3g} G{unit}"
     return f"{rate / _T:,.4g} T{unit}"
@@ -181,28 +151,16 @@ def _time(value: float) -> str:
     return f"{value * 1e3:,.4g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
-def _predict_from_square_products(sample: Sample, rates: DeviceRates) -> str:
-    unit, m, k, n = sample.key
-    dtype, operand_bytes = _OPERANDS[unit]
-    pair = (
-        ScheduledKernel(PRODUCT, "forward", operand_bytes * (m * k + k * n + m * n), 2 * m * k * n, dtype, size)
-        for size in ((1, m, n, k), (1, m, k, n))
-    )
-    return _time(sum(kernel_seconds(kernel, rates) for kernel in pair))
-
-
 _WAYS = {"forward": "attention fwd", "backward": "attention bwd"}
 _COPIES = {TO_HOST: "device to host", TO_DEVICE: "host to device"}
 _NAMES: Mapping[str, Callable[[Sample], tuple[str, str]]] = {
     PRODUCTS: lambda s: (f"product, {s.key[0]}", f"{s.size} cubed"),
-    THIN: lambda s: (f"thin pair, {s.key[0]}", "x".join(map(str, s.key[1:]))),
     ATTENTION: lambda s: (
         _WAYS[s.key[0].removesuffix("_causal")],
         f"{s.size}x{s.key[1]} causal" if s.key[0].endswith("_causal") else f"{s.size}x{s.key[1]}",
     ),
     MEMORY: lambda s: (f"memory, {s.key[0]}", human(s.size)),
     FLOOR: lambda s: ("chained kernel", ""),
-    CALL: lambda s: ("program call", ""),
     COLLECTIVES: lambda s: (f"{s.key[0].removeprefix('collective-')} x{s.key[1]}", human(s.size)),
     HOST_LINK: lambda s: (_COPIES[s.key[0]], human(s.size)),
 }

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
     from bytescope.memory.remat.layer_discovery import find_layers
     from bytescope.memory.remat.layer_values import find_values
-    from bytescope.memory.remat.loss_gradient import Loss
+    from bytescope.memory.remat.step_loss import Loss
 
     start_platform(args)
     factory = FunctionFactory(user_program.load_function(args.program))

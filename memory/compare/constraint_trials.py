@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -211,8 +210,7 @@ def _candidates(traced: Any, compilation: Compilation, report: ReportRecord, mes
         mesh: the device mesh.
     """
     sizes = {str(name): int(size) for name, size in mesh.shape.items() if size > 1}
-    leaves = [types.SimpleNamespace(sharding=sharding) for sharding in retarget.argument_shardings(traced)]
-    sharding = JaxprSharding.from_arguments(traced.jaxpr, leaves)
+    sharding = JaxprSharding.from_arguments(traced.jaxpr, retarget.argument_shardings(traced))
     logged = [parse_sharding(text) for remat in compilation.full_remats for text in (remat.source, remat.target)]
     between = [mesh_axes_of(parsed, list(mesh.shape.items())) for parsed in logged if parsed is not None]
     signature = compilation.signature

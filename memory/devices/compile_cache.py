@@ -1,9 +1,7 @@
-"""Extends jax's persistent compilation cache: saves HloProtos next to its entries, and removes damaged entries.
+"""Extends jax's persistent compilation cache: saves HloProtos next to its entries.
 
 An executable from the cache has no heap trace, so the HloProto of a compile is saved next to its entry, under jax's
-key, and is loaded with it. jax warns about an unreadable entry at every start and never replaces it. After a process
-was killed while writing, its entry would cost a compile and two lines at every later start. This module removes
-damaged entries, so that they are compiled and written again.
+key, and is loaded with it.
 """
 
 from __future__ import annotations
@@ -18,15 +16,13 @@ import logging
 import math
 import re
 import threading
-import warnings
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from bytescope.memory.hlo.jax_types import LoweredStage
 
-MESSAGE = "Error (reading|writing) persistent compilation cache"
 # The logger that prints the key of an entry that is read or written. No public API returns the key.
 _COMPILER = logging.getLogger("jax._src.compiler")
 _KEYED = re.compile("(?i)persistent compilation cache (hit|miss) for")
@@ -37,74 +33,6 @@ RENAMED = (
     "otherwise identical"
 )
 _watching = threading.Lock()
-_ENTRY = re.compile(MESSAGE + r" entry for '([^']+)': (.*)", re.DOTALL)
-
-
-def remove_damaged_entries(tell: Callable[[str], None]) -> None:
-    """Makes this process remove damaged entries of jax's compilation cache when jax warns about them.
-
-    tell: a function that prints a line. Its lines replace jax's warnings: one at the first failed read and one at the
-    first failed write.
-    """
-    reported: set[str] = set()
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        warned = _ENTRY.match(str(message))
-        if warned is None:
-            plain(message, category, filename, lineno, file, line)
-            return
-        folder, (operation, program, why) = Path(_cache_folder()), warned.groups()
-        if operation == "reading":
-            remove_damaged(folder, program)
-        if operation in reported:
-            return
-        reported.add(operation)
-        if operation == "reading":
-            tell(f"damaged entries of the compilation cache {folder} are removed and compiled again")
-        else:
-            reason = " ".join(why.split())[:120]
-            tell(f"the compilation cache {folder} cannot be written ({reason}): the next start will compile again")
-
-    plain = warnings.showwarning
-    warnings.filterwarnings("always", message=MESSAGE)
-    warnings.showwarning = show
-
-
-@contextlib.contextmanager
-def damaged_entries_removed() -> Iterator[None]:
-    """Context manager that removes damaged entries of jax's compilation cache when jax reads them, without a
-    message."""
-    with warnings.catch_warnings():
-        remove_damaged_entries(lambda line: None)
-        yield
-
-
-def remove_damaged(folder: Path, program: str) -> None:
-    """Removes the cache entries of a program that cannot be decompressed.
-
-    folder: the folder of jax's compilation cache. program: the program's name in jax's warning.
-    """
-    for path in folder.glob(f"{program}-*-cache"):
-        with contextlib.suppress(OSError):
-            if not _is_readable(path):
-                path.unlink()
-
-
-def _is_readable(path: Path) -> bool:
-    from jax._src.compilation_cache import decompress_executable  # the library it uses depends on the installation
-
-    content = path.read_bytes()
-    try:
-        return bool(decompress_executable(content))
-    except Exception:  # each compression library raises different exceptions
-        return False
 
 
 def _cache_folder() -> str:

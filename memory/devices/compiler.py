@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices import compile_cache, machine_code, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
@@ -63,28 +63,12 @@ REMAT_PASS, SCHEDULER_PASS, COPY_FUSION_PASS = "rematerialization", "latency-hid
 _BUILD_OPTIONS_FIELD, _DEVICE_MEMORY_FIELD = 3, 15
 
 
-class Retry(NamedTuple):
-    """An error of XLA that can be avoided by compiling with other options.
-
-    Fields:
-        error: a part of the error's message.
-        options: compiler options that avoid the error.
-        note: a note for the report, which says what was changed.
-    """
-
-    error: str
-    options: Mapping[str, Any]
-    note: str
-
-
-RETRIES = (
-    # jax 0.10 fails to fuse a matrix product with a reshape that no tile size divides: bf16 attention of length 196.
-    Retry(
-        "Couldn't find output tile sizes",
-        {"xla_gpu_enable_triton_gemm": False},
-        "XLA failed to tile a matrix product, so this is compiled with xla_gpu_enable_triton_gemm=False. The run may "
-        'need the option too: jax.jit(step, compiler_options={"xla_gpu_enable_triton_gemm": False})',
-    ),
+# jax 0.10 fails to fuse a matrix product with a reshape that no tile size divides: bf16 attention of length 196. Such a
+# program is compiled again without Triton's matrix products.
+NO_TILE, NO_TRITON = "Couldn't find output tile sizes", "xla_gpu_enable_triton_gemm"
+NO_TRITON_NOTE = (
+    f"XLA failed to tile a matrix product, so this is compiled with {NO_TRITON}=False. The run may need the option "
+    f'too: jax.jit(step, compiler_options={{"{NO_TRITON}": False}})'
 )
 MAX_BYTES = 2**63 - 1  # XLA counts bytes of an array in int64; if they overflow, the CPU compiler aborts the process
 # XLA's error messages for an overflow in a size that XLA computes.
@@ -186,7 +170,6 @@ def check_sizes(jaxpr: Any) -> None:
 def compile_lowered(
     lowered: LoweredStage,
     *,
-    described: bool = False,
     exact: bool = True,
     options: Mapping[str, Any] | None = None,
     jaxpr: Any = None,
@@ -196,8 +179,6 @@ def compile_lowered(
     """Compiles a `jax.stages.Lowered`. The result contains the executable and XLA's report about its buffers.
 
     Args:
-        described: whether the devices are not present. jax's cache is then not used, because it cannot load programs
-            for them.
         exact: whether the lifetimes of buffers must be XLA's own. An executable from jax's persistent cache lacks them,
             so they are saved next to the cache entry. If they are missing there and `exact` is set, the program is
             compiled again. If `exact` is not set, lifetimes are derived from the schedule.
@@ -211,7 +192,8 @@ def compile_lowered(
     if options and not str(options.get(SLOP, 0)).isdecimal():
         raise ReportError(f"{SLOP}={options[SLOP]} is not valid for XLA: give a whole number")
     devices = devices_of(lowered)
-    described = described or any(map(is_described, devices[:1]))
+    # jax's cache is not used for devices that are not present, because it cannot load programs for them.
+    described = any(map(is_described, devices[:1]))
     leave_out = machine_code.options_without(devices[0]) if described and devices else {}
     if jaxpr is not None and devices:
         _expect_host_memory(jaxpr, devices[0].platform, bool(leave_out))
@@ -386,15 +368,14 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
             ) from error
         if refused := xla_flags.refusal(error):
             raise refused from error
-        known = next((each for each in RETRIES if each.error in str(error)), None)
-        if known is None or set(known.options) & set(options):
+        if NO_TILE not in str(error) or NO_TRITON in options:
             raise
-        return _compile_once(lowered, {**options, **known.options}, notes=(known.note,))
+        return _compile_once(lowered, {**options, NO_TRITON: False}, notes=(NO_TRITON_NOTE,))
 
 
 def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tuple[str, ...] = ()) -> _CompileResult:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
-    with folders as folder, compile_cache.damaged_entries_removed(), compile_cache.record_lookups() as entries:
+    with folders as folder, compile_cache.record_lookups() as entries:
         compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         # jax may compile small helper programs too; the step is the largest program.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)

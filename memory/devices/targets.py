@@ -27,8 +27,7 @@ from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
-from bytescope.memory.devices.limits import limit_bytes, pool_bytes
-from bytescope.memory.devices.node_size import given_node_bytes, node_memory_of
+from bytescope.memory.devices.limits import given_node_bytes, limit_bytes, node_memory_of, pool_bytes
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
     MemoryFraction,
@@ -227,17 +226,13 @@ def parse(name: str, default_fraction: MemoryFraction = JAX_FRACTION) -> Target:
         return _described(plain, chip, full)
     if not at:
         return _described(plain, chip, full, _fraction(default_fraction))
-    value = _as_fraction(given)
+    value = float(given) if re.fullmatch(r"\d*\.?\d+", given) else 0.0  # refused, as 0 is
     if not 0 < value <= 1:
         raise ReportError(
             f"target {name!r}: @{given} is not a fraction of a GPU's memory; give more than 0 and at most 1, such as "
             "@0.9"
         )
     return _described(f"{plain}@{value:g}", chip, full, MemoryFraction(value, "set by the target"))
-
-
-def _as_fraction(text: str) -> float:
-    return float(text) if re.fullmatch(r"\d*\.?\d+", text) else 0.0  # refused, as 0 is
 
 
 def _similar_targets(base: str, rest: str) -> list[str]:
@@ -497,10 +492,7 @@ def gpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
     name: the target's name, for messages. shape: (hosts, devices per host). Raises ReportError if the optional package
     that compiles for GPUs is not installed, or if its compiler rejects the GPU.
     """
-    if chip.gpu is None:
-        raise ReportError(
-            f"target {name} cannot be compiled for: the table of chips lacks this GPU's properties; give another target"
-        )
+    assert chip.gpu is not None
     if chip.platform == "rocm":
         _register_rocm_without_gpu(name)
         config = target_config(chip, (0, 0))

@@ -6,14 +6,10 @@ level from O0 to O3 (`LEVELS`).
 
 from __future__ import annotations
 
-import functools
-import mmap
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-from bytescope.memory.errors import ReportError, did_you_mean
-from bytescope.memory.hlo import wire
+from bytescope.memory.errors import ReportError
 
 Options = dict[str, bool | int | str]
 
@@ -54,9 +50,10 @@ def parse_flags(texts: Iterable[str], given: str = "--xla=") -> Options:
         name, equals, value = text.strip().partition("=")
         name = name.removeprefix("--")
         if not equals or not is_flag(name):
-            near = did_you_mean(name, [*known_flags(), *LEVELS]) if equals else ""
-            example = "write --xla=FLAG=VALUE, such as --xla=xla_gpu_memory_limit_slop_factor=80"
-            raise ReportError(f"{given}{text} does not set a flag of XLA: {near or example}")
+            raise ReportError(
+                f"{given}{text} does not set a flag of XLA: write {given}FLAG=VALUE, such as "
+                f"{given}xla_gpu_memory_limit_slop_factor=80"
+            )
         if name in _RESERVED:
             raise ReportError(f"{given}{text} cannot be set, because bytescope sets this flag itself: leave it out")
         options[name] = parse_value(name, value)
@@ -94,52 +91,10 @@ def refusal(error: BaseException) -> ReportError | None:
     import jaxlib
 
     if unknown := _UNKNOWN.search(str(error)):
-        near = did_you_mean(unknown[1], known_flags())
         return ReportError(
-            f"{unknown[1]} is not an option of XLA in jaxlib {jaxlib.__version__}: {near or 'leave it out'}"
+            f"{unknown[1]} is not an option of XLA in jaxlib {jaxlib.__version__}: leave it out, or correct its name"
         )
     if wrong := _WRONG.search(str(error)):
         name, value, kind = wrong.groups()
         return ReportError(f"{name}={value} is not valid for XLA: give {_KINDS.get(kind, 'a whole number')}")
     return None
-
-
-@functools.cache
-def known_flags() -> tuple[str, ...]:
-    """Returns the names of all compiler options (DebugOptions) of the installed XLA, read from the descriptor of
-    xla.proto in jaxlib's library; () if the library contains no descriptor. They are only used to suggest similar
-    names.
-    """
-    import jaxlib
-
-    for library in sorted(Path(jaxlib.__file__).parent.glob("*.so"), key=lambda path: -path.stat().st_size)[:1]:
-        with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            start = data.find(b"\n\rxla/xla.proto\x12\x03xla")
-            if start >= 0:
-                # The descriptor is shorter than 1 MiB. The bytes after its end are ignored.
-                return _debug_options(data[start : start + 2**20])
-    return ()
-
-
-def _debug_options(data: bytes) -> tuple[str, ...]:
-    # descriptor.proto: FileDescriptorProto.message_type = 4; DescriptorProto.name = 1, field = 2;
-    # FieldDescriptorProto.name = 1.
-    def text(span: wire.Value) -> str:
-        assert not isinstance(span, int)
-        return data[span[0] : span[1]].decode()
-
-    try:
-        for number, message in wire.fields(data, (0, len(data))):
-            if number != 4 or isinstance(message, int):
-                continue
-            inside = list(wire.fields(data, message))
-            if (1, "DebugOptions") not in [(key, text(value)) for key, value in inside if key == 1]:
-                continue
-            names = []
-            for key, field in inside:
-                if key == 2 and not isinstance(field, int):
-                    names.append(text(next(value for part, value in wire.fields(data, field) if part == 1)))
-            return tuple(names)
-    except (wire.WireError, UnicodeDecodeError):  # the end of the descriptor is reached
-        pass
-    return ()

@@ -33,10 +33,10 @@ from bytescope.memory.records.schedule_records import (
     Start,
     Steps,
 )
+from bytescope.memory.records.schedule_records import kernels as every_kernel
 from bytescope.memory.seconds import operation_seconds, products, reading, schedule_walk
 from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds.rate_records import DeviceRates
-from bytescope.memory.seconds.step_schedule import kernels as every_kernel
 
 # Kinds of work. memory: kernels that only move memory, such as fusions; copies: copies within device memory, most of
 # them added by the compiler; library: custom calls of unknown work; other: kernels of unknown instructions.

@@ -87,7 +87,7 @@ def compiled_for(
         return compilation, judged or _target_of(lowered, compilation)
     if target is not None and (_is_compiled(stage) or _is_lowered(stage)):
         _refuse_other_devices(stage, target)
-    compilation = compilation_of(stage, target, compiler_options)
+    compilation = _compilation_of(stage, target, compiler_options)
     return compilation, target or _target_of(stage, compilation)
 
 
@@ -130,22 +130,16 @@ def _as_target(target: Target | str | None) -> Target | None:
     return target
 
 
-def compilation_of(
+def _compilation_of(
     program: Any, target: Target | None = None, compiler_options: Mapping[str, Any] | None = None
 ) -> Compilation:
-    """Returns the Compilation of a `jax.stages.Compiled` or `Lowered`, or of a dumped program (a serialized HloProto or
-    its path). A Lowered is compiled for its own devices.
+    """Returns the Compilation of a `jax.stages.Compiled` or `Lowered`. A Lowered is compiled for its own devices.
 
     `target`: the devices that the compilation is for, if they are known. `compiler_options`: options of XLA for a
     Lowered, flag -> value.
 
     Raises ReportError if the object is not a program, or if a file cannot be read.
     """
-    if isinstance(program, Compilation):
-        return program
-    if isinstance(program, _DUMPS):
-        dump = _dump(program)
-        return Compilation(proto=dump.proto, notes=dump.notes)
     if _is_compiled(program):
         return read_compiled(program)
     if _is_lowered(program):

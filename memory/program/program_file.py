@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bytescope.memory.program.script_capture import CapturedStep
-from bytescope.memory.units import human
 
-# Maximum number of arrays that the file lists for one argument of the step.
-_MAX_ARRAYS = 24
 # The first line of a written file, by which the command recognizes it.
 MARK = '"""A training step for bytescope report, written by bytescope report --save-program.'
 _WIDTH = 110
@@ -80,9 +75,6 @@ def file_text(
             "The function returns gradients and no updated parameters. The update is another program or is not jitted; "
             "the report has the bytes of this function only."
         )
-    lines += ["#", "# Its arguments, as the script made them:", *_argument_lines(captured.traced)]
-    if captured.static:
-        lines += ["#", "# Static arguments:", *(f"#   {static}" for static in captured.static)]
     lines += _assumption_lines(captured)
     lines += [
         "",
@@ -94,45 +86,11 @@ def file_text(
     return "\n".join(lines) + "\n"
 
 
-def _argument_lines(traced: Any) -> list[str]:
-    import jax
-
-    from bytescope.memory.program.retarget import argument_shardings
-
-    leaves = jax.tree.leaves(traced.args_info)
-    names = traced.jaxpr.jaxpr.debug_info.arg_names or [f"args[{number}]" for number in range(len(leaves))]
-    arguments: dict[str, list[tuple[str, int]]] = {}
-    for info, name, sharding in zip(leaves, names, argument_shardings(traced)):
-        dtype, shape = info.dtype, info.shape
-        line = f"{name}  {dtype}[{','.join(map(str, shape))}]"
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            mesh = ",".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items())
-            line += f"  P{tuple(sharding.spec)} over {mesh}"
-        line += "  donated" if info.donated else ""
-        root = name.replace("[", ".").split(".")[0]
-        size = math.prod(shape) * getattr(dtype, "itemsize", 4)
-        arguments.setdefault(root, []).append((line, size))
-    lines = []
-    for root, arrays in arguments.items():
-        lines += [f"#   {line}" for line, _ in arrays[:_MAX_ARRAYS]]
-        rest = arrays[_MAX_ARRAYS:]
-        if rest:
-            lines.append(f"#   and {len(rest)} more arrays of {root}, {human(sum(size for _, size in rest))}")
-    return lines
-
-
 def _assumption_lines(captured: CapturedStep) -> list[str]:
     assumed = [f"{place}: {what}" for place, what in captured.assumptions]
     assumed += [f"{place}: {package} has a stand-in" for package, place in captured.packages.items()]
-    assumed += [f"{name} is not in this jax; its successor is called" for name in captured.renamed]
-    if not assumed:
-        return []
-    return ["#", "# Assumed, because the script ran without its data and without values:", *(_indented(assumed))]
-
-
-def _indented(texts: Sequence[str]) -> list[str]:
-    lines = []
-    for text in texts:
+    lines = ["#", "# Assumed, because the script ran without its data and without values:"] if assumed else []
+    for text in assumed:
         lines += textwrap.wrap(text, _WIDTH, initial_indent="#   ", subsequent_indent="#     ")
     return lines
 

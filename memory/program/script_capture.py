@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
@@ -48,14 +49,6 @@ _SETTINGS = {
 }
 # Maximum number of calls with unknown arguments at one line. After more calls, the line is taken for the training loop.
 _MAX_SKIPPED = 2000
-# Names that jax removed or renamed without a change of meaning: name -> its successor, both without "jax.".
-_RENAMED = {
-    "tree_map": "tree.map",
-    "tree_leaves": "tree.leaves",
-    "tree_flatten": "tree.flatten",
-    "tree_unflatten": "tree.unflatten",
-    "tree_structure": "tree.structure",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +60,20 @@ class CapturedStep:
         name: the name of the jitted function.
         defined: the function's name, followed by its file and line if the file is the user's.
         called: the line of the script that calls the step.
-        static: the static arguments, each as "name = value".
         updates: whether the step returns updated values of its arguments. False if it only returns gradients.
         assumptions: (line of the script, what was assumed) about values that the script read before the step.
         packages: package that was replaced by placeholders (`StandIn`) -> the line that imports the package.
         values: line of the script -> the text of the value or shape that the user gave for this line.
-        renamed: names that the script uses and that this version of jax no longer has, such as jax.tree_map.
     """
 
     traced: Any
     name: str
     defined: str
     called: Place | None
-    static: tuple[str, ...]
     updates: bool
     assumptions: tuple[tuple[Place | None, str], ...]
     packages: Mapping[str, Place | None]
     values: Mapping[Place, str]
-    renamed: tuple[str, ...]
 
 
 class StepFound(BaseException):
@@ -149,7 +138,7 @@ def capture(
         stack.enter_context(_replaced(sys, "argv", [str(script), *argv]))
         stack.enter_context(_replaced(sys, "path", [folder, *sys.path, os.getcwd(), os.path.abspath("src")]))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout may be a report's JSON
-        stack.enter_context(_environment())
+        stack.enter_context(mock.patch.dict(os.environ, {**_SETTINGS, **os.environ}))  # the user's own settings win
         stack.enter_context(_quiet_logging())
         stack.enter_context(installed(capturing.run, without))
         stack.enter_context(capturing.intercepting())
@@ -176,7 +165,6 @@ def capture(
         assumptions=tuple(capturing.run.assumptions),
         packages=dict(capturing.run.packages),
         values=dict(capturing.run.values.used),
-        renamed=tuple(sorted(capturing.renamed)),
     )
 
 
@@ -190,9 +178,7 @@ def _piece_of(error: BaseException) -> tuple[Place | None, str]:
     if isinstance(error, SystemExit) and error.code:
         return place, f"the script exits with {error.code!r} before its step: give its arguments after --"
     text = f"{type(error).__name__}: {one_line(error, 300)}"
-    if isinstance(error, FileNotFoundError):
-        text += ": the script needs this file"
-    elif isinstance(error, ModuleNotFoundError) and error.name:
+    if isinstance(error, ModuleNotFoundError) and error.name:
         root = error.name.split(".")[0]
         text += f": install {root}, or give --without=PACKAGE for the package that needs it"
     elif type(error).__name__ == "ShardingTypeError":
@@ -279,7 +265,6 @@ class _Capturing:
         self.seen: dict[str, Place | None] = {}
         self.unknown: dict[Place | None, list[tuple[Place | None, str]]] = {}
         self.skipped: Counter[Place | None] = Counter()
-        self.renamed: set[str] = set()
         self.trace = AbstractTrace(self._on_value)
         self.run = Run(values, self._in_traced_code, jax.numpy.asarray)
 
@@ -298,12 +283,9 @@ class _Capturing:
             return ": it calls no jitted function from Python"
         return "; it calls " + ", ".join(f"{name} ({place})" for name, place in self.seen.items())
 
-    def observe(self, traced: Any, static: Sequence[str]) -> None:
+    def observe(self, traced: Any) -> None:
         """Checks whether `traced`, a function that the script calls, is the training step. If it is, stores the step
-        and raises StepFound.
-
-        static: the static arguments of the call, each as "name = value".
-        """
+        and raises StepFound."""
         jaxpr = traced.jaxpr.jaxpr
         name = _function_name(traced)
         self.seen.setdefault(name, user_place())
@@ -314,7 +296,7 @@ class _Capturing:
             return
         updates = returns_updates(jaxpr)
         defined = _definition(traced, name)
-        captured = CapturedStep(traced, name, defined, user_place(), tuple(static), updates, (), {}, {}, ())
+        captured = CapturedStep(traced, name, defined, user_place(), updates, (), {}, {})
         if updates or named:
             self.found = captured
             raise StepFound
@@ -340,20 +322,9 @@ class _Capturing:
             ]
             for owner, name, replacement in replacements:
                 stack.enter_context(_replaced(owner, name, replacement))
-            for old, new in _RENAMED.items():
-                if not _has(jax, old):
-                    function: Any = functools.reduce(getattr, new.split("."), jax)
-                    stack.enter_context(_replaced(jax, old, self._renamed(old, function)))
             stack.enter_context(zeros_like_sharded())
             stack.enter_context(self.trace.current())
             yield
-
-    def _renamed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.renamed.add(f"jax.{name}")
-            return function(*args, **kwargs)
-
-        return call
 
     def _wrapping(self, real: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if not args and "fun" not in options:
@@ -443,15 +414,6 @@ class _Capturing:
             with outside_traces():
                 return from_callback(shape, sharding, data_callback, *args, **kwargs)
 
-        def replicated(x: Any, devices: Any) -> Any:
-            mesh = jax.sharding.Mesh(list(devices), ("devices",))
-            sharding = jax.sharding.NamedSharding(mesh, jax.P("devices"))
-            array = self.trace.array
-            return jax.tree.map(lambda leaf: array((len(devices), *jax.numpy.shape(leaf)), _dtype(leaf), sharding), x)
-
-        def sharded(shards: Any, devices: Any) -> Any:
-            return replicated(shards[0], devices)
-
         def ignored(*args: Any, **kwargs: Any) -> None:
             return None
 
@@ -464,8 +426,6 @@ class _Capturing:
             (jax, "make_array_from_single_device_arrays", array_from_shards),
             (jax, "make_array_from_process_local_data", array_from_local),
             (jax, "make_array_from_callback", array_from_callback),
-            (jax, "device_put_replicated", replicated),
-            (jax, "device_put_sharded", sharded),
             (jax.distributed, "initialize", ignored),
             (jax.profiler, "start_trace", ignored),
             (jax.profiler, "stop_trace", ignored),
@@ -494,9 +454,6 @@ class WrappedJit:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
-
-    def __repr__(self) -> str:
-        return repr(self._real)
 
     @property
     def _names(self) -> list[str]:
@@ -547,16 +504,8 @@ class WrappedJit:
                 traced = tracing.trace(self._real, args, kwargs, {})
         else:
             traced = self._real.trace(*args, **kwargs)
-        self._capturing.observe(traced, self._static_arguments(args, kwargs))
+        self._capturing.observe(traced)
         return traced
-
-    def _static_arguments(self, args: Any, kwargs: Any) -> list[str]:
-        info, names = getattr(self._real, "_jit_info", None), self._names
-        if info is None:
-            return []
-        given = {names[number] if number < len(names) else f"args[{number}]": arg for number, arg in enumerate(args)}
-        static = {*(names[number] for number in info.static_argnums if number < len(names)), *info.static_argnames}
-        return [f"{name} = {value!r:.60}" for name, value in {**given, **kwargs}.items() if name in static]
 
     def _pmap_results(self, traced: Any) -> Any:
         import jax
@@ -588,17 +537,6 @@ class _LoweredFunction:
             return self._capturing.trace.array(spec.shape, spec.dtype, getattr(spec, "sharding", None))
 
         return jax.tree.map(result, self._traced.out_info)
-
-    def cost_analysis(self) -> dict[str, float]:
-        """Returns {}, because nothing is compiled."""
-        return {}
-
-    def memory_analysis(self) -> None:
-        """Returns None, because nothing is compiled."""
-
-    def as_text(self, *args: Any, **kwargs: Any) -> str:
-        """Returns the jaxpr as text."""
-        return str(self._traced.jaxpr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._traced.lower(), name)
@@ -632,20 +570,6 @@ def _definition(traced: Any, name: str) -> str:
     return f"{name} ({place_of(file, int(line))})"
 
 
-def _dtype(leaf: Any) -> Any:
-    from jax._src import core
-
-    return core.typeof(leaf).dtype
-
-
-def _has(owner: Any, name: str) -> bool:
-    try:
-        getattr(owner, name)
-    except AttributeError:  # jax raises it for removed names too
-        return False
-    return True
-
-
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     own = vars(owner).get(name)
@@ -676,15 +600,3 @@ def _quiet_logging() -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    own = dict(os.environ)
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(own)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections import Counter
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.errors import ReportError, nearest, suggestion
-from bytescope.memory.program import in_place
 
 # Options of `jax.jit` that a step may have.
 OPTIONS = ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames", "static_argnums", "static_argnames")
 # Names of a size in our functions. Each may be given in the place of another.
 _SIZES = ("size", "limit", "budget")
 _NUMBERS = (bool, int, float, complex)
+_NNX = "flax.nnx"
 
 
 def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
@@ -31,11 +30,8 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         args, kwargs: arrays, ShapeDtypeStructs, or pytrees of them. Other leaves are static.
         options: options of `jax.jit` for a plain function, such as `donate_argnums` (`OPTIONS`).
 
-    Raises ReportError if options are given for a step that is already jitted, or if `jax.pmap` needs more devices than
-    this process has.
+    Raises ReportError if options are given for a step that is already jitted.
     """
-    import jax
-
     given = {name: value for name, value in options.items() if value is not None}
     is_jitted = hasattr(step, "trace") or hasattr(step, "lower")
     if is_jitted and given:
@@ -45,32 +41,7 @@ def trace(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         )
     if hasattr(step, "trace"):
         return step.trace(*args, **kwargs)
-    if not is_jitted:
-        return _trace_function(step, args, kwargs, given)
-    try:
-        return _trace_wrapper(step, args, kwargs)
-    except ValueError as error:
-        mapped, available = _mapped_devices(step, args, kwargs), jax.local_device_count()
-        if mapped > available and _PMAP_ERROR.search(str(error)):
-            raise ReportError(
-                f"jax.pmap maps over {mapped} devices, but this process has {available}: set "
-                f"JAX_NUM_CPU_DEVICES={mapped} before jax starts, or use jax.jit over a mesh of the target's devices"
-            ) from error
-        raise
-
-
-# jax's error messages for jax.pmap over more devices than the process has.
-_PMAP_ERROR = re.compile(r"cannot select an axis to squeeze out|applied to the function '_fun'|requires \d+ replicas")
-
-
-def _mapped_devices(step: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    import jax
-
-    if not getattr(step.lower, "__qualname__", "").startswith("pmap."):
-        return 0
-    # pmap maps over the first dimension, which most arguments share.
-    lengths = Counter(leaf.shape[0] for leaf in jax.tree.leaves((args, kwargs)) if getattr(leaf, "shape", ()))
-    return max(lengths, key=lengths.__getitem__, default=0)
+    return _trace_wrapper(step, args, kwargs) if is_jitted else _trace_function(step, args, kwargs, given)
 
 
 def check_options(options: Iterable[str], function: str, own: Sequence[str] = ()) -> None:
@@ -133,7 +104,7 @@ def _trace_function(
 ) -> Any:
     import jax
 
-    step = in_place.refuse_lost_updates(step)
+    step = refuse_lost_updates(step)
     static = {number % len(args) for number in _as_int_tuple(given.get("static_argnums")) if args}
     named = _as_name_set(given.get("static_argnames")) | _parameter_names(step, static)
     marked = [value if number in static else _mark_static(value, numbers=False) for number, value in enumerate(args)]
@@ -264,3 +235,42 @@ def _parameter_names(step: Any, numbers: Iterable[int]) -> set[str]:
     except (TypeError, ValueError):
         return set()
     return {names[number] for number in numbers if number < len(names)}
+
+
+class LostUpdateError(ReportError):
+    """Raised for a step that updates its arguments in place, because `jax.jit` would lose the updates."""
+
+
+def refuse_lost_updates(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a plain step so that tracing it raises LostUpdateError if it updates Flax NNX objects in place without
+    returning them. `flax.nnx.jit` returns such updates; `jax.jit` would compile the step without its optimizer, and the
+    report would not describe the step that trains.
+
+    Lost updates of scalars are ignored, because dropout counts its calls in a scalar.
+    """
+    if _NNX not in sys.modules:
+        return step
+
+    @functools.wraps(step)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        import jax
+
+        before = []
+        for value in (*args, *kwargs.values()):
+            if any(kind.__module__.startswith(_NNX) for kind in type(value).__mro__):
+                before.append((value, jax.tree.leaves(value)))
+        out = step(*args, **kwargs)
+        returned = {id(leaf) for leaf in jax.tree.leaves(out)} if before else set()
+        lost = []
+        for value, leaves in before:
+            changed = [new for old, new in zip(leaves, jax.tree.leaves(value)) if new is not old]
+            if any(getattr(new, "shape", ()) and id(new) not in returned for new in changed):
+                lost.append(type(value).__name__)
+        if lost:
+            raise LostUpdateError(
+                f"{getattr(step, '__name__', 'the step')} updates {' and '.join(lost)} in place, "
+                "and jax.jit loses the updates: give flax.nnx.jit(step), or return the updated objects"
+            )
+        return out
+
+    return checked

@@ -19,11 +19,10 @@ import importlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -40,8 +39,6 @@ FUNCTION = "program"
 _RETURN = "return (step, (state, batch)), a jax.stages.Traced or Lowered"
 _MAX_NAMES = 6
 _IMPORTING = threading.Lock()
-# jax's error messages for a mesh that is larger than the number of devices.
-_FEW_DEVICES = re.compile(r"[Nn]umber of devices \d+ must|cannot reshape array of size \d+ into shape")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +79,7 @@ class UserFunction:
         program.
         """
         with _hidden_argv(self.name), one_line_errors(self.name):  # reading an attribute may run the user's code too
-            return _read_result(
-                self.name, _call_user_function(self.name, self.function, overrides, target), self.module
-            )
+            return _read_result(self.name, _call_user_function(self.name, self.function, overrides, target))
 
 
 def load_function(name: str) -> UserFunction:
@@ -142,8 +137,6 @@ def describe_user_error(error: BaseException) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_file(frame.filename)]
     lines = message_of(error).strip().splitlines() or [""]
     kind = type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{kind}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
     place = f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""
     return f"{kind}{': ' if lines[0] else ''}{lines[0]}{place}"
 
@@ -159,8 +152,6 @@ def _is_user_file(path: str) -> bool:
 def _import_user_module(where: str) -> ModuleType:
     if where.endswith(".py") or "/" in where or os.sep in where:
         return _import_file(Path(os.path.expanduser(where)))
-    if os.path.isfile(where):
-        raise ReportError(f"{where} is not a Python file: give path/to/file.py:function")
     if not all(map(str.isidentifier, where.split("."))):
         raise ReportError(
             f"{where!r} is neither a module nor a file; write module:function or path/to/file.py:function"
@@ -208,24 +199,13 @@ def _import_module(module: str, name: str) -> ModuleType:
         except ModuleNotFoundError as error:
             missing = error.name or ""
             if module == missing or module.startswith(f"{missing}."):
-                remedy = _hint_similar_module(missing) or "run it from its folder, or write path/to/file.py:function"
                 raise ReportError(
-                    f"there is no module {missing} in {Path.cwd()} or among the installed packages: {remedy}"
+                    f"there is no module {missing} in {Path.cwd()} or among the installed packages: run it from its "
+                    "folder, or write path/to/file.py:function"
                 ) from error
             raise ReportError(
                 f"{name} cannot be imported: {describe_user_error(error)}: install {missing} in this environment"
             ) from error
-
-
-def _hint_similar_module(missing: str) -> str:
-    parent, _, last = missing.rpartition(".")
-    names = []
-    for folder in getattr(sys.modules.get(parent), "__path__", ()) if parent else (Path.cwd(),):
-        for path in Path(folder).iterdir():
-            is_module = path.suffix == ".py" or (path / "__init__.py").is_file()
-            if is_module and path.stem != "__init__":
-                names.append(path.stem)
-    return did_you_mean(last, names)
 
 
 def _find_function(module: ModuleType, name: str) -> Any:
@@ -274,28 +254,8 @@ def _call_user_function(name: str, function: Any, overrides: Mapping[str, Any] =
         given[OVERRIDES] = dict(overrides)
     else:
         given |= overrides
-    needed = [
-        parameter.name
-        for parameter in parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        and parameter.name not in given
-    ]
-    if needed:
-        raise ReportError(
-            f"{name} cannot be called, because it needs the arguments {', '.join(needed)}: name a function without "
-            "required arguments that returns the step with its arguments, (step, (state, batch))"
-        )
     with one_line_errors(f"{name}() fails"):
-        try:
-            return function(**given)
-        except Exception as error:
-            if isinstance(error, ReportError) or not _FEW_DEVICES.search(message_of(error)):
-                raise
-            raise ReportError(
-                f"{name}() fails, because the target has too few devices: {describe_user_error(error)}: name a "
-                "target with as many devices as the function needs, such as h100:8 or cpu:8"
-            ) from error
+        return function(**given)
 
 
 def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
@@ -307,61 +267,34 @@ def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _read_result(name: str, result: Any, module: ModuleType, within: bool = False) -> UserProgram:
+def _read_result(name: str, result: Any) -> UserProgram:
     """Converts the result of a user's function to a program. If the result is a config with a function `program`, calls
-    this function and converts its result.
-
-    name: the name of the program in messages. module: the module of the function. within: whether `result` comes from a
-    config's function `program`. It must then be a program, not another config.
-    """
+    this function and converts its result. `name`: the name of the program in messages."""
     from bytescope.memory.program.compilation import is_stage, takes_arguments
 
     if is_stage(result):
         return UserProgram(name, result)
-    if isinstance(result, (tuple, list)):
-        return _read_parts(name, result)
-    inner = getattr(result, FUNCTION, None)
-    if inner is None and isinstance(result, Mapping):
-        inner = result.get(FUNCTION)
-    if inner is not None and not within:
-        return _read_result(
-            f"{name}().{FUNCTION}", _call_user_function(f"{name}().{FUNCTION}", inner), module, within=True
-        )
+    match result:
+        case [step, (tuple() | list()) as args] if takes_arguments(step):
+            return UserProgram(name, step, tuple(args))
+        case [step, (tuple() | list()) as args, Mapping() as options] if takes_arguments(step):
+            return UserProgram(name, step, tuple(args), _checked_options(name, dict(options)))
+        case tuple() | list():
+            raise ReportError(
+                f"{name} returns ({', '.join(map(_describe_value, result))}), which is not a program: return (step, "
+                "arguments) or (step, arguments, {option: value}), as in (step, (state, batch))"
+            )
+    inner = result.get(FUNCTION) if isinstance(result, Mapping) else None
+    inner = getattr(result, FUNCTION, inner)
+    if inner is not None:
+        name = f"{name}().{FUNCTION}"
+        return _read_result(name, _call_user_function(name, inner))
     if takes_arguments(result):
         raise ReportError(f"{name} returns the step without its arguments: return (step, (state, batch))")
-    is_config = all(hasattr(result, key) for key in ("remat", "optimizer", "model", "batch"))
-    file = getattr(module, "__file__", None)
-    if is_config and file and callable(getattr(module, "get_config", None)):
-        raise ReportError(
-            f"{name} returns a config of bytescope train: give its file as the config, bytescope report "
-            f"{os.path.relpath(file)}"
-        )
     raise ReportError(
         f"{name} returns {_describe_value(result)}, which is not a program: {_RETURN}, or a config that has such a "
         f"function as `{FUNCTION}`"
     )
-
-
-def _read_parts(name: str, parts: Sequence[Any]) -> UserProgram:
-    from bytescope.memory.program.compilation import takes_arguments
-
-    if not parts or not takes_arguments(parts[0]):
-        raise ReportError(
-            f"{name} returns ({', '.join(map(_describe_value, parts))}), whose first item is not a step: {_RETURN}"
-        )
-    step, *rest = parts
-    if not rest or not isinstance(rest[0], (tuple, list)):
-        raise ReportError(
-            f"{name} returns ({', '.join(map(_describe_value, parts))}): the second item must be a tuple of the step's "
-            "arguments, as in (step, (state, batch))"
-        )
-    if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
-        raise ReportError(
-            f"{name} returns ({', '.join(map(_describe_value, parts))}), which is not a program: return (step, "
-            "arguments) or (step, arguments, {option: value})"
-        )
-    options = dict(rest[1]) if len(rest) == 2 else {}
-    return UserProgram(name, step, tuple(rest[0]), _checked_options(name, options))
 
 
 def _checked_options(name: str, options: dict[Any, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Start at `remat_search.RematSearch.run`: it compiles the plans that the solver p
 model by the results. Two modules build the graph of a problem, both from jax's own derivative of a layer:
 `named_block` for the blocks of a model that names its values, and `layer_values` for the layers of any loss.
 Third-party losses need more modules: `layer_discovery` finds their layers, `jaxpr_sharding` counts the devices over
-which a value is sharded, `recognition` recognizes values without names, and `loss_gradient` is the training step whose
+which a value is sharded, `recognition` recognizes values without names, and `step_loss` has the losses and steps whose
 policies can be exchanged. `memory/report/remat_planning.py` uses them.
 
 To give the search more choices, name another value of the block with `checkpoint_name`; the search reads the names
@@ -22,8 +22,8 @@ with it, except for these differences of jax, measured with jax 0.10.2 and 0.12.
   name given in the forward rule of a custom gradient has no effect: `remat.policy=megatron` recomputes `probs`.
 - jax 0.10.2 ignores every policy except `save_only_these_names`, `save_any_names_but_these`, `dots_saveable`,
   `dots_with_no_batch_dims_saveable` and `everything_saveable`, and recomputes everything instead. It ignores policies
-  that offload (`remat.policy=offload`, `offload_dots`), and `RematPolicy`, whose `check` then raises an error. Plans
-  choose among names, and their policy is a `save_only_these_names`. jax 0.12 calls every policy.
+  that offload (`remat.policy=offload`, `offload_dots`), and `RematPolicy`, whose `check` then raises an error: for
+  `plan_remat`, switch the flag off. jax 0.12 calls every policy.
 - `everything_saveable` keeps only named values with jax 0.10.2. With jax 0.12 it keeps what plain autodiff keeps, and
   the step has another workspace.
 - jax 0.10.2 ignores `prevent_cse=False`, and puts optimization barriers around other values. The workspace can differ:

@@ -35,11 +35,10 @@ class JaxprSharding:
         self._known: dict[Any, Spec] = {}
 
     @classmethod
-    def from_arguments(cls, jaxpr: Any, leaves: Sequence[Any]) -> JaxprSharding:
-        """Derives the shardings in a ClosedJaxpr from the NamedShardings of its arguments. `leaves`: the arguments as a
-        flat list, in order.
+    def from_arguments(cls, jaxpr: Any, shardings: Sequence[Any]) -> JaxprSharding:
+        """Derives the shardings in a ClosedJaxpr from the NamedShardings of its arguments. `shardings`: one for each
+        argument, in order; None if it is unknown.
         """
-        shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
         sizes: dict[str, int] = {}
         for sharding in shardings:
             if sharding is not None and hasattr(sharding, "spec"):
@@ -60,19 +59,11 @@ class JaxprSharding:
         known = self.inputs.get(id(jaxpr))
         return known or [_whole(variable.aval) for variable in jaxpr.invars]
 
-    def spec(self, variable: Any) -> Spec:
-        """Returns the mesh axes that shard each dimension of a variable; no axes if the sharding is unknown."""
-        return self._read(variable)
-
     def parts(self, variable: Any) -> int:
         """Returns the number of devices over which the value of a variable is sharded; 1 for a literal or if the
         sharding is unknown.
         """
-        count = 1
-        if not hasattr(variable, "val"):
-            for axes in self._known.get(variable, ()):
-                count *= self._devices(axes)
-        return count
+        return math.prod(map(self._devices, self.spec(variable)))
 
     def walk(self, jaxpr: Any, given: Sequence[Spec]) -> list[Spec]:
         """Derives the sharding of every value in a Jaxpr from the shardings of its inputs. Returns the shardings of its
@@ -86,12 +77,13 @@ class JaxprSharding:
         self.inputs[id(jaxpr)] = list(given)
         self._known.update(zip(jaxpr.invars, given))
         for equation in jaxpr.eqns:
-            specs = self._equation(equation, [self._read(atom) for atom in equation.invars])
+            specs = self._equation(equation, [self.spec(atom) for atom in equation.invars])
             for variable, spec in zip(equation.outvars, specs):
                 self._known[variable] = self._divisible_axes(_explicit_spec(variable.aval) or spec, variable.aval)
-        return [self._read(atom) for atom in jaxpr.outvars]
+        return [self.spec(atom) for atom in jaxpr.outvars]
 
-    def _read(self, atom: Any) -> Spec:
+    def spec(self, atom: Any) -> Spec:
+        """Returns the mesh axes that shard each dimension of a value; no axes if the sharding is unknown."""
         return _whole(atom.aval) if hasattr(atom, "val") else self._known.get(atom, _whole(atom.aval))
 
     def _divisible_axes(self, spec: Spec, aval: Any) -> Spec:

@@ -18,7 +18,7 @@ from bytescope.memory.jaxprs import NAME, bodies, checkpoint_name_of, checkpoint
 from bytescope.memory.remat.jaxpr_sharding import JaxprSharding
 from bytescope.memory.remat.layer_discovery import INLINED, Layer, input_specs, where_of
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph, build_step, size_of
-from bytescope.memory.remat.recognition import NamesRead, Value, Wanted, key_of, type_of
+from bytescope.memory.remat.recognition import Value, Wanted, key_of, type_of
 
 # Functions with a custom derivative rule. If such a function remains in a derivative, because the rule of another
 # function calls it, jax asks a policy about the function as a whole.
@@ -63,34 +63,6 @@ class LayerValues:
         )
 
 
-@dataclasses.dataclass
-class _CountedValue:
-    """A `Value` (a value that a layer can keep) while it is being counted. Each kind of layer that contains it adds to
-    `kinds`, `count` and `bytes`.
-
-    Fields:
-        label: the text that identifies the value in a plan.
-        name: the checkpoint name, "" for none.
-        key: the text by which a remat policy recognizes the equation.
-        place: the index in the order of the layer's equations; -1 if the value is recognized by its key.
-        type: dtype and shape in one layer, such as "float32[8,32]".
-        where: "file:line" of the equation.
-        kinds: numbers of the kinds of layers that have the value.
-        count: number of these values in all layers.
-        bytes: bytes of all these values on one device.
-    """
-
-    label: str
-    name: str
-    key: str
-    place: int
-    type: str
-    where: str
-    kinds: list[int] = dataclasses.field(default_factory=list)
-    count: int = 0
-    bytes: int = 0
-
-
 @dataclasses.dataclass(frozen=True)
 class _LayerEquation:
     """An equation of a layer, before it becomes a `GraphStep` with FLOPs and bytes.
@@ -129,7 +101,7 @@ def find_values(layers: Sequence[Layer], shards: JaxprSharding | None = None, or
     first, carry = 0, 0
     steps: list[GraphStep] = []
     read: list[int] = []
-    counted: dict[Any, _CountedValue] = {}
+    counted: dict[Any, Value] = {}
     orders = []
     for kind, (layer, forward) in enumerate(zip(layers, forwards)):
         order = [(number, key) for number, key in forward.order if key not in hidden] if ordered else []
@@ -147,20 +119,7 @@ def find_values(layers: Sequence[Layer], shards: JaxprSharding | None = None, or
         sizes.update(zip(step.outs, step.bytes))
     graph = LayerGraph(1, tuple(steps), tuple(sorted(read)), carry, sum(sizes[value] for value in read))
     graph = with_names(graph, worth_deciding(graph) | {value.label for value in counted.values() if value.name})
-    values = {}
-    for value in counted.values():
-        if value.label in graph.names:
-            values[value.label] = Value(
-                value.label,
-                tuple(dict.fromkeys(value.kinds)),
-                value.name,
-                value.key,
-                value.place,
-                value.type,
-                value.count,
-                value.bytes,
-                value.where,
-            )
+    values = {value.label: value for value in counted.values() if value.label in graph.names}
     return LayerValues(graph, values, tuple(orders), known)
 
 
@@ -360,26 +319,8 @@ def _policy_keys(layer: Layer) -> list[str]:
         keys.append(key_of(primitive.name, avals, params))
         return False
 
-    specs = input_specs(layer.body.jaxpr)
-    jax.make_jaxpr(lambda *inputs: _vjp(layer, note, inputs))(*specs)
-    if keys:
-        return keys
-    # jax calls no policy except its own (`asks_any_policy`), or the layer has nothing to keep.
-    read = NamesRead()
-    jax.make_jaxpr(lambda *inputs: _vjp(layer, read.policy(), inputs))(*specs)
-    return [
-        _key_of(equation)
-        for equation in _checkpoint_name_equations(layer.body.jaxpr)
-        if checkpoint_name_of(equation) in read.names
-    ]
-
-
-def _checkpoint_name_equations(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        if checkpoint_name_of(equation):
-            yield equation
-        for body in bodies(equation):
-            yield from _checkpoint_name_equations(body)
+    jax.make_jaxpr(lambda *inputs: _vjp(layer, note, inputs))(*input_specs(layer.body.jaxpr))
+    return keys
 
 
 def _vjp(layer: Layer, policy: Any, inputs: Sequence[Any]) -> Any:
@@ -440,7 +381,7 @@ def _labels(
     order: Sequence[tuple[int, str]],
     kind: int,
     times: int,
-    counted: dict[Any, _CountedValue],
+    counted: dict[Any, Value],
 ) -> dict[int, str]:
     """Finds the values of a layer that a remat policy can keep, and adds them to `counted`. Returns index in
     `forward.equations` -> label of the value that the equation computes.
@@ -476,11 +417,15 @@ def _labels(
         if recognized_by not in counted:
             label = _unique_label(one.equation, name, {value.label for value in counted.values()})
             kept_type = type_of(one.equation.outvars[0].aval)
-            counted[recognized_by] = _CountedValue(label, name, one.key, at, kept_type, where_of(one.equation))
+            counted[recognized_by] = Value(label, (), name, one.key, at, kept_type, 0, 0, where_of(one.equation))
         value = counted[recognized_by]
-        value.kinds.append(kind)
-        value.count += times
-        value.bytes += times * sum(size_of(v.aval) for v in one.equation.outvars) // one.parts
+        size = times * sum(size_of(v.aval) for v in one.equation.outvars) // one.parts
+        counted[recognized_by] = dataclasses.replace(
+            value,
+            kinds=tuple(dict.fromkeys((*value.kinds, kind))),
+            count=value.count + times,
+            bytes=value.bytes + size,
+        )
         labels[number] = value.label
     return labels
 

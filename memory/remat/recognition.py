@@ -117,64 +117,6 @@ class Value:
     where: str
 
 
-def asks_any_policy() -> bool:
-    """Returns whether `jax.checkpoint` calls a remat policy that is a user-defined function.
-
-    With the flag `jax_remat3`, jax before 0.12 ignores all policies except its own.
-    """
-    import jax
-    from jax.ad_checkpoint import checkpoint_name
-
-    asked: list[Any] = []
-
-    def note(primitive: Any, *avals: Any, **params: Any) -> bool:
-        asked.append(primitive)
-        return False
-
-    def function(x: Any) -> Any:
-        return checkpoint_name(x * x, "x") * x
-
-    jax.make_jaxpr(jax.grad(jax.checkpoint(function, policy=note)))(1.0)
-    return bool(asked)
-
-
-def policy_keeping(wanted: Wanted) -> Any:
-    """Returns a remat policy for `jax.checkpoint` that keeps the values in `wanted`. It is a RematPolicy, or jax's
-    `save_only_these_names` if jax ignores user-defined policies.
-    """
-    import jax
-
-    if asks_any_policy():
-        return RematPolicy(wanted)
-    return jax.checkpoint_policies.save_only_these_names(*sorted(wanted.names))
-
-
-class NamesRead:
-    """Records the names that jax looks up in its own policy `save_only_these_names`. With versions of jax that call no
-    user-defined policy, these are the names that can be kept.
-
-    Attributes:
-        names: the names that were looked up so far.
-    """
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-    def policy(self) -> Any:
-        """Returns a `save_only_these_names` policy that records its look-ups in this object."""
-        import jax
-
-        policy: Any = jax.checkpoint_policies.save_only_these_names()
-        if not dataclasses.is_dataclass(policy):
-            return policy
-        kind: Any = type(policy)
-        return kind(self)
-
-    def __contains__(self, name: str) -> bool:
-        self.names.add(name)
-        return False
-
-
 class RematPolicy:
     """A remat policy for `jax.checkpoint`, `flax.linen.remat` and similar functions, which keeps the values that
     `memory.plan_remat` chose.

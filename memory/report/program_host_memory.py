@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bytescope.memory.allocators.pinned_pool import devices_of_process, pinned_terms
-from bytescope.memory.devices.node_size import node_memory_of, processes_per_node
+from bytescope.memory.devices.limits import node_memory_of, processes_per_node
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.host.host_terms import program_size, shared_terms
 from bytescope.memory.records.host_record import HostMemory, HostTerm

@@ -21,8 +21,8 @@ from rich.text import Text
 
 from bytescope.memory.hlo.sources import notebook_cell, short_place
 from bytescope.memory.remat.layer_discovery import Layer
-from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, Value
+from bytescope.memory.remat.step_loss import Loss
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human
 from bytescope.memory.view.console import columns, one_line, plain_text
@@ -67,8 +67,7 @@ class RematPlan:
 
     Fields:
         policy: the value to pass to `jax.checkpoint` as `policy`. It is a RematPolicy, or one of
-            `jax.checkpoint_policies` if that is best. With the flag `jax_remat3` and jax before 0.12, it is a
-            `save_only_these_names`.
+            `jax.checkpoint_policies` if that is best.
         name: the name in `jax.checkpoint_policies` if one of jax's own policies is best; "" for a RematPolicy.
         kept: the values that the policy keeps, largest first. The inputs of a layer are always kept and are not
             listed.

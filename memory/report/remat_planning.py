@@ -20,8 +20,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import LayerValues, find_values
-from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.recognition import RematPolicy, policy_keeping
+from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import (
     CompiledPlan,
     LayerPlan,
@@ -32,7 +31,7 @@ from bytescope.memory.remat.remat_problem import (
     SearchOutcome,
 )
 from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
-from bytescope.memory.remat.step_loss import StepLoss
+from bytescope.memory.remat.step_loss import Loss, StepLoss
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import MAX_BYTES, human
@@ -202,7 +201,7 @@ class PolicyCompiler:
         name = policy_name(plan)
         if name:
             return getattr(jax.checkpoint_policies, BUILT_IN[name])
-        return policy_keeping(self.values.wanted(plan.ranges[0][0].save))
+        return RematPolicy(self.values.wanted(plan.ranges[0][0].save))
 
     def _build(self, policy: Any) -> Built:
         traced = self.loss.step(self.layers, policy, self.optimizer)

@@ -28,7 +28,7 @@ from importlib import resources
 from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS, base_name
-from bytescope.memory.seconds.step_schedule import Loop, Start, Steps
+from bytescope.memory.records.schedule_records import Loop, Start, Steps
 
 # The fraction of runs that the interval is expected to contain.
 NOMINAL = 0.8

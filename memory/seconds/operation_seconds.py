@@ -23,9 +23,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from bytescope.memory.cost.collectives import WIRE
-from bytescope.memory.seconds import constants
-from bytescope.memory.seconds.rate_records import CollectiveRate, Curve, DeviceRates, at
-from bytescope.memory.seconds.step_schedule import (
+from bytescope.memory.records.schedule_records import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CONVOLUTION,
@@ -40,6 +38,8 @@ from bytescope.memory.seconds.step_schedule import (
     Start,
     unit_of,
 )
+from bytescope.memory.seconds import constants
+from bytescope.memory.seconds.rate_records import CollectiveRate, Curve, DeviceRates, at
 
 # ---- kernels --------------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ TILED_SHARE = 0.285
 
 
 def kernel_seconds(kernel: ScheduledKernel, rates: DeviceRates) -> float:
-    """Returns the seconds of one run of a kernel. Raises KeyError if its kind is not in `step_schedule.KERNELS`."""
+    """Returns the seconds of one run of a kernel. Raises KeyError if its kind is not in `schedule_records.KERNELS`."""
     return rates.floor_seconds + _KINDS[kernel.kind](kernel, rates)
 
 

@@ -15,7 +15,7 @@ from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.loops import backend_config
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
-from bytescope.memory.seconds.step_schedule import (
+from bytescope.memory.records.schedule_records import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CONVOLUTION,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.memory.cost import roofline
@@ -21,8 +20,6 @@ FORMAT = 1
 WAYS = ("forward", "forward_causal", "backward", "backward_causal")
 # Points (size, rate) with ascending sizes.
 Curve = tuple[tuple[float, float], ...]
-# Maximum number of points or rows in a file that is not damaged.
-_MAX_ROWS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,50 +95,37 @@ class DeviceRates:
 
     def __post_init__(self) -> None:
         RATES.replaced(self.host)  # refuses unknown names and values
+        fault = self._fault()
+        if fault:
+            raise ReportError(f"the rates are not valid: {fault}: run bytescope calibrate again")
+
+    def _fault(self) -> str:
         for name, curve in self._curves():
             if not _is_curve(curve):
-                raise ReportError(
-                    f"the rates are not valid: {name} is {curve!s:.60}, which is not a curve; "
-                    "give [size, rate] pairs above 0 with ascending sizes"
-                )
+                return f"{name} is {curve!s:.60}, which is no curve of [size, rate] pairs above 0 with ascending sizes"
         for name, positive in _NUMBERS.items():
             value = getattr(self, name)
-            if value is None and name in ("attention_slowdown", "memory_slowdown"):
-                continue
-            if not is_number(value) or value < 0 or (positive and not value):
-                raise ReportError(
-                    f"the rates are not valid: {name} is {value!r:.40}, "
-                    f"but must be a number {'above 0' if positive else 'of 0 or more'}"
-                )
+            optional = value is None and name in ("attention_slowdown", "memory_slowdown")
+            if not optional and (not is_number(value) or value < 0 or (positive and not value)):
+                return f"{name} is {value!r:.40}, but must be a number {'above 0' if positive else 'of 0 or more'}"
         for name, values in (("run_factors", self.run_factors.values()), ("run_ratios", self.run_ratios)):
             for value in values:
                 if not is_number(value) or not 1e-3 <= value <= 1e3:
-                    raise ReportError(
-                        f"the rates are not valid: {name} has {value!r:.40}, but needs numbers from 0.001 to 1000"
-                    )
-        wrong = [
-            unit
-            for unit, peak in self.peak_flops.items()
-            if unit not in roofline.UNITS or not is_number(peak) or peak <= 0
-        ]
-        wrong += set(self.products) - set(roofline.UNITS)
-        if wrong or not self.products:
-            fault = f"{wrong[0]} is an unknown compute unit or has no rate above 0" if wrong else "products is empty"
-            raise ReportError(
-                f"the rates are not valid: {fault}; give rates above 0 for compute units among "
-                f"{', '.join(roofline.UNITS)}"
-            )
+                    return f"{name} has {value!r:.40}, but needs numbers from 0.001 to 1000"
+        for unit in (*self.peak_flops, *self.products):
+            peak = self.peak_flops.get(unit, 1.0)
+            if unit not in roofline.UNITS or not is_number(peak) or peak <= 0:
+                return f"{unit!r:.40} has no peak rate above 0 or is not one of {', '.join(roofline.UNITS)}"
+        if not self.products:
+            return "products is empty"
         if set(self.attention) != set(WAYS) or not all(self.attention.values()):
-            raise ReportError(
-                f"the rates are not valid: attention contains {', '.join(self.attention) or 'nothing'}, "
-                f"but needs {', '.join(WAYS)}, each with a curve for every head dimension"
+            return (
+                f"attention contains {', '.join(self.attention) or 'nothing'}, but needs curves for {', '.join(WAYS)}"
             )
         for row in self.collectives:
-            if row.kind not in WIRE or row.group < 2 or not 1 <= row.hosts <= row.group:
-                raise ReportError(
-                    f"the rates are not valid: the collective {row.kind!r:.40} of {row.group} devices on "
-                    f"{row.hosts} hosts is not valid; give one of {', '.join(WIRE)} of 2 or more devices"
-                )
+            if row.kind not in WIRE or not row.group >= 2 or not 1 <= row.hosts <= row.group:
+                return f"the collective {row.kind!r:.40} of {row.group} devices on {row.hosts} hosts does not exist"
+        return ""
 
     def _curves(self) -> list[tuple[str, Any]]:
         curves: list[tuple[str, Any]] = [("memory", self.memory)]
@@ -230,15 +214,11 @@ _NUMBERS = {
 }
 
 
-def _is_curve(points: Any) -> bool:
-    if not isinstance(points, tuple) or not 0 < len(points) <= _MAX_ROWS:
+def _is_curve(points: Curve) -> bool:
+    numbers = [value for point in points for value in point]
+    if not numbers or not all(is_number(value) and value > 0 for value in numbers):
         return False
-    for point in points:
-        if not isinstance(point, tuple) or len(point) != 2:
-            return False
-        if not all(is_number(value) and value > 0 for value in point):
-            return False
-    return all(one[0] < other[0] for one, other in itertools.pairwise(points))
+    return all(one < other for (one, _), (other, _) in itertools.pairwise(points))
 
 
 def at(curve: Curve, size: float) -> float:
@@ -257,74 +237,67 @@ def at(curve: Curve, size: float) -> float:
 
 def from_json(value: Any) -> DeviceRates:
     """Returns the rates from the JSON of `DeviceRates.to_json`. Raises ReportError for any other value."""
-    known = {field.name: field for field in dataclasses.fields(DeviceRates)}
-    if not isinstance(value, Mapping) or value.get("format") != FORMAT:
-        version = value.get("format") if isinstance(value, Mapping) else value
+    version = value.get("format") if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping) or version != FORMAT:
         raise ReportError(
             f"the rates have format {version!r:.40}, but this version reads format {FORMAT}: "
             "run bytescope calibrate again"
         )
-    # `calibrate --runs --json` adds the runs.
-    unknown = next((key for key in value if key not in known and key not in ("format", "runs")), None)
-    if unknown is not None:
-        raise ReportError(f"the rates are not valid: {unknown!r:.40} is an unknown field; use only {', '.join(known)}")
     read: dict[str, Any] = {}
     try:
-        for name, field in known.items():
-            if name in value:
-                read[name] = _READ[name](value[name]) if name in _READ else value[name]
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise ReportError(f"the rates file has no field {name}: run bytescope calibrate again")
+        for name, given in value.items():
+            if name not in ("format", "runs"):  # `calibrate --runs --json` adds the runs
+                read[name] = _READ[name](given) if name in _READ else given
         return DeviceRates(**read)
+    except ReportError:
+        raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        if isinstance(error, ReportError):
-            raise
         raise ReportError(
             f"the rates are damaged ({in_one_line(str(error)):.80}): run bytescope calibrate again"
         ) from error
 
 
 def _curve(points: Any) -> Curve:
-    return tuple(tuple(point) for point in points)
+    return tuple((size, rate) for size, rate in points)
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole(value: Any) -> int:
     if not is_count(value):
-        raise ValueError(f"field {name} must be a whole number, but is {value!r:.30}")
+        raise ValueError(f"{value!r:.30} must be a whole number")
     return value
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"the rates need a string, but have {value!r:.40}")
+        raise ValueError(f"{value!r:.40} must be a string")
     return in_one_line(value)
 
 
-def _collectives(rows: Sequence[Mapping[str, Any]]) -> tuple[CollectiveRate, ...]:
-    if len(rows) > _MAX_ROWS:
-        raise ValueError(f"{len(rows):,} collectives, more than {_MAX_ROWS:,}")
-    return tuple(
-        CollectiveRate(
-            _text(row["kind"]), _whole("group", row["group"]), _whole("hosts", row["hosts"]), _curve(row["bus"])
-        )
-        for row in rows
-    )
+def _texts(values: Mapping[str, Any]) -> dict[str, str]:
+    return {_text(name): _text(value) for name, value in values.items()}
+
+
+def _curves(table: Mapping[str, Any]) -> dict[str, Curve]:
+    return {_text(name): _curve(points) for name, points in table.items()}
+
+
+def _attention(table: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[int, Curve]]:
+    return {_text(way): {int(width): curve for width, curve in _curves(own).items()} for way, own in table.items()}
+
+
+def _collective(row: Mapping[str, Any]) -> CollectiveRate:
+    return CollectiveRate(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"]))
 
 
 # Field -> function that converts its JSON value. Other values are used unchanged. The record checks all values.
 _READ: Mapping[str, Callable[[Any], Any]] = {
     "source": _text,
     "memory": _curve,
-    "cores": functools.partial(_whole, "cores"),
-    "collectives": _collectives,
-    "peak_flops": lambda value: {_text(unit): peak for unit, peak in value.items()},
-    "products": lambda value: {_text(unit): _curve(points) for unit, points in value.items()},
-    "attention": lambda value: {
-        _text(way): {int(width): _curve(points) for width, points in table.items()} for way, table in value.items()
-    },
-    "sources": lambda value: {_text(part): _text(source) for part, source in value.items()},
-    "host": lambda value: {_text(name): number for name, number in value.items()},
-    "measured": lambda value: {_text(name): _text(word) for name, word in value.items()},
-    "run_factors": lambda value: {_text(name): number for name, number in value.items()},
+    "cores": _whole,
+    "collectives": lambda rows: tuple(map(_collective, rows)),
+    "products": _curves,
+    "attention": _attention,
+    "sources": _texts,
+    "measured": _texts,
     "run_ratios": tuple,
 }

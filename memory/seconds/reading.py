@@ -1,4 +1,4 @@
-"""Reads a module's compiled schedule into records (`step_schedule.Steps`), in the order in which one device runs
+"""Reads a module's compiled schedule into records (`schedule_records.Steps`), in the order in which one device runs
 it."""
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.records.report_record import STEP_PHASES
-from bytescope.memory.records.schedule_records import InstructionSteps
-from bytescope.memory.seconds import products
-from bytescope.memory.seconds.step_schedule import (
+from bytescope.memory.records.schedule_records import (
     FOREIGN,
     GROUPED,
     MOVING,
@@ -26,6 +24,7 @@ from bytescope.memory.seconds.step_schedule import (
     TILED,
     TO_DEVICE,
     TO_HOST,
+    InstructionSteps,
     Loop,
     ScheduledKernel,
     Start,
@@ -35,7 +34,8 @@ from bytescope.memory.seconds.step_schedule import (
     merged,
     unit_of,
 )
-from bytescope.memory.seconds.step_schedule import kernels as every_kernel
+from bytescope.memory.records.schedule_records import kernels as every_kernel
+from bytescope.memory.seconds import products
 
 # Maximum number of updates between the start and the done of an asynchronous operation, and maximum number of records
 # of a step, because a damaged module may call the same computation over and over.
@@ -79,29 +79,8 @@ class CompiledSchedule:
         return found
 
 
-def read(
-    attribution: Attribution,
-    mesh: hlo_mesh.Axes = (),
-    per_host: int = 0,
-    flops: FlopCount | None = None,
-    devices: int = 1,
-) -> Steps:
-    """Returns the kernels, collectives and copies of a program's compiled schedule, for one device and one call; () if
-    they would be too many.
-
-    Args:
-        attribution: the compiled module, with the phase of each instruction.
-        mesh: names and sizes of the mesh axes (unused).
-        per_host: number of devices of a host, 0 for one host.
-        flops: FLOPs of the global program, counted in its jaxpr; None if it was not traced.
-        devices: number of devices.
-    """
-    return read_schedule(attribution, mesh, per_host, flops, devices).steps
-
-
 def read_schedule(
     attribution: Attribution,
-    mesh: hlo_mesh.Axes = (),
     per_host: int = 0,
     flops: FlopCount | None = None,
     devices: int = 1,
@@ -122,7 +101,6 @@ def read_schedule(
 
     Args:
         attribution: the compiled module, with the phase of each instruction.
-        mesh: names and sizes of the mesh axes (unused, because the module lists the device groups).
         per_host: number of devices of a host, 0 for one host.
         flops: FLOPs of the global program, counted in its jaxpr; None if it was not traced.
         devices: number of devices.

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.seconds.rate_records import Curve, DeviceRates
 from bytescope.memory.seconds.schedule_walk import walk
-from bytescope.memory.seconds.step_schedule import Steps
 
 # Part of the rates that has a factor of its own -> terms whose seconds the factor multiplies.
 PARTS: Mapping[str, tuple[str, ...]] = {

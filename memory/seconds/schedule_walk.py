@@ -21,10 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from bytescope.memory.records.report_record import STEP_PHASES
-from bytescope.memory.records.schedule_records import InstructionSteps
-from bytescope.memory.seconds import constants, operation_seconds
-from bytescope.memory.seconds.rate_records import DeviceRates
-from bytescope.memory.seconds.step_schedule import (
+from bytescope.memory.records.schedule_records import (
     ATTENTION,
     ATTENTION_BACKWARD,
     CONVOLUTION,
@@ -33,13 +30,14 @@ from bytescope.memory.seconds.step_schedule import (
     TILED,
     TO_DEVICE,
     TO_HOST,
+    InstructionSteps,
     Loop,
     ScheduledKernel,
     Start,
-    Step,
     Steps,
-    Wait,
 )
+from bytescope.memory.seconds import constants, operation_seconds
+from bytescope.memory.seconds.rate_records import DeviceRates
 
 # Parts of the seconds of a step. products: matrix products and convolutions; memory: kernels that move memory, and
 # kernels of libraries; launch: the floors of kernels; collectives and host_link: time in which compute waits for them.
@@ -71,28 +69,25 @@ class Walked:
         seconds: time until the last stream is finished.
         by_phase: phase (`records.STEP_PHASES`, or "" if unknown) -> seconds, which add up to `seconds`.
         by_term: term (`TERMS`) -> seconds, which add up to `seconds`.
-        busy: stream (`STREAMS`) -> seconds in which the stream runs transfers, whether or not the computation waits for
-            them.
     """
 
     seconds: float
     by_phase: Mapping[str, float]
     by_term: Mapping[str, float]
-    busy: Mapping[str, float]
 
 
 def walk(steps: Steps, rates: DeviceRates) -> Walked:
     """Returns the predicted seconds of a schedule at these rates. They come from a simulation of one device, in which
     kernels, collectives and copies over the host link overlap.
     """
-    clock = _DeviceClock()
-    clock.walk(_Prices(rates).priced(steps))
+    clock = _DeviceClock(_Prices(rates))
+    clock.walk(steps)
     clock.wait_for_all_streams()
     by_phase, by_term = dict.fromkeys(STEP_PHASES, 0.0), dict.fromkeys(TERMS, 0.0)
     for (phase, term), taken in clock.spent.items():
         by_phase[phase] = by_phase.get(phase, 0.0) + taken
         by_term[term] += taken
-    return Walked(clock.now, by_phase, by_term, clock.busy)
+    return Walked(clock.now, by_phase, by_term)
 
 
 def start_seconds(
@@ -109,122 +104,45 @@ def start_seconds(
             `reading.CompiledSchedule`. Kernels of unknown work, such as library calls, have no FLOPs yet.
         settle: function that adds these FLOPs (`reading.CompiledSchedule.settle`).
     """
-    clock, walk_of_starts = _DeviceClock(), _StartWalk(settle, rates)
-    starts = walk_of_starts.place(order, clock)
-    clock.wait_for_all_streams()
-    return starts, clock.now
+    clock, visited = _DeviceClock(_Prices(rates)), 0
 
-
-class _StartWalk:
-    """Simulates a schedule and records when each instruction starts. `visited`: number of instructions so far, which is
-    limited because a damaged module may nest calls endlessly.
-    """
-
-    def __init__(self, settle: Callable[[Steps], Steps], rates: DeviceRates):
-        self.settle, self.prices, self.visited = settle, _Prices(rates), 0
-
-    def place(self, order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
-        """Simulates the instructions of `order` from the current time of `clock`, the state of the simulation. Returns
-        name of the instruction -> time in seconds on this clock at which it starts, also for instructions in loop
-        bodies.
-        """
+    def place(order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
+        # Returns the starts of the instructions of `order`, and of those in their bodies, on the time of `clock`.
+        nonlocal visited
         starts: dict[str, float] = {}
-        self.visited += len(order)
+        visited += len(order)
         for one in order:
             began = clock.now
             starts.setdefault(one.name, began)
             inside: dict[str, float] = {}
             length = 0.0
-            if (
-                one.inside and self.visited <= _MAX_STEPS
-            ):  # ends the walk of a damaged module with endlessly nested calls
+            if one.inside and visited <= _MAX_STEPS:  # ends the walk of a damaged module with endlessly nested calls
                 once = clock.copy_without_totals()
-                inside, length = self.place(one.inside, once), once.now - began
-            clock.walk(self.prices.priced(self.settle(one.steps)))
+                inside, length = place(one.inside, once), once.now - began
+            clock.walk(settle(one.steps))
             stretch = (clock.now - began) / length if length else 0.0
             for name, at in inside.items():
                 starts.setdefault(name, began + (at - began) * stretch)
         return starts
 
-
-@dataclasses.dataclass(frozen=True)
-class _PricedKernel:
-    """The predicted time of a kernel and its consecutive repetitions.
-
-    Fields:
-        seconds: total seconds, including launch overhead.
-        work: (phase, term of `TERMS`) to which the seconds without launch overhead are added.
-        launch: (phase, "launch"), to which the launch overhead is added.
-        launching: seconds of launch overhead.
-    """
-
-    seconds: float
-    work: tuple[str, str]
-    launch: tuple[str, str]
-    launching: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _PricedTransfer:
-    """The predicted time of a collective or host copy.
-
-    Fields:
-        name: the name by which a `Wait` refers to it; "" if compute waits immediately.
-        stream: one of `STREAMS`.
-        seconds: seconds of the transfer itself.
-        waits: (phase, term of `TERMS`) to which the time that compute waits for the transfer is added.
-    """
-
-    name: str
-    stream: str
-    seconds: float
-    waits: tuple[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class _PricedLoop:
-    trips: int
-    steps: tuple[_Priced, ...]
-
-
-_Priced = _PricedKernel | _PricedTransfer | Wait | _PricedLoop
+    starts = place(order, clock)
+    clock.wait_for_all_streams()
+    return starts, clock.now
 
 
 class _Prices:
-    """Converts the records of a schedule to records with predicted seconds. Caches the seconds of equal kernels."""
+    """The seconds of kernels and transfers at the rates of a device. The seconds of equal ones are computed once."""
 
     def __init__(self, rates: DeviceRates):
         self.rates = rates
-        self._kernels: dict[ScheduledKernel, float] = {}
+        self._known: dict[ScheduledKernel | Start, float] = {}
 
-    def priced(self, steps: Steps) -> tuple[_Priced, ...]:
-        return tuple(self._price(step) for step in steps)
-
-    def _price(self, step: Step) -> _Priced:
-        if isinstance(step, ScheduledKernel):
-            return self._price_kernel(step)
-        if isinstance(step, Start):
-            stream = _STREAM.get(step.kind, _COLLECTIVES)
-            term = "collectives" if stream == _COLLECTIVES else "host_link"
-            return _PricedTransfer(
-                step.name, stream, operation_seconds.transfer_seconds(step, self.rates), (step.phase, term)
-            )
-        if isinstance(step, Loop):
-            return _PricedLoop(step.trips, self.priced(step.steps))
-        return step
-
-    def _price_kernel(self, kernel: ScheduledKernel) -> _PricedKernel:
-        once = dataclasses.replace(kernel, times=1) if kernel.times != 1 else kernel
-        if once not in self._kernels:
-            self._kernels[once] = operation_seconds.kernel_seconds(once, self.rates)
-        taken = self._kernels[once]
-        launching = min(self.rates.floor_seconds, taken)
-        return _PricedKernel(
-            seconds=taken * kernel.times,
-            work=(kernel.phase, _TERM.get(kernel.kind, "memory")),
-            launch=(kernel.phase, "launch"),
-            launching=launching * kernel.times,
-        )
+    def seconds(self, step: ScheduledKernel | Start) -> float:
+        """Returns the seconds of one run of a kernel, or of a transfer."""
+        if step not in self._known:
+            rule = operation_seconds.transfer_seconds if isinstance(step, Start) else operation_seconds.kernel_seconds
+            self._known[step] = rule(step, self.rates)  # type: ignore[arg-type]  # the rule is for the step's type
+        return self._known[step]
 
 
 class _DeviceClock:
@@ -232,58 +150,60 @@ class _DeviceClock:
     and the seconds spent so far by (phase, term). Times are in seconds from the start of the step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prices: _Prices) -> None:
+        self.prices = prices
         self.now = 0.0
         self.free = dict.fromkeys(STREAMS, 0.0)
-        self.busy = dict.fromkeys(STREAMS, 0.0)
-        self.last: dict[
-            str, tuple[str, str]
-        ] = {}  # stream -> (phase, term) to which waiting for its last transfer is added
-        self.started: dict[str, tuple[float, _PricedTransfer]] = {}  # name -> (end of the transfer, the transfer)
+        # Stream -> (phase, term) to which waiting for its last transfer is added.
+        self.last: dict[str, tuple[str, str]] = {}
+        self.started: dict[str, tuple[float, str, tuple[str, str]]] = {}  # name -> (end, stream, (phase, term))
         self.spent: dict[tuple[str, str], float] = {}
         self.steps = 0
 
     def copy_without_totals(self) -> _DeviceClock:
-        other = _DeviceClock()
+        other = _DeviceClock(self.prices)
         other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
         other.last, other.steps = dict(self.last), self.steps
         return other
 
-    def walk(self, steps: tuple[_Priced, ...]) -> None:
+    def walk(self, steps: Steps) -> None:
         self.steps += len(steps)
         for step in steps:
-            if isinstance(step, _PricedKernel):
+            if isinstance(step, ScheduledKernel):
                 self._compute(step)
-            elif isinstance(step, _PricedTransfer):
+            elif isinstance(step, Start):
                 self._start(step)
-            elif isinstance(step, _PricedLoop):
+            elif isinstance(step, Loop):
                 self._run_loop(step)
             elif step.name in self.started:  # a wait without a start is ignored
-                end, sent = self.started.pop(step.name)
-                self._wait(end, sent.waits)
+                end, _, counts = self.started.pop(step.name)
+                self._wait(end, counts)
 
     def wait_for_all_streams(self) -> None:
         for stream in sorted(self.last, key=lambda stream: self.free[stream]):
             self._wait(self.free[stream], self.last[stream])
 
-    def _compute(self, step: _PricedKernel) -> None:
+    def _compute(self, kernel: ScheduledKernel) -> None:
+        once = self.prices.seconds(kernel)
+        alone, launching = once * kernel.times, min(self.prices.rates.floor_seconds, once) * kernel.times
         beside = max(self.free[_COLLECTIVES] - self.now, 0.0)
         slower = 1.0 + constants.SLOWDOWN
-        taken = min(step.seconds * slower, step.seconds + beside * (1 - 1 / slower))
-        share = taken / step.seconds if step.seconds else 1.0
-        self._spend(step.launch, step.launching * share)
-        self._spend(step.work, taken - step.launching * share)
+        taken = min(alone * slower, alone + beside * (1 - 1 / slower))
+        share = taken / alone if alone else 1.0
+        self._spend((kernel.phase, "launch"), launching * share)
+        self._spend((kernel.phase, _TERM.get(kernel.kind, "memory")), taken - launching * share)
         self.now += taken
 
-    def _start(self, step: _PricedTransfer) -> None:
-        end = max(self.now, self.free[step.stream]) + step.seconds
-        self.free[step.stream] = end
-        self.busy[step.stream] += step.seconds
-        self.last[step.stream] = step.waits
+    def _start(self, step: Start) -> None:
+        stream = _STREAM.get(step.kind, _COLLECTIVES)
+        end = max(self.now, self.free[stream]) + self.prices.seconds(step)
+        counts = step.phase, "collectives" if stream == _COLLECTIVES else "host_link"
+        self.free[stream] = end
+        self.last[stream] = counts
         if step.name:
-            self.started[step.name] = end, step
+            self.started[step.name] = end, stream, counts
         else:
-            self._wait(end, step.waits)
+            self._wait(end, counts)
 
     def _wait(self, end: float, counts: tuple[str, str]) -> None:
         if end > self.now:
@@ -293,23 +213,21 @@ class _DeviceClock:
     def _spend(self, counts: tuple[str, str], taken: float) -> None:
         self.spent[counts] = self.spent.get(counts, 0.0) + taken
 
-    def _run_loop(self, loop: _PricedLoop) -> None:
+    def _run_loop(self, loop: Loop) -> None:
         # A clock that starts at 0: if the times of the iterations were added to the time of a long step, rounding would
         # hide that two iterations take equally long.
-        inside, began = _DeviceClock(), self.now
+        inside, began = _DeviceClock(self.prices), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
-        inside.started = {name: (end - began, sent) for name, (end, sent) in self.started.items()}
+        inside.started = {name: (end - began, *sent) for name, (end, *sent) in self.started.items()}
         inside.last, inside.steps = self.last, self.steps
         inside.run_iterations(loop)
         self.now, self.steps = began + inside.now, inside.steps
         self.free = {stream: began + free for stream, free in inside.free.items()}
-        self.started = {name: (began + end, sent) for name, (end, sent) in inside.started.items()}
-        for stream, taken in inside.busy.items():
-            self.busy[stream] += taken
+        self.started = {name: (began + end, *sent) for name, (end, *sent) in inside.started.items()}
         for counts, taken in inside.spent.items():
             self._spend(counts, taken)
 
-    def run_iterations(self, loop: _PricedLoop) -> None:
+    def run_iterations(self, loop: Loop) -> None:
         """Simulates the iterations of a loop until one is equal to the one before. Then adds the seconds of the
         remaining iterations. The time of this clock must be 0 at the start.
         """
@@ -329,8 +247,8 @@ class _DeviceClock:
             first, second = second, third
 
     def _state(self) -> _State:
-        ends = {name: (end, sent.stream) for name, (end, sent) in self.started.items() if end > self.now}
-        return _State(self.now, dict(self.free), ends, dict(self.spent), dict(self.busy))
+        ends = {name: (end, stream) for name, (end, stream, _) in self.started.items() if end > self.now}
+        return _State(self.now, dict(self.free), ends, dict(self.spent))
 
     def _skip_iterations(self, before: _State, after: _State, times: float) -> None:
         """Advances the clock by `times` times the change from the state `before` to the state `after`, instead of
@@ -342,9 +260,8 @@ class _DeviceClock:
         grown = {stream: times * (after.free[stream] - before.free[stream]) for stream in STREAMS}
         for stream in STREAMS:
             self.free[stream] += grown[stream]
-            self.busy[stream] += times * (after.busy[stream] - before.busy[stream])
         for name, (end, stream) in after.ends.items():
-            self.started[name] = end + grown[stream], self.started[name][1]
+            self.started[name] = end + grown[stream], *self.started[name][1:]
         for counts, taken in after.spent.items():
             self.spent[counts] += times * (taken - before.spent.get(counts, 0.0))
 
@@ -358,14 +275,12 @@ class _State:
         free: stream -> time at which its last transfer ends.
         ends: name of a transfer in flight -> (time at which it ends, its stream).
         spent: (phase, term) -> seconds so far.
-        busy: stream -> seconds of transfers so far.
     """
 
     now: float
     free: Mapping[str, float]
     ends: Mapping[str, tuple[float, str]]
     spent: Mapping[tuple[str, str], float]
-    busy: Mapping[str, float]
 
     def seconds_left(self) -> dict[str, float]:
         streams = {f"stream {stream}": max(free - self.now, 0.0) for stream, free in self.free.items()}

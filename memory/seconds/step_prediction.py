@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.seconds import chip_rates, intervals, run_fit, step_schedule
+from bytescope.memory.records.schedule_records import Steps, unit_of
+from bytescope.memory.seconds import chip_rates, intervals, run_fit
 from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.schedule_walk import TERMS, walk
-from bytescope.memory.seconds.step_schedule import Steps, unit_of
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -154,7 +155,7 @@ def _mfu(steps: Steps, target: Mapping[str, Any], rates: DeviceRates, model_flop
     else:
         peaks = roofline.figures(target)
     counts: Counter[str] = Counter()
-    for kernel, times in step_schedule.kernels(steps):
+    for kernel, times in schedule_records.kernels(steps):
         if kernel.flops:
             counts[unit_of(kernel.dtype)] += kernel.flops * times
     if peaks is None or not counts:
@@ -241,7 +242,7 @@ def predict_answer(answer: Mapping[str, Any], network: str = "", attention: str 
     if not answer.get("schedule") or not answer.get("target"):
         return None
     try:
-        steps = step_schedule.from_json(answer["schedule"])
+        steps = schedule_records.from_json(answer["schedule"])
     except ValueError as error:
         raise ReportError(f"the report is damaged ({error}): write it again") from error
     return predict(

@@ -14,10 +14,9 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import CompiledStage
-from bytescope.memory.program import in_place
 from bytescope.memory.program.compilation import compiled_for, takes_arguments, with_arrays, with_donation_off
 from bytescope.memory.program.roles import checked_roles
-from bytescope.memory.program.tracing import check_options
+from bytescope.memory.program.tracing import check_options, refuse_lost_updates
 from bytescope.memory.report.report_object import Report
 
 # The values of static arguments: (number, value) of positional ones, then (name, value) of keyword arguments.
@@ -150,7 +149,7 @@ def as_jitted(step: Callable[..., Any], options: Mapping[str, Any]) -> Any:
 
     given = {name: value for name, value in options.items() if value is not None}
     if not hasattr(step, "lower"):
-        return jax.jit(in_place.refuse_lost_updates(step), **given)
+        return jax.jit(refuse_lost_updates(step), **given)
     if given:
         raise ReportError(
             f"{', '.join(given)} cannot be set for a step that is jitted already: give the options to jax.jit, or give "

@@ -24,9 +24,8 @@ from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.messages.post_mortem import PostMortem
-from bytescope.memory.program.in_place import LostUpdateError
 from bytescope.memory.program.roles import checked_roles
-from bytescope.memory.program.tracing import check_options
+from bytescope.memory.program.tracing import LostUpdateError, check_options
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import human, parse_bytes
 from bytescope.memory.watching.executable import Executable, as_jitted, compile_jitted, is_wrapper, statics_of

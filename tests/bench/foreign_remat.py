@@ -31,10 +31,10 @@ import numpy as np
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import find_values
-from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import CompiledPlan
 from bytescope.memory.remat.remat_search import RematSearch
+from bytescope.memory.remat.step_loss import Loss
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
 from bytescope.memory.report.remat_planning import BUILT_IN, PolicyCompiler, make_plan, policy_name
 from bytescope.memory.units import human

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bytescope.memory.devices import compile_cache
 from bytescope.memory.devices.platform import MEMORY_FRACTION, MemoryFraction, choose_platform, give_threads, simulated
 from bytescope.memory.host.node_memory import address_space_limit, cgroup_room
 from bytescope.memory.units import human
@@ -117,7 +116,6 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(cache_dir or default))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        compile_cache.remove_damaged_entries(lambda line: print(f"note: {line}", file=sys.stderr))
 
 
 class CapturedStderr:

@@ -13,8 +13,9 @@ from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records import schedule_records
 from bytescope.memory.seconds import rates as device_rates
-from bytescope.memory.seconds import run_fit, step_prediction, step_schedule
+from bytescope.memory.seconds import run_fit, step_prediction
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.run_fit import MeasuredSteps, RunFit
 from bytescope.memory.seconds.step_prediction import StepPrediction
@@ -144,7 +145,7 @@ def correct_rates(
     for run in runs:
         program, answer = compiled[run.id]
         rates = device_rates.for_target(base, answer["target"])
-        schedule, calls = step_schedule.from_json(answer["schedule"]), int(answer.get("calls_per_update") or 1)
+        schedule, calls = schedule_records.from_json(answer["schedule"]), int(answer.get("calls_per_update") or 1)
         prediction = step_prediction.predict(schedule, answer["target"], calls, rates=rates)
         if prediction is None:
             raise ReportError(f"{run.id} has a schedule without time: leave this run out")

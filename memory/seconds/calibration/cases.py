@@ -20,13 +20,11 @@ from bytescope.memory.seconds.rate_records import WAYS
 from bytescope.memory.units import human
 
 # Parts of a calibration, in the order in which reports show them.
-PRODUCTS, THIN, ATTENTION, MEMORY, FLOOR, CALL, COLLECTIVES, HOST_LINK = PARTS = (
+PRODUCTS, ATTENTION, MEMORY, FLOOR, COLLECTIVES, HOST_LINK = PARTS = (
     "products",
-    "thin products",
     "attention",
     "memory",
     "floor",
-    "call",
     "collectives",
     "host link",
 )
@@ -52,9 +50,9 @@ class CalibrationCase:
 
     Fields:
         part: one of `PARTS`.
-        key: identifies the kernel within `part`: (compute unit,) for products, (compute unit, m, k, n) for thin
-            products, (way, head dimension) for attention (the way is one of `WAYS`, such as "forward_causal"), (COPY or
-            ADD,) for memory, (kind, number of devices) for collectives, (direction,) for the host link.
+        key: identifies the kernel within `part`: (compute unit,) for products, (way, head dimension) for attention (the
+            way is one of `WAYS`, such as "forward_causal"), (COPY or ADD,) for memory, (kind, number of devices) for
+            collectives, (direction,) for the host link.
         size: the side m = k = n of a matrix product, the number of keys of attention, or bytes.
         work: FLOPs or bytes of one run of the kernel.
         links: number of runs of the kernel, one after the other, in one call.
@@ -85,7 +83,6 @@ class CalibrationSizes:
     Fields:
         units: compute units (of `cost.roofline.UNITS`).
         sides: sides m = k = n of matrix products.
-        thin: (m, k, n) of thin matrix products.
         lengths: sequence lengths of attention.
         widths: head dimensions of attention.
         tokens: number of tokens in all sequences of one attention call.
@@ -97,7 +94,6 @@ class CalibrationSizes:
 
     units: tuple[str, ...]
     sides: tuple[int, ...]
-    thin: tuple[tuple[int, int, int], ...]
     lengths: tuple[int, ...]
     widths: tuple[int, ...]
     tokens: int
@@ -110,7 +106,6 @@ class CalibrationSizes:
 ACCELERATOR = CalibrationSizes(
     units=("bf16", "tf32", "fp8", "fp16", "fp32"),
     sides=(4096, 8192, 1024, 2048, 512, 16384),
-    thin=((8192, 4096, 14336), (16384, 4096, 1024), (512, 4096, 4096), (4096, 2048, 131072)),
     lengths=(2048, 8192, 512, 4096, 1024, 16384),
     widths=(128, 64, 256),
     tokens=16384,
@@ -122,7 +117,6 @@ ACCELERATOR = CalibrationSizes(
 HOST = CalibrationSizes(
     units=("fp32", "bf16"),
     sides=(512, 256, 1024, 128),
-    thin=((1024, 256, 1024), (64, 512, 2048)),
     lengths=(256, 512, 128),
     widths=(64, 128),
     tokens=512,
@@ -156,7 +150,6 @@ def list_cases(devices: Sequence[JaxDevice], target: Target, sizes: CalibrationS
         list(_attention_cases(devices[0], units[0], sizes, flops / 2)),
         list(_host_link_cases(devices[0], sizes)),
         list(_collective_cases(devices, sizes, bandwidth / 10)),
-        list(_thin_cases(devices[0], units[0], sizes, flops)),
     ]
     cases = []
     for turn in range(max(map(len, parts))):
@@ -272,17 +265,15 @@ def _floor_cases(device: JaxDevice) -> Iterator[CalibrationCase]:
     import jax
     import jax.numpy as jnp
 
-    def make(links: int) -> Chain:
-        return _chain(
-            device,
-            lambda x: jax.lax.optimization_barrier(x * 1.0001),
-            links,
-            [((1024,), jnp.float32, 1.0)],
-            unroll=4 * UNROLLED,
-        )
-
-    yield CalibrationCase(FLOOR, (), 0, 0.0, MAX_LINKS, functools.partial(make, MAX_LINKS), needed=True)
-    yield CalibrationCase(CALL, (), 0, 0.0, 1, functools.partial(make, 1), needed=True)
+    make = functools.partial(
+        _chain,
+        device,
+        lambda x: jax.lax.optimization_barrier(x * 1.0001),
+        MAX_LINKS,
+        [((1024,), jnp.float32, 1.0)],
+        unroll=4 * UNROLLED,
+    )
+    yield CalibrationCase(FLOOR, (), 0, 0.0, MAX_LINKS, make, needed=True)
 
 
 def _dtype(unit: str) -> Any:
@@ -322,28 +313,6 @@ def _product_cases(
                 functools.partial(make, unit, side, links),
                 needed=(unit, side) == (units[0], sizes.sides[0]),
             )
-
-
-def _thin_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flops: float) -> Iterator[CalibrationCase]:
-    """Yields a measurement case for each thin matrix product (m, k, n) of `sizes.thin`. Like a feed-forward block, one
-    run multiplies (m, k) x (k, n), and the result with (n, k), which gives (m, k) again.
-
-    `flops`: approximate FLOP/s of the compute unit `unit`, from which the number of runs per call is chosen.
-    """
-
-    def make(m: int, k: int, n: int, links: int) -> Chain:
-        times, dtype = _matmul_in_unit(unit), _dtype(unit)
-        return _chain(
-            device,
-            lambda x, up, down: times(times(x, up), down),
-            links,
-            [((m, k), dtype, 1.0), ((k, n), dtype, k**-0.5), ((n, k), dtype, n**-0.5)],
-        )
-
-    for m, k, n in sizes.thin:
-        work = 4.0 * m * k * n
-        links = count_links(work, flops)
-        yield CalibrationCase(THIN, (unit, m, k, n), 0, work, links, functools.partial(make, m, k, n, links))
 
 
 def _memory_cases(device: JaxDevice, sizes: CalibrationSizes, bandwidth: float) -> Iterator[CalibrationCase]:

@@ -22,7 +22,6 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
-    CALL,
     COLLECTIVES,
     FLOOR,
     HOST_LINK,
@@ -116,74 +115,45 @@ def measure(
 
     Raises ReportError if a rate that a prediction needs cannot be measured.
     """
-    clock = _TimeBudget(time.monotonic(), seconds, tell)
-    prepared, left_out = _prepare_all(todo, clock)
-    turn = 0
-    while prepared and not clock.is_too_late_for_round(turn):
-        turn += 1
-        for each in list(prepared):
-            if clock.is_too_late_for_round(turn - 1):
-                break
-            clock.tell(f"turn {turn}", each.case.label)
-            try:
-                each.seconds.append(each.time_calls())
-            except Exception as error:  # the cases that were prepared later left no memory
-                prepared.remove(each)
-                left_out[each.case.label] = _reason(error)
-    samples = tuple(_sample(each) for each in prepared)
-    try:
-        return Calibration(fit_rates(samples, target, _device_facts(target, devices)), samples, left_out)
-    except ReportError as error:
-        why = next((f"{label} failed: {reason}" for label, reason in left_out.items()), "run the calibration again")
-        raise ReportError(f"the devices could not be measured ({error}); {why}") from error
+    began = time.monotonic()
+    # Cases that predictions need, and the first turn, may take longer than the given seconds.
+    limit = max(_OVER * seconds, _MIN_SECONDS)
+    prepared: list[_Prepared] = []
+    left_out: dict[str, str] = {}
 
+    def passed() -> float:
+        return time.monotonic() - began
 
-@dataclasses.dataclass(frozen=True)
-class _TimeBudget:
-    """The clock of a calibration.
+    def show(*labels: str) -> None:
+        tell(labels, int(min(passed(), seconds)))
 
-    Fields:
-        began: time at which the calibration started, in seconds of `time.monotonic`.
-        seconds: seconds that the calibration may take.
-        teller: function that shows the progress: (labels of the kernels, seconds since the start).
-    """
-
-    began: float
-    seconds: float
-    teller: Tell
-
-    def tell(self, *labels: str) -> None:
-        self.teller(labels, int(min(self.passed, self.seconds)))
-
-    @property
-    def passed(self) -> float:
-        return time.monotonic() - self.began
-
-    def is_too_late_to_compile(self, needed: bool) -> bool:
-        # A case that predictions need may be compiled later than others.
-        return self.passed > (self._limit if needed else _PREPARING * self.seconds)
-
-    def is_too_late_for_round(self, turns: int) -> bool:
-        # The first round may take longer than the given seconds.
-        return self.passed > (self.seconds if turns else self._limit)
-
-    @property
-    def _limit(self) -> float:
-        return max(_OVER * self.seconds, _MIN_SECONDS)
-
-
-def _prepare_all(todo: Sequence[CalibrationCase], clock: _TimeBudget) -> tuple[list[_Prepared], dict[str, str]]:
-    prepared, left_out = [], {}
     for case in todo:
-        clock.tell(case.label)
-        if clock.is_too_late_to_compile(case.needed):
+        show(case.label)
+        if passed() > (limit if case.needed else _PREPARING * seconds):
             left_out[case.label] = NO_TIME
             continue
         try:
             prepared.append(_prepare(case))
         except Exception as error:  # compiler or device refuse the case: unsupported dtype or size, or out of memory
             left_out[case.label] = _reason(error)
-    return prepared, left_out
+    turn = 0
+    while prepared and passed() <= (seconds if turn else limit):
+        for each in list(prepared):
+            if passed() > (seconds if turn else limit):
+                break
+            show(f"turn {turn + 1}", each.case.label)
+            try:
+                each.seconds.append(each.time_calls())
+            except Exception as error:  # the cases that were prepared later left no memory
+                prepared.remove(each)
+                left_out[each.case.label] = _reason(error)
+        turn += 1
+    samples = tuple(_sample(each) for each in prepared)
+    try:
+        return Calibration(fit_rates(samples, target, _device_facts(target, devices)), samples, left_out)
+    except ReportError as error:
+        why = next((f"{label} failed: {reason}" for label, reason in left_out.items()), "run the calibration again")
+        raise ReportError(f"the devices could not be measured ({error}); {why}") from error
 
 
 def _reason(error: Exception) -> str:
@@ -269,10 +239,6 @@ def fit_rates(samples: Iterable[Sample], target: Target, about: Mapping[str, str
         hop_seconds=_four_digits(min(short, default=0.0)),
         cores=chip.gpu.cores if chip and chip.gpu else 0,
         measured=dict(about),
-        sources={
-            sample.part: f"{sample.seconds * 1e6:.1f} us from one call of a short program to the next"
-            for sample in parts[CALL]
-        },
     )
 
 

@@ -16,7 +16,8 @@ from measured_rows import MeasuredRow
 from validation_runs import Runs
 from validation_score import Group, ScoredRun
 
-from bytescope.memory.seconds import intervals, step_prediction, step_schedule
+from bytescope.memory.records import schedule_records
+from bytescope.memory.seconds import intervals, step_prediction
 
 # The value of `bound_by` if the measured framework's host launches kernels more slowly than the device runs them.
 HOST = "launches of the host"
@@ -140,7 +141,7 @@ def score_row(
     """
     seconds = validation_score.with_launches(prediction.seconds, row)
     kind = intervals.kind_of(
-        step_schedule.from_json(answer["schedule"]),
+        schedule_records.from_json(answer["schedule"]),
         prediction.by_term,
         eager=row.framework.startswith("eager"),
         other=not row.claims_seconds,

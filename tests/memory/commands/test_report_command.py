@@ -17,7 +17,7 @@ from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.compiler import compile_lowered
-from bytescope.memory.program.compilation import compilation_of
+from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.pytest_guard import memory_guard  # noqa: F401 - a fixture
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, RuntimeOverhead
@@ -423,7 +423,7 @@ def test_what_exceeds_exits_with_3_after_the_files_are_written(step, capsys, tmp
 def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys, tiny_limit, monkeypatch):
     def precompiled(program, target, config):
         return PreparedProgram(
-            lambda: (compilation_of(step[0]), target),
+            lambda: (compiled_for(step[0])[0], target),
             config=config,
             batch="1 micro-batch",
             policy="none",

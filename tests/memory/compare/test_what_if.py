@@ -166,7 +166,7 @@ def test_a_users_program_is_traced_once_and_compiled_with_each_option(tmp_path, 
     assert out["given"] == f"--xla={GEMM}=false" and out["best"]["flags"].startswith(f"--xla={SLOP}=")
     capsys.readouterr()
     assert command.main([*words, "--xla=xla_gpu_memory_slop=50", "--grid=size=64"]) == 2
-    assert f"did you mean {SLOP}" in capsys.readouterr().err
+    assert "xla_gpu_memory_slop is not an option of XLA" in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
@@ -205,11 +205,9 @@ def test_mistakes_are_one_line(words, message, capsys):
 
 
 @pytest.mark.quick
-def test_the_flags_that_this_xla_has_are_known():
-    known = xla_flags.known_flags()
-    assert len(known) > 200 and {SLOP, GEMM} <= set(known) and len(set(known)) == len(known)
+def test_flags_that_xla_refuses_are_one_line():
     missing = xla_flags.refusal(RuntimeError("INVALID_ARGUMENT: No such compile option: 'xla_gpu_memory_slop'"))
-    assert f"did you mean {SLOP}" in str(missing)
+    assert "xla_gpu_memory_slop is not an option of XLA" in str(missing)
     wrong = xla_flags.refusal(RuntimeError(f"While setting option {SLOP}, 'abc' is not a valid int32 value."))
     assert str(wrong) == f"{SLOP}=abc is not valid for XLA: give a whole number"
     assert xla_flags.refusal(RuntimeError("out of memory")) is None

@@ -23,9 +23,9 @@ from bytescope.memory.cost.step_work import by_phase
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import Collective, ReportRecord, Subject, Transfer
+from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.memory.report import report_page, report_text
-from bytescope.memory.seconds import ranking, rates, step_schedule
-from bytescope.memory.seconds.step_schedule import ScheduledKernel
+from bytescope.memory.seconds import ranking, rates
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import DEFAULT_WIDTH
 from bytescope.train.plan.config_factory import FACTORY
@@ -204,7 +204,7 @@ def test_replicated_attention_counts_in_full_on_every_device_but_for_what_its_ma
     report = memory.analyze(jax.jit(forward).trace(jax.ShapeDtypeStruct((B, L, H, K), jnp.bfloat16, sharding=sharded)))
     assert report.work["forward"]["flops"] == {"bf16": 4 * B * L * L * H * K / 2}
     assert report.work["forward"]["flops"] == {
-        "bf16": sum(times * kernel.flops for kernel, times in step_schedule.kernels(report.schedule))
+        "bf16": sum(times * kernel.flops for kernel, times in schedule_records.kernels(report.schedule))
     }
 
 
@@ -400,7 +400,7 @@ def report_of_kernels(target):
         ScheduledKernel("product", "forward", 2**28, 2**40, "bfloat16"),
         ScheduledKernel("product", "backward", 2**28, 2**40, "float32"),
     )
-    flops, kernel_bytes = step_schedule.flops_by_phase(schedule), step_schedule.bytes_by_phase(schedule)
+    flops, kernel_bytes = schedule_records.flops_by_phase(schedule), schedule_records.bytes_by_phase(schedule)
     work, known = by_phase((), (), kernel_bytes, flops), json.loads(json.dumps(targets.parse(target).to_json()))
     return ReportRecord(8, 8, {}, work=work, schedule=schedule, target=known, subject=Subject(calls=2))
 

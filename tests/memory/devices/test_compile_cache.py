@@ -1,14 +1,13 @@
-"""A damaged entry of jax's persistent compilation cache is compiled again, replaced, and told in one line."""
+"""Protos beside the entries of jax's persistent compilation cache."""
 
 import logging
 import threading
-import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from bytescope.memory.devices.compile_cache import Entry, record_lookups, remove_damaged, remove_damaged_entries
+from bytescope.memory.devices.compile_cache import Entry, record_lookups
 
 pytestmark = pytest.mark.quick
 
@@ -18,35 +17,6 @@ def compiled():
         return 3 * x
 
     return float(jax.jit(thrice)(jnp.float32(2)))
-
-
-def entries(folder):
-    return {path.name: path.read_bytes() for path in folder.glob("jit_thrice-*-cache")}
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda content: b""])
-def test_a_damaged_entry_is_replaced(folder, damage):
-    assert compiled() == 6
-    [(name, _)] = entries(folder).items()
-    told = []
-    for turn in range(2):
-        (folder / name).write_bytes(damage((folder / name).read_bytes()))
-        with warnings.catch_warnings():
-            remove_damaged_entries(told.append)
-            assert compiled() == 6
-            assert len(told) == turn + 1 and told[-1].startswith(f"damaged entries of the compilation cache {folder}")
-            assert compiled() == 6
-        assert len(told) == turn + 1  # the entry is whole again
-
-
-def test_whole_entries_stay(folder):
-    assert compiled() == 6
-    before = entries(folder)
-    remove_damaged(folder, "jit_thrice")
-    assert entries(folder) == before
-
-
-# ---- protos beside the entries ----------------------------------------------------------------------
 
 
 def entry(folder, key):

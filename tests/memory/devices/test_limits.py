@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from bytescope.memory.commands import arguments
-from bytescope.memory.devices import limits, node_size, platform, targets
+from bytescope.memory.devices import limits, platform, targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host import node_memory
 
@@ -210,7 +210,7 @@ def test_no_traceback_on_a_machine_without_accelerator(order):
 
 
 def test_the_limit_of_a_cgroup_is_the_memory_of_a_node_if_it_is_smaller(tmp_path):
-    assert node_size.machine_bytes(_root(tmp_path, {})) == (16 * GIB, "the memory of this machine")
+    assert limits.machine_bytes(_root(tmp_path, {})) == (16 * GIB, "the memory of this machine")
     root = _root(
         tmp_path,
         {
@@ -220,28 +220,28 @@ def test_the_limit_of_a_cgroup_is_the_memory_of_a_node_if_it_is_smaller(tmp_path
             "sys/fs/cgroup/job/step/memory.max": f"{6 * GIB}\n",
         },
     )
-    assert node_size.machine_bytes(root) == (4 * GIB, "the limit of a cgroup")
-    assert node_size.node_memory_of(None, root=root) == (4 * GIB, "the limit of a cgroup")
+    assert limits.machine_bytes(root) == (4 * GIB, "the limit of a cgroup")
+    assert limits.node_memory_of(None, root=root) == (4 * GIB, "the limit of a cgroup")
     (tmp_path / "sys/fs/cgroup/job/memory.max").write_text(f"{2**63}\n")  # no limit, as cgroups of version 1 write it
     (tmp_path / "sys/fs/cgroup/job/step/memory.max").write_text("max\n")
-    assert node_size.machine_bytes(root)[0] == 16 * GIB
+    assert limits.machine_bytes(root)[0] == 16 * GIB
 
 
 def test_a_described_target_has_the_node_of_the_table_or_the_given_one():
     one, pod = targets.parse("h100"), targets.parse("h100:2x8")
-    assert node_size.node_memory_of(one) == node_size.node_memory_of(pod) == (2048 * GIB, "a node with 8 h100")
+    assert limits.node_memory_of(one) == limits.node_memory_of(pod) == (2048 * GIB, "a node with 8 h100")
     assert one.host_memory_bytes == 256 * GIB and pod.host_memory_bytes == 2048 * GIB
-    assert node_size.node_memory_of(pod, 512 * GIB) == (512 * GIB, "--host-memory")
+    assert limits.node_memory_of(pod, 512 * GIB) == (512 * GIB, "--host-memory")
     with arguments.chosen_node(argparse.Namespace(host_memory="512GiB")):
-        assert node_size.node_memory_of(pod) == (512 * GIB, "--host-memory")
+        assert limits.node_memory_of(pod) == (512 * GIB, "--host-memory")
         assert targets.parse("h100:2x8").host_memory_bytes == targets.parse("h100").host_memory_bytes == 512 * GIB
     assert targets.parse("h100:2x8") == pod
 
 
 def test_a_number_of_processes_per_node():
-    assert node_size.processes_per_node() == 1
+    assert limits.processes_per_node() == 1
     with arguments.chosen_node(argparse.Namespace(host_memory=None, processes_per_node=8)):
-        assert node_size.processes_per_node() == 8 and node_size.given_node_bytes() is None
+        assert limits.processes_per_node() == 8 and limits.given_node_bytes() is None
     wrong = argparse.Namespace(host_memory=None, processes_per_node=0)
     with pytest.raises(ReportError, match="--processes-per-node=0"), arguments.chosen_node(wrong):
         pass

@@ -31,7 +31,7 @@ LAYERS, WIDTH, ROWS = 8, 8192, 131072
 
 def report_with(lowered, target, options=None):
     with compiler.trial_options(options or {}):
-        compilation = compiler.compile_lowered(lowered, described=True, device_memory_bytes=target.pool_bytes)
+        compilation = compiler.compile_lowered(lowered, device_memory_bytes=target.pool_bytes)
     return report_of(compilation, target=target)
 
 

@@ -200,20 +200,6 @@ def test_pmap(devices):
         memory.analyze(mapped, *shapes, target="cpu:2")
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("mapped", [16, 18])  # a multiple of the 8 devices here, and none
-def test_pmap_over_more_devices_than_are_here_is_refused_with_the_remedy(mapped):
-    step, x = jax.pmap(lambda x: jax.lax.psum(x, "i"), axis_name="i"), spec((mapped, 4), jnp.float32)
-    with pytest.raises(
-        memory.ReportError,
-        match=f"^jax.pmap maps over {mapped} devices, but this process has 8: set "
-        f"JAX_NUM_CPU_DEVICES={mapped} before jax starts",
-    ):
-        tracing.trace(step, (x,), {}, {})
-    with pytest.raises(ValueError, match="squeeze"):  # an error of the step itself stays
-        tracing.trace(jax.pmap(lambda x: jnp.squeeze(x, 0)), (spec((8, 4), jnp.float32),), {}, {})
-
-
 def nnx_step(model, optimizer, x):
     loss, gradients = nnx.value_and_grad(lambda model: model(x).sum())(model)
     optimizer.update(model, gradients)

@@ -16,10 +16,10 @@ from bytescope.memory import ReportError
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import find_values
-from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, Wanted
 from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pareto_patterns, pattern_keeping
+from bytescope.memory.remat.step_loss import Loss
 from support.models import plain as foreign
 
 pytestmark = pytest.mark.quick

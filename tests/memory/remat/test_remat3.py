@@ -16,11 +16,14 @@ from bytescope.memory.jaxprs import bodies, checkpoint_name_of, checkpoint_names
 from bytescope.memory.program import callbacks
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import find_values
-from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.recognition import RematPolicy, asks_any_policy, policy_keeping
+from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.remat.step_loss import Loss
 from support.toy import run_losses, small_program
 
 pytestmark = pytest.mark.skipif(not hasattr(jax.config, "jax_remat3"), reason="jax without jax_remat3")
+CALLS_EVERY_POLICY = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="jax before 0.12 calls only its own policies"
+)
 LAYERS, ROWS, WIDTH, HIDDEN = 3, 64, 16, 64
 WEIGHTS = {
     "up": jax.ShapeDtypeStruct((LAYERS, WIDTH, HIDDEN), jnp.float32),
@@ -143,6 +146,7 @@ def plans():
     return plans
 
 
+@CALLS_EVERY_POLICY
 def test_a_plan_over_named_values_is_the_same(plans):
     plain, flagged = plans[False], plans[True]
     assert [(value.name, value.bytes) for value in flagged.kept] == [(value.name, value.bytes) for value in plain.kept]
@@ -151,8 +155,9 @@ def test_a_plan_over_named_values_is_the_same(plans):
     assert [layer.name for layer in flagged.layers] == [layer.name for layer in plain.layers] == ["layer"]
 
 
+@CALLS_EVERY_POLICY
 def test_the_tables_of_the_plans_differ_in_everything_saveable_alone(plans):
-    """With the flag, jax before 0.12 keeps only named values under this policy, and jax 0.12 adds no marks."""
+    """jax 0.12 adds no marks with the flag."""
     tables = [{row.name: row for row in plans[flag].built_in} for flag in (False, True)]
     assert {name for name in tables[0] if tables[0][name] != tables[1][name]} <= {"everything_saveable"}
 
@@ -163,32 +168,13 @@ def test_a_plans_policy_keeps_its_names(flag):
     """With the flag, jax before 0.12 calls no policy except its own; a RematPolicy then reports what it missed."""
     with remat3(flag):
         loss = Loss(loss_of(layer), ARGUMENTS, {})
-        wanted = find_values(find_layers(loss.jaxpr, loss.active)).wanted(["up"])
-        policy = policy_keeping(wanted)
-        assert isinstance(policy, RematPolicy) == asks_any_policy() and (flag or asks_any_policy())
-        assert asks_any_policy() == (not flag or jax.__version_info__ >= (0, 12))
+        values = find_values(find_layers(loss.jaxpr, loss.active))
+        if flag and jax.__version_info__ < (0, 12):
+            assert not values.values
+            return
+        policy = RematPolicy(values.wanted(["up"]))
         gradient = jax.make_jaxpr(jax.grad(loss_of(layer, policy)))(*ARGUMENTS)
-        assert flops.count(gradient).recomputed == LAYERS * 2 * ROWS * WIDTH * HIDDEN
-        own = RematPolicy(wanted)
-        jax.make_jaxpr(jax.grad(loss_of(layer, own)))(*ARGUMENTS)
-        assert bool(own.missed()) != asks_any_policy()
-
-
-@BOTH
-@pytest.mark.quick
-def test_the_values_of_a_layer_are_those_that_jax_can_keep(flag):
-    """With the flag these are named values, and from jax 0.12 on also products."""
-
-    def mixed(x, own):
-        return x + checkpoint_name(jnp.tanh(x @ own["up"]), "hidden") @ own["down"] * jnp.sin(x)
-
-    with remat3(flag):
-        loss = Loss(loss_of(mixed), ARGUMENTS, {})
-        values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards)
-    named = {value.name for value in values.values.values() if value.name}
-    products = [label for label, value in values.values.items() if not value.name]
-    assert named == {"hidden"}
-    assert bool(products) == (not flag or jax.__version_info__ >= (0, 12))
+        assert flops.count(gradient).recomputed == LAYERS * 2 * ROWS * WIDTH * HIDDEN and not policy.missed()
 
 
 @pytest.mark.exhaustive

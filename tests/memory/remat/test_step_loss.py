@@ -14,8 +14,7 @@ from bytescope.memory import ReportError
 from bytescope.memory.cost import flops
 from bytescope.memory.program.retarget import argument_shardings
 from bytescope.memory.remat.layer_discovery import find_layers
-from bytescope.memory.remat.loss_gradient import Loss
-from bytescope.memory.remat.step_loss import StepLoss, remat_policy
+from bytescope.memory.remat.step_loss import Loss, StepLoss, remat_policy
 from support.exhaustive import exhaustive
 from support.models import plain
 

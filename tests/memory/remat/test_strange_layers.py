@@ -9,10 +9,10 @@ from jax.experimental import pallas
 from bytescope.memory.cost import flops
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import find_values
-from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import RecomputeRates
 from bytescope.memory.remat.remat_solver import pattern_keeping
+from bytescope.memory.remat.step_loss import Loss
 
 pytestmark = pytest.mark.quick
 RATES = RecomputeRates(dict.fromkeys(("fp8", "bf16", "fp16", "tf32", "fp32"), 1e12), 1e11)

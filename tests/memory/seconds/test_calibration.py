@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import re
 
 import pytest
 
@@ -14,12 +13,12 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host import host_terms
 from bytescope.memory.records.report_json import plain
+from bytescope.memory.records.schedule_records import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.seconds import rates
 from bytescope.memory.seconds.calibration import cases as calibration_cases
 from bytescope.memory.seconds.calibration import host_measure, measure
 from bytescope.memory.seconds.calibration.cases import (
     ATTENTION,
-    CALL,
     COLLECTIVES,
     FLOOR,
     HOST_LINK,
@@ -29,7 +28,6 @@ from bytescope.memory.seconds.calibration.cases import (
     MIN_LINKS,
     PRODUCTS,
     SHORT,
-    THIN,
     UNROLLED,
     CalibrationCase,
     CalibrationSizes,
@@ -40,7 +38,6 @@ from bytescope.memory.seconds.calibration.cases import (
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, fit_rates
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import WAYS, from_json
-from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.view.console import plain_text
 from support.described import described
 
@@ -56,9 +53,7 @@ def sample(part, key, size, work, rate, floor=FLOOR_SECONDS):
 
 SAMPLES = (
     Sample(FLOOR, (), 0, 0.0, FLOOR_SECONDS),
-    Sample(CALL, (), 0, 0.0, 30 * US),
     *(sample(PRODUCTS, ("bf16",), side, 2.0 * side**3, 400 * T) for side in (8192, 1024)),
-    sample(THIN, ("bf16", 512, 4096, 1024), 0, 4.0 * 512 * 4096 * 1024, 300 * T),
     *(sample(ATTENTION, (way, 128), 2048, 1e12, 200 * T) for way in WAYS),
     *(
         sample(MEMORY, (kind,), size, arrays * size, 2 * T)
@@ -115,7 +110,7 @@ def test_samples_say_the_rates_that_made_them(h200):
     assert kernel_seconds(ScheduledKernel(MOVING, "forward", 160 * MIB), found) == pytest.approx(
         2 * US + 160 * MIB / (2 * T), rel=0.2
     )
-    assert kernel_seconds(cube, found) == pytest.approx(SAMPLES[2].seconds, rel=0.2)
+    assert kernel_seconds(cube, found) == pytest.approx(SAMPLES[1].seconds, rel=0.2)
 
 
 @pytest.mark.quick
@@ -181,13 +176,11 @@ def test_the_table_stands_beside_the_data_sheet(h200, width):
     assert max(map(len, lines)) <= width
     for told in (
         "measured on 8 x NVIDIA H200",
-        "predicted by cubes",
         "attention bwd 2048x128 causal 5.002 ms",
         "and 2 more: no time",
         "chained kernel",
     ):
         assert told in " ".join(shown.split()), shown
-    assert re.search(r"512x4096x1024 +30\.6 us +2\d\.\d us$", shown, re.M), shown  # at 400 TFLOP/s, not at 300
     assert any("product, bf16" in line and "2.751 ms" in line for line in lines), shown
     assert next(line for line in lines if "8192 cubed" in line).split()[-4:] == ["399.7", "TFLOP/s", "989.4", "40%"]
     assert next(line for line in lines if "memory, copy" in line and "64" in line).split()[-2:] == ["4.8", "40%"]
@@ -196,7 +189,6 @@ def test_the_table_stands_beside_the_data_sheet(h200, width):
 TINY = CalibrationSizes(
     units=("fp32", "bf16"),
     sides=(64, 32),
-    thin=((32, 16, 64),),
     lengths=(16,),
     widths=(8,),
     tokens=32,
@@ -216,7 +208,7 @@ def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
     found = rates.load(file)
     assert found.measured["device"] == "cpu" and found.measured["devices"] == "8" and "jax" in found.measured
     assert set(found.products) == {"fp32"} and [row.kind for row in found.collectives] == ["all-reduce"]
-    assert 0 < found.floor_seconds < float(found.sources["call"].split()[0]) * US
+    assert 0 < found.floor_seconds < 1
     for told in ("product, fp32", "64 cubed", "attention bwd", "all-reduce x8", "not measured", "products bf16"):
         assert told in shown, shown
     used(file)
@@ -241,7 +233,7 @@ class Steady:
 
 def cases_of_samples():
     return [
-        CalibrationCase(each.part, each.key, each.size, each.work, 1, Steady, needed=each.part != THIN)
+        CalibrationCase(each.part, each.key, each.size, each.work, 1, Steady, needed=each.size != MIB)
         for each in SAMPLES
     ]
 
@@ -254,7 +246,7 @@ def test_a_slow_machine_is_measured_for_little_longer_than_asked_for(h200, monke
     cases.sort(key=lambda case: not case.needed)
     fake_clock(monkeypatch, 0.5)
     found = measure.measure(cases, h200, 8, 20.0, lambda labels, gone: told.append((labels, gone)))
-    assert list(found.left_out) == [cases[-1].label] and found.left_out[cases[-1].label] == measure.NO_TIME
+    assert cases[-1].label in found.left_out and set(found.left_out.values()) == {measure.NO_TIME}
     assert {sample.spread for sample in found.samples} == {None}, "one turn at most"
     assert max(gone for _, gone in told) == 20 and any(labels[0] == "turn 1" for labels, _ in told)
     fake_clock(monkeypatch, 0.01)
@@ -273,7 +265,7 @@ def test_a_case_that_fails_when_it_runs_again_is_left_out(h200, monkeypatch):
             return lambda: self if next(ran) < 2 else 1 / 0
 
     fake_clock(monkeypatch, 0.01)
-    extra = CalibrationCase(THIN, ("bf16", 1, 1, 1), 0, 1.0, 1, Filled)
+    extra = CalibrationCase(PRODUCTS, ("fp8",), 1, 1.0, 1, Filled)
     found = measure.measure([*cases_of_samples(), extra], h200, 8, 10.0)
     assert found.left_out == {extra.label: "division by zero"}
 
@@ -289,7 +281,6 @@ def test_what_runs_on_a_card_compiles_for_it():
         lengths=(512,),
         widths=(128,),
         payloads=(MIB,),
-        thin=(),
         arrays=(),
     )
     programs = {case.label: case for case in list_cases(devices, target, small)}

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from bytescope.memory.devices import targets
+from bytescope.memory.records.schedule_records import Loop, Start
 from bytescope.memory.seconds import intervals
 from bytescope.memory.seconds.intervals import DEVICE, LAUNCHES, TRANSFERS, Kind, MeasuredRatio
 from bytescope.memory.seconds.schedule_walk import TERMS
-from bytescope.memory.seconds.step_schedule import Loop, Start
 
 pytestmark = pytest.mark.quick
 

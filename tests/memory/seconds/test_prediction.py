@@ -7,8 +7,8 @@ import pytest
 
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.schedule_records import MOVING, PRODUCT, Loop, ScheduledKernel, Start, Wait, to_json
 from bytescope.memory.seconds import chip_rates, intervals, operation_seconds, rates, step_prediction
-from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, Loop, ScheduledKernel, Start, Wait, to_json
 
 pytestmark = pytest.mark.quick
 

@@ -6,9 +6,9 @@ import pytest
 
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
+from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.memory.seconds import products
 from bytescope.memory.seconds.products import KernelWork
-from bytescope.memory.seconds.step_schedule import ScheduledKernel
 from support.formats import field
 
 pytestmark = pytest.mark.quick

@@ -8,6 +8,7 @@ import pytest
 
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.schedule_records import ScheduledKernel, Start
 from bytescope.memory.seconds import achieved, chip_rates, constants, rates
 from bytescope.memory.seconds.operation_seconds import (
     attention_flops_per_s,
@@ -16,7 +17,6 @@ from bytescope.memory.seconds.operation_seconds import (
     transfer_seconds,
 )
 from bytescope.memory.seconds.rate_records import from_json
-from bytescope.memory.seconds.step_schedule import ScheduledKernel, Start
 
 pytestmark = pytest.mark.quick
 
@@ -174,7 +174,7 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
         ({"products": {"bf17": [[1, 1]]}}, "bf17"),
         ({"attention": {"forward": {}}}, "attention contains forward"),
         ({"attention": {"forward": {"wide": [[1, 1]]}}}, "damaged"),
-        ({"surprise": 1}, "'surprise' is an unknown field"),
+        ({"surprise": 1}, "damaged"),
         ({"collectives": [{"kind": "gossip", "group": 8, "hosts": 1, "bus": [[1, 1]]}]}, "gossip"),
         ({"collectives": [{"kind": "all-reduce"}]}, "damaged"),
         ({"peak_flops": {"bf16": 0}}, "bf16"),

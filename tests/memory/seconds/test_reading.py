@@ -10,8 +10,9 @@ import pytest
 from bytescope import memory
 from bytescope.memory.cost.flops import FlopCount, count
 from bytescope.memory.devices import targets
-from bytescope.memory.seconds import reading, step_schedule
-from bytescope.memory.seconds.step_schedule import Loop, ScheduledKernel, Start, Wait
+from bytescope.memory.records import schedule_records
+from bytescope.memory.records.schedule_records import Loop, ScheduledKernel, Start, Wait
+from bytescope.memory.seconds import reading
 from support import programs
 from support.formats import field
 
@@ -137,9 +138,9 @@ def test_loops_by_their_turns_and_conditionals_by_their_dearest_branch():
     unknown = steps(computation(1, X, item(2, "while", 1, called=b"\2\3"), root=2), body, cond)
     assert unknown == (Loop(1, (SQUARE, SIN)),)
     known = reading.read_schedule(_look(proto(computation(1, X, looped, branch, root=3), body, cond, cheap)))
-    runs = step_schedule.runs_by_name(known.order)
+    runs = schedule_records.runs_by_name(known.order)
     assert (runs["while.2"], runs["dot.12"], runs["sine.31"]) == (1, 7 + 1, 0)
-    assert step_schedule.bytes_by_phase(known.steps) == {
+    assert schedule_records.bytes_by_phase(known.steps) == {
         "forward": {"product_bytes": 8 * SQUARE.bytes, "other_bytes": 8 * SIN.bytes}
     }
 
@@ -166,7 +167,7 @@ def test_damaged_modules_end():
                 *(doubling(opcode, id) for id in range(2, 21)),
             )
         )
-        assert reading.read(look) == ()
+        assert reading.read_schedule(look).steps == ()
 
 
 @pytest.mark.quick
@@ -251,7 +252,7 @@ def test_what_foreign_kernels_compute(counted, expected):
             root=4,
         )
     )
-    found = reading.read(_look(data), flops=FlopCount(by={("forward", "tf32"): 8 * counted}), devices=8)
+    found = reading.read_schedule(_look(data), flops=FlopCount(by={("forward", "tf32"): 8 * counted}), devices=8).steps
     kinds = {(kernel.kind, kernel.flops, kernel.size): kernel.times for kernel in found}
     assert kinds[expected] == 2 + (expected[0] == "product") and sum(kinds.values()) == 3
 
@@ -272,7 +273,7 @@ def test_every_device_computes_all_of_a_foreign_kernel_that_nobody_partitions():
     )
     counted = FlopCount(by={("forward", "tf32"): (2 + 8) * 1024}, replicated={"forward": 2 * 1024})
     kernels_in = Counter()
-    for kernel in reading.read(_look(data), flops=counted, devices=8):
+    for kernel in reading.read_schedule(_look(data), flops=counted, devices=8).steps:
         kernels_in[kernel.kind] += kernel.times * kernel.flops
     assert kernels_in == {"product": 3 * 1024}
 
@@ -286,8 +287,8 @@ def test_experts_compute_what_their_filled_rows_do(counted, expected):
     unknown = ScheduledKernel("foreign", "forward", 30, 0, "bfloat16")
     steps = (Loop(1, (experts,)), experts, unknown)
     found = reading._make_settle(steps, {"forward": counted})(steps)
-    assert tuple(kernel.flops for kernel, _ in step_schedule.kernels(found)) == expected
-    assert [kernel.kind for kernel, _ in step_schedule.kernels(found)][:2] == ["grouped_product"] * 2
+    assert tuple(kernel.flops for kernel, _ in schedule_records.kernels(found)) == expected
+    assert [kernel.kind for kernel, _ in schedule_records.kernels(found)][:2] == ["grouped_product"] * 2
     (alone,) = reading._make_settle((experts,), {})((experts,))
     assert alone == experts, "nobody counted"
 
@@ -310,7 +311,7 @@ def _look(data):
 def sums(report):
     """(phase, dtype) -> FLOPs, and phase -> bytes of all kernels, of a report's schedule."""
     flops, size = Counter(), Counter()
-    for kernel, times in step_schedule.kernels(report.schedule):
+    for kernel, times in schedule_records.kernels(report.schedule):
         flops[kernel.phase] += times * kernel.flops
         size[kernel.phase] += times * kernel.bytes
     return flops, size

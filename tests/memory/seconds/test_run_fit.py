@@ -9,10 +9,10 @@ import pytest
 
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.schedule_records import MOVING, PRODUCT, ScheduledKernel, Start, Wait
 from bytescope.memory.seconds import chip_rates, rates, run_fit, step_prediction
 from bytescope.memory.seconds.rate_records import from_json
 from bytescope.memory.seconds.schedule_walk import walk
-from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel, Start, Wait
 
 pytestmark = pytest.mark.quick
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.seconds import step_schedule
-from bytescope.memory.seconds.step_schedule import (
+from bytescope.memory.records.schedule_records import (
     ATTENTION,
     MOVING,
     PRODUCT,
@@ -34,8 +34,8 @@ STEPS = (
 
 
 def test_json_there_and_back():
-    rows = json.loads(json.dumps(step_schedule.to_json(STEPS)))
-    assert step_schedule.from_json(rows) == STEPS
+    rows = json.loads(json.dumps(schedule_records.to_json(STEPS)))
+    assert schedule_records.from_json(rows) == STEPS
     assert rows[2] == ["k", "memory", "backward", 40] and rows[3] == ["w", "gather"]  # what is usual is left out
     report = ReportRecord(1, 1, {}, schedule=STEPS)
     assert ReportRecord.from_json(json.loads(json.dumps(report.to_json()))).schedule == STEPS
@@ -92,20 +92,20 @@ def nested(depth):
 )
 def test_json_that_nobody_wrote_is_refused(rows):
     with pytest.raises(ValueError, match="schedule"):
-        step_schedule.from_json(rows)
+        schedule_records.from_json(rows)
     with pytest.raises(ReportError, match="the report is damaged"):
         ReportRecord.from_json({**ReportRecord(1, 1, {}).to_json(), "schedule": rows})
 
 
 def test_alike_kernels_between_two_events_are_one():
     again = (DOT, COPY, DOT, COPY, COPY, Wait("a"), DOT)
-    first, second, wait, last = step_schedule.merged(again)
+    first, second, wait, last = schedule_records.merged(again)
     assert (first.times, second.times, wait, last) == (2, 3, Wait("a"), DOT)
-    assert step_schedule.merged(step_schedule.merged(again)) == step_schedule.merged(again)
+    assert schedule_records.merged(schedule_records.merged(again)) == schedule_records.merged(again)
 
 
 def test_turns_of_loops_multiply():
     counts = {}
-    for kernel, times in step_schedule.kernels(STEPS):
+    for kernel, times in schedule_records.kernels(STEPS):
         counts[kernel] = counts.get(kernel, 0) + times
     assert counts == {DOT: 1, COPY: 1 + 4 * 3, SEEN: 4 * 3}

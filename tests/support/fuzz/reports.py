@@ -53,9 +53,9 @@ def report() -> bytes:
     from bytescope.memory.analysis import report_of, with_seconds
     from bytescope.memory.cost import roofline
     from bytescope.memory.devices import targets
-    from bytescope.memory.program.compilation import compilation_of
+    from bytescope.memory.program.compilation import compiled_for
 
-    found = with_seconds(report_of(compilation_of(program()), target=targets.parse("h100:8"))).to_json()
+    found = with_seconds(report_of(compiled_for(program())[0], target=targets.parse("h100:8"))).to_json()
     assert found["prediction"] and found["schedule"]
     found["buffers"], found["timeline"] = found["buffers"][:12], found["timeline"][:20]
     found["work"] = {

@@ -206,7 +206,7 @@ def test_options_of_a_program_reach_its_report_and_unknown_ones_are_refused():
     base, budget = half.xla_budget.base_bytes - half.xla_budget.io_bytes, half.xla_budget
     assert (budget.slop_percent, budget.limit_bytes) == (50, base // 2)
     assert f"compiled with {slop}=50" in plain_text(report_text.render(half), 100)
-    with pytest.raises(memory.ReportError, match="xla_gpu_memory_slop is not an option of XLA .*did you mean"):
+    with pytest.raises(memory.ReportError, match="xla_gpu_memory_slop is not an option of XLA"):
         memory.analyze(lambda x: x @ x, x, target="h200", compiler_options={"xla_gpu_memory_slop": 50})
     with pytest.raises(memory.ReportError, match=f"{slop}=much is not valid for XLA: give a whole number"):
         memory.analyze(lambda x: x @ x, x, target="h200", compiler_options={slop: "much"})

@@ -8,10 +8,11 @@ import pytest
 from bytescope.memory import cli
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.devices import targets
+from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import ReportRecord, Subject
-from bytescope.memory.seconds import chip_rates, rates, run_fit, step_schedule
+from bytescope.memory.records.schedule_records import MOVING, PRODUCT, ScheduledKernel
+from bytescope.memory.seconds import chip_rates, rates, run_fit
 from bytescope.memory.seconds.schedule_walk import walk
-from bytescope.memory.seconds.step_schedule import MOVING, PRODUCT, ScheduledKernel
 from bytescope.train.program import config_files
 from bytescope.train.run import measured_runs
 from support.json_results import read_result
@@ -53,7 +54,7 @@ class Pool:
             steps = schedule(job.resolved["model.n_layers"], job.resolved["batch.micro"])
             answer = {
                 "status": "ok",
-                "schedule": step_schedule.to_json(steps),
+                "schedule": schedule_records.to_json(steps),
                 "target": targets.parse(job.target).to_json(),
                 "allocated_bytes": 2**30,
                 "calls_per_update": 1,
