@@ -22,7 +22,7 @@ from bytescope.configs import base
 from bytescope.memory.errors import one_line
 from bytescope.train.data.file_digests import file_digests
 from bytescope.train.launch.processes import ALONE, Processes
-from bytescope.train.program.config_files import flatten, override
+from bytescope.train.program.config_files import GONE, flatten, override
 from bytescope.train.program.run_command import Command
 from bytescope.train.source import CHECKPOINTS, CONFIG, METRICS
 from bytescope.train.user_errors import UserError
@@ -427,7 +427,8 @@ def recorded(path: Path) -> Identity:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default.
-    config = {**Identity.from_config(base.get_config(), 0, "").config, **old.config}
+    kept = {key: value for key, value in old.config.items() if key not in GONE}
+    config = {**Identity.from_config(base.get_config(), 0, "").config, **kept}
     micro_rows = old.micro_rows
     if not micro_rows and not config["batch.tokens"] and not config["batch.accumulation_schedule"]:
         micro_rows = old.global_rows // config["batch.accumulation"]

@@ -44,18 +44,18 @@ from bytescope.train.plan.remat_auto import settled_program
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
-from bytescope.train.run import profile, startup, summary, wandb_run
+from bytescope.train.run import profile, startup, summary
 from bytescope.train.run.display import MIN_NOTED_WAIT, Display
 from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, held_out_loss
 from bytescope.train.run.feed import feed, local_rows
 from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights, start_state
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_evaluation, model_flops_per_token
-from bytescope.train.run.recorders import Recorders
+from bytescope.train.run.recorders import Recorders, check
 from bytescope.train.run.run_directory import PAGE
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.source import METRICS
 from bytescope.train.step.optimizer.loss_scale import MIN_SCALE, SCALED_REMEDY, scale_metrics
-from bytescope.train.step.routing import loads_by_layer, routing_row
+from bytescope.train.step.routing import routing_row
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import NonFinite, UserError
 from bytescope.train.weights.folder import read_config
@@ -93,7 +93,7 @@ class Run:
       data: the training and held-out data.
       checkpoints: reads and writes the run's checkpoints.
       log: the file metrics.jsonl.
-      recorders: send metrics to the run page, TensorBoard and wandb.
+      recorders: send metrics to wandb, and write the run page.
       display: prints metrics and the progress bar.
       compiled: the compiled step and its memory report.
       peak_flops: peak FLOPs per second of one device; None if unknown.
@@ -142,14 +142,10 @@ class Run:
                 self.agreed += names
         return bool(self.agreed)
 
-    def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
-        """Appends a row of metrics to metrics.jsonl, sends it to the recorders (TensorBoard, wandb) and prints it.
-
-        `values`: the metrics that the step returned. They contain the expert loads (tokens per expert, relative to the
-        mean), which only TensorBoard records.
-        """
+    def record(self, row: dict[str, Any]) -> None:
+        """Appends a row of metrics to metrics.jsonl, sends it to wandb and prints it."""
         self.log.write(row)
-        self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
+        self.recorders.write(row)
         self.display.show(row)
 
 
@@ -232,8 +228,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
             "mfu": mfu,
             "hfu": mfu and mfu * run.compiled.flops_ratio,
             "memory": memory,
-        },
-        values,
+        }
     )
 
 
@@ -390,7 +385,7 @@ def run(
     began = time.monotonic()
     asked.updates(0, config.train.steps)
     if processes.first:
-        wandb_run.check(config.train.wandb)
+        check(config.train.wandb)
     try:
         with startup.progress_lines(console, "planning the step", command.verbose) as tell:
             program = settled_program(config, tell=tell, agree=processes.from_first)
@@ -480,7 +475,6 @@ def _train_and_sample(
         ) as answers,
         Recorders(
             start.workdir,
-            position.step,
             flatten(program.config),
             report,
             first,
@@ -604,7 +598,7 @@ def _show_end(
             f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
             "data.prefetch, or read token shards (bytescope prepare)"
         )
-    run.recorders.finish(end.steps, text)
+    run.recorders.finish(text)
     if text:
         run.display.note(f"sample:\n{text}")
     summary.show(console, end.rows())

@@ -7,7 +7,6 @@ Static content is prepared for `templates/run.html`. `static/run.js` draws the c
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -102,7 +101,6 @@ def render(run: RunDirectory, folder: str = ".") -> str:
             "cells": trace_tables.cells(trace),
             "operations": trace_tables.operations(trace),
         },
-        commands=_commands_for_run(run, prefix),
         config=_config_sections(run.config),
         has_rows=bool(run.rows or run.evaluations),
     )
@@ -293,25 +291,11 @@ def _bytes_cell(value: float | None) -> Cell:
     return Cell("") if value is None else Cell(human(value), value=value)
 
 
-# ---- links and commands ---------------------------------------------------------------------------------------
+# ---- links and config -----------------------------------------------------------------------------------------
 
 
 def _links_to_other_pages(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
     return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
-
-
-def _commands_for_run(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    def path(name: str = "") -> str:
-        return shlex.quote(prefix + name or ".")
-
-    commands = []
-    if "memory.json" in run.files:
-        commands.append(
-            ("this run's memory against another's", f"bytescope diff {path('memory.json')} OTHER/memory.json")
-        )
-    if "events" in run.files:
-        commands.append(("the curves in TensorBoard", f"tensorboard --logdir={path()}"))
-    return commands
 
 
 def _config_sections(config: Mapping[str, Any]) -> list[Section]:

@@ -38,7 +38,6 @@ BASE = {
     "train.eval_sequences": 4,
     "train.checkpoint_every": 0,
     "train.sample_tokens": 0,
-    "train.tensorboard": "False",
     "train.cache_dir": "none",
 }
 

@@ -156,7 +156,6 @@ def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys
         "train.eval_sequences": 4,
         "train.checkpoint_every": 2,
         "train.sample_tokens": 6,
-        "train.tensorboard": False,
         "train.cache_dir": "cache",
         "train.eval_prompts": "prompts.jsonl",
     }

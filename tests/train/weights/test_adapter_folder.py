@@ -42,7 +42,6 @@ KEYS = {
     "train.eval_every": 0,
     "train.eval_sequences": 2,
     "train.sample_tokens": 0,
-    "train.tensorboard": "false",
     "train.log_every": 1,
     "train.steps": 4,
     "train.checkpoint_every": 2,
