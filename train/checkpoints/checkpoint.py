@@ -249,7 +249,7 @@ class Checkpoints:
         Raises:
           UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
         """
-        if not self.saving():
+        if not self._manager.is_saving_in_progress():
             release_free_memory()  # memory freed after the previous checkpoint was written
         state = portable(state)
         meta = {
@@ -396,10 +396,6 @@ class Checkpoints:
                     "verified by their checksums"
                 )
         return notes
-
-    def saving(self) -> bool:
-        """Returns True if a checkpoint is being written in the background."""
-        return self._manager.is_saving_in_progress()
 
     @host_phase("save")
     def wait(self) -> None:

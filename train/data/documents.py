@@ -24,7 +24,6 @@ from bytescope.train.data.records import (
     choose_held_out,
     mark,
     read,
-    refuse_other_format,
     text_of,
 )
 from bytescope.train.data.tokenizer import Tokenizer, tokenize
@@ -299,10 +298,8 @@ class RecordTexts:
         )
 
     def _documents(self, skipped: Skipped) -> Iterator[tuple[str, bool]]:
-        for number, record in enumerate(read(self.files, (self.field,), skipped)):
+        for record in read(self.files, (self.field,), skipped):
             try:
-                if not number:
-                    refuse_other_format(record.values, (self.field,))
                 yield text_of(record.values.get(self.field), f"the field {self.field!r} (data.field)"), record.held_out
             except Malformed as error:
                 skipped.add(record.place, error)

@@ -6,7 +6,7 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -75,38 +75,8 @@ class Record:
     held_out: bool
 
 
-# data.format -> sets of fields, any of which a record of this format has.
-FORMAT_FIELDS = {
-    "text": (("text",),),
-    "chat": (("messages",), ("conversations",)),
-    "pairs": (("prompt", "completion"), ("instruction", "output")),
-}
-
-
 class Malformed(ValueError):
     """Raised for a record that cannot be used. The message is the reason."""
-
-
-class OtherFormat(Malformed):
-    """Raised for a record that has the fields of another data.format. The message has the remedy."""
-
-
-def refuse_other_format(names: Collection[str], fields: Collection[str]) -> None:
-    """Raises OtherFormat if a record has no field of the chosen data.format, but those of another one.
-
-    Args:
-      names: the fields of the record.
-      fields: the fields that the chosen format reads.
-    """
-    if set(names) & set(fields):
-        return
-    for name, sets in FORMAT_FIELDS.items():
-        for needed in sets:
-            if set(needed) <= set(names):
-                field = " --config.data.field=text" if name == "text" else ""
-                raise OtherFormat(
-                    f"the record has {' and '.join(needed)}: read it with --config.data.format={name}{field}"
-                )
 
 
 @dataclass
@@ -127,13 +97,11 @@ class Skipped:
         """Counts a malformed record. Raises UserError if more records are malformed than allowed."""
         self.count += 1
         self.first = self.first or f"{place}: {why}"
-        if self.count > self.allowed and isinstance(why, OtherFormat):
-            raise UserError(f"cannot use the record in {place}: {why}")
         if self.count > self.allowed:
             already = f" ({self.count - 1:,} before it were left out)" if self.allowed else ""
             raise UserError(
-                f"cannot use the record in {place}: {why}{already}; "
-                "fix the record, or allow N malformed records with data.skip_bad=N"
+                f"cannot use the record in {place}: {why}{already}; fix the record, set data.format and data.field to "
+                "match the records, or allow N malformed records with data.skip_bad=N"
             )
 
     def refuse_nothing_left(self, title: str, left: int) -> None:
@@ -260,10 +228,6 @@ def _batches_of_columns(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
 def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:
     columns = [name for name in names if name in fields]
     if not columns:
-        try:
-            refuse_other_format(names, fields)
-        except OtherFormat as error:
-            raise UserError(f"cannot use {path}: {error}") from None
         raise UserError(
             f"{path} has the columns {', '.join(names[:20])}, but none named {' or '.join(fields)}: set data.format "
             "and data.field to match the file"

@@ -278,8 +278,8 @@ def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
     asked = list(takewhile(lambda message: message["role"] != "assistant", example.messages))
     # The model reads the rendered text before the answer.
     chat = Chat([*asked, {"role": "assistant", "content": ""}], example.tools)
-    with Renderer(find_template(data.tokenizer, config.data.chat_template)) as renderer:
-        (rendered,) = renderer.render([chat], before=True, up_to=False)
+    renderer = Renderer(find_template(data.tokenizer, config.data.chat_template))
+    rendered = renderer.render(chat, before=True, up_to=False)
     if isinstance(rendered, Malformed):  # no error, since the run is already trained
         return data.encode(text or example.messages[0]["content"])
     tokenizer = data.tokenizer.parsing() if isinstance(data.tokenizer, JsonTokenizer) else data.tokenizer

@@ -144,8 +144,7 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
 
 def _cut_into_windows(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
     # int32 [windows, length]; the texts of the file are joined without separators.
-    with Prompts(source, chat=False) as prompts:
-        tokens = read_tokens(prompts, path, flag)
+    tokens = read_tokens(Prompts(source, chat=False), path, flag)
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 

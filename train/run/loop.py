@@ -194,9 +194,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
-    slow = clock.tick(batch.tokens_at(step - 1))
-    if slow:
-        run.display.note(f"step {step} took {slow}")
+    clock.tick(batch.tokens_at(step - 1))
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale an update whose gradients overflow is skipped. A scale that keeps falling ends the run.
@@ -500,7 +498,7 @@ def _train_and_sample(
             answers,
         )
         start.stop.watch()
-        with contextlib.closing(Clock(checkpoints.saving)) as clock, host_phase("train"):
+        with contextlib.closing(Clock()) as clock, host_phase("train"):
             state = train(run, state, position, clock)
         display.close()
         _show_end(start, run, position.step + 1, before, state, clock)
