@@ -322,17 +322,6 @@ class Checkpoints:
             steps = self.steps()
         return None
 
-    @host_phase("restore")
-    def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """Describes the damage of a step's checkpoint, which `restore` would also find, without moving files. Returns
-        "" for an undamaged checkpoint.
-
-        `abstract`: shapes and shardings of the state. `order`: layer index of each row of the stacks of layers, {} for
-        model order.
-        """
-        read = self._restore(step, portable(abstract), order)
-        return read if isinstance(read, str) else ""
-
     def _restore(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
         """Restores the checkpoint of a step. Returns (state, number of updates and of sequences consumed). If any
         process finds the checkpoint damaged, returns a description of the damage instead.

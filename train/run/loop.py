@@ -31,7 +31,7 @@ from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
-from bytescope.train.checkpoints.workdir import claimed, naming_files, recordable
+from bytescope.train.checkpoints.workdir import claimed, recordable
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.data.tokenizer import IdTokenizer
 from bytescope.train.export.config_json import config_json
@@ -391,13 +391,10 @@ def run(
         raise
     except ValueError as error:  # a config that cannot run on these devices; the message has the remedy
         raise UserError(str(error)) from error
-    with naming_files(workdir, config):
-        data = open_data(DataConfig(**config.data))
-        fingerprints = fingerprint_of_weights(program), fingerprint_of_adapter(program)
-        batch = program.batch
-        identity = recordable(
-            config, command, batch.global_rows, data.fingerprint, *fingerprints, micro_rows=batch.rows
-        )
+    data = open_data(DataConfig(**config.data))
+    fingerprints = fingerprint_of_weights(program), fingerprint_of_adapter(program)
+    batch = program.batch
+    identity = recordable(config, command, batch.global_rows, data.fingerprint, *fingerprints, micro_rows=batch.rows)
     check_vocab(data, config.model.vocab_size)
     prompts = EvalPrompts(program, data)
     with (
@@ -411,8 +408,6 @@ def run(
         done = checkpoints.steps()
         finished = bool(done) and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1])
         if processes.from_first(finished):
-            _expect_restore(program, checkpoints, console)
-            _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
             summary.show_commands(console, next_commands(program.config, data, workdir, command))
             return
@@ -430,19 +425,6 @@ def run(
             report, program.mesh.local_devices[0], lambda: refusal.advice_without_compiling(report, command)
         ):
             _train_and_sample(start, program, data, checkpoints, compiled, prompts)
-
-
-def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
-    # An unfinished run continues from the previous checkpoint instead. For a finished run the user decides whether to
-    # lose updates.
-    with explained(None, program.mesh.local_devices[0]):
-        damage = checkpoints.damage(saved[-1], program.state, program.order)
-    if damage:
-        before = f"continues from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
-        raise UserError(
-            f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
-            f"copy, or move {checkpoints.root / str(saved[-1])} away; the same command then {before}"
-        )
 
 
 def _train_and_sample(
