@@ -46,7 +46,6 @@ from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
 from bytescope.train.run import summary
 from bytescope.train.step.optimizer.rules import describe_scaling
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.adapter_folder import origin
 
 if TYPE_CHECKING:  # importing this module imports grain, which takes time
     from bytescope.train.data.batches import Data
@@ -121,7 +120,7 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     ]
     init = program.config.init
     if init.adapter:
-        rows.append(("adapters", origin(init.adapter, init.folder)))
+        rows.append(("adapters", f"from {init.adapter}"))
     if verbose or program.config.data.format != "text":  # it has the number of unmasked targets and the fill of rows
         rows.append(("data", data))
     if verbose:

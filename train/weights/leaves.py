@@ -17,7 +17,7 @@ from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import EXPERT, LAYER, Family, TensorRow
-from bytescope.train.weights.folder import DTYPES, FP8, Folder, StoredTensor
+from bytescope.train.weights.folder import FP8, Folder, StoredTensor
 from bytescope.train.weights.hf_config import family_of, fp8_block
 from bytescope.train.weights.patterns import Pattern, Sizes, Span, sizes_of, spans_of
 from bytescope.train.weights.stacks import PER_EXPERT
@@ -71,7 +71,7 @@ class Leaf:
     @property
     def itemsize(self) -> int:
         """Bytes per element on disk."""
-        return DTYPES[self.tensor.dtype]
+        return (FP8 | READABLE)[self.tensor.dtype].itemsize
 
     @property
     def nbytes(self) -> int:

@@ -35,7 +35,7 @@ OF_RATES = [
 OF_WEIGHTS = [
     ("hf:", "is empty"),
     ("hf:missing", "no folder missing: give a folder with config.json and model.safetensors, as hf download OWNER/mis"),
-    ("hf:SmolLM2-135M", "as hf download HuggingFaceTB/SmolLM2-135M --local-dir=SmolLM2-135M writes it"),
+    ("hf:SmolLM2-135M", "as hf download OWNER/SmolLM2-135M --local-dir=SmolLM2-135M writes it"),
     ("hf:notes.md", "notes.md is a file"),
     ("hf:.", "no 'config.json'"),
     ("hf:~nobody-here/x", "no folder ~nobody-here/x"),
