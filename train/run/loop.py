@@ -415,8 +415,7 @@ def run(
         startup.show_program(console, program, data.description, verbose=command.verbose)
         summary.show(console, [("passes", startup.passes(program, len(data.train)))])
         read = program.batch.rows_before(config.train.steps)
-        warnings = startup.doubtful_settings(program.settings, program.mesh.devices.flat[0].platform)
-        for line in (*warnings, *startup.doubtful_data(program.settings, data, read)):
+        for line in startup.doubtful_settings(program.settings, data, read):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         start = RunStart(workdir, console, processes, asked, command, began, stop)

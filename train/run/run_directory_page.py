@@ -34,7 +34,6 @@ from bytescope.memory.view.elements import (
     versions,
 )
 from bytescope.memory.view.frame import page
-from bytescope.train.plan.config_facts import CAPACITY
 from bytescope.train.run.run_directory import PAGE, RunDirectory, read
 
 # Maximum number of points of a curve, and of findings. A longer curve keeps the minimum
@@ -50,9 +49,6 @@ CURVES = {
     "peak": "memory.peak_bytes",
     "predicted": "memory.predicted_bytes",
 }
-# The load-balance coefficient of Switch (arXiv 2101.03961), which is suggested if a run has none, and the factor by
-# which a larger capacity for expert rows is suggested.
-BALANCE, MORE_ROOM = 0.01, 1.5
 # File or folder in the run directory -> the text of a link to it.
 BESIDE = {"memory.html": "the full report of the step"}
 
@@ -227,42 +223,8 @@ def _router_figures(run: RunDirectory) -> list[HeaderFigure]:
 
 
 def _findings(run: RunDirectory) -> list[Finding]:
-    own = run.report.findings if run.report else []
-    return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]]
-
-
-def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:
-    # Findings have 0 bytes if acting on them saves no memory.
-    last = next((row for row in reversed(rows) if "load_max" in row), None)
-    if last is None:
-        return []
-    findings, step = [], f"at step {int(last['step']):,}"
-    idle, dropped = int(last.get("idle_experts", 0)), last.get("dropped_share", 0.0)
-    if idle:
-        weight = float(config.get("loss.balance") or 0)
-        raised = 2 * weight if weight else BALANCE
-        findings.append(
-            Finding(
-                "idle_experts",
-                0,
-                f"{idle:,} experts got no token {step}, counted over all layers: their parameters and "
-                "state use memory without effect",
-                f"raise loss.balance, now {weight:g}",
-                f"--config.loss.balance={raised:g}",
-            )
-        )
-    if dropped:
-        room = float(config.get("model.capacity_factor") or CAPACITY)
-        findings.append(
-            Finding(
-                "dropped_rows",
-                0,
-                f"{dropped:.2%} of the choices found no room {step}, and visited no expert",
-                f"raise model.capacity_factor, now {room:g} times the mean load; rows take memory",
-                f"--config.model.capacity_factor={MORE_ROOM * room:g}",
-            )
-        )
-    return findings
+    findings = run.report.findings if run.report else []
+    return sorted(findings, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]
 
 
 def _memory(report: ReportRecord) -> list[HeaderFigure]:

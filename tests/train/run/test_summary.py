@@ -113,7 +113,7 @@ def test_a_program_is_told_in_a_few_lines(width):
     assert startup.passes(program, 896) == "896 sequences to train on, 20 updates read each 2.9 times"
     assert startup.passes(program, 5120) == "5,120 sequences to train on, 20 updates read 50 % of them"
     every = said(lambda console: startup.show_program(console, program, "[/b] texts", verbose=True), width)
-    assert "[/b] texts" in " ".join(every) and "embedding" in " ".join(every)
+    assert "[/b] texts" in " ".join(every) and "attention" in " ".join(every)
 
 
 @pytest.mark.parametrize(
