@@ -20,7 +20,6 @@ from bytescope.train.data.corpus import find
 from bytescope.train.data.example_content import CONTENTS, Chat, Pair
 from bytescope.train.data.packing import ExampleSource
 from bytescope.train.data.records import (
-    HELD_OUT,
     Malformed,
     RecordFiles,
     Skipped,
@@ -75,27 +74,6 @@ def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSour
                 "data.seq_len tokens, or set data.eval_source"
             )
     return *parts, _fingerprint(config, tokenizer, sets, parts), _describe(config, tokenizer, sets, parts, copies)
-
-
-def first_held_out(config: DataConfig) -> Chat | Pair:
-    """Returns the content of the first held-out record. Reads the records up to this one.
-
-    Raises UserError if a file cannot be read.
-    """
-    files = _find(config, "eval_source" if config.eval_source else "source")
-    named = tuple(file for file in files.files if file.held_out)
-    by_name = bool(named) and (len(named) < len(files.files) or bool(config.eval_source))
-    if by_name:
-        files = dataclasses.replace(files, files=named)
-    smallest: tuple[int, Any] | None = None
-    for _, _, content in _read_contents(files, config.format, Skipped(config.skip_bad)):
-        value = mark(content.key())
-        if by_name or config.eval_source or value % HELD_OUT == 0:
-            return content
-        if smallest is None or value < smallest[0]:
-            smallest = value, content
-    assert smallest is not None  # the run has held-out records
-    return smallest[1]
 
 
 def _find(config: DataConfig, key: str) -> RecordFiles:

@@ -96,6 +96,7 @@ class Run:
       recorders: send metrics to wandb, and write the run page.
       display: prints metrics and the progress bar.
       compiled: the compiled step and its memory report.
+      flops_per_token: model FLOPs of a token in a step.
       peak_flops: peak FLOPs per second of one device; None if unknown.
       predicted_bytes: predicted bytes in use per device, shown beside the measured bytes.
       profile: traces some updates if the user asked for it.
@@ -116,6 +117,7 @@ class Run:
     recorders: Recorders
     display: Display
     compiled: startup.Compiled
+    flops_per_token: float
     peak_flops: float | None
     predicted_bytes: int
     profile: profile.Profile
@@ -205,10 +207,8 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
     lap = clock.lap()
-    adapters = adapter_parameters(run.program.state.params)
-    flops_per_token = model_flops_per_token(run.program.model, batch.seq_len, run.program.frozen, adapters)
     tokens_per_s = lap.tokens / lap.seconds
-    mfu = tokens_per_s * flops_per_token / (run.peak_flops * mesh.size) if run.peak_flops else None
+    mfu = tokens_per_s * run.flops_per_token / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = measure(run.program, run.device_peak)
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
     run.record(
@@ -445,6 +445,7 @@ def _train_and_sample(
         state, position = start_state(program, checkpoints, console)
     traced = start.traced.updates(position.step, steps) if first else range(0)
     release_free_memory()  # memory freed after restoring
+    adapters = adapter_parameters(program.state.params)
     # The answers of an interrupted evaluation are written again by the next evaluation.
     answered = position.step - (not has_evaluation(metrics_file, position.step))
     with (
@@ -470,6 +471,7 @@ def _train_and_sample(
             recorders,
             display,
             compiled,
+            model_flops_per_token(program.model, program.batch.seq_len, program.frozen, adapters),
             startup.peak_flops(program),
             predicted_in_use(report, before),
             tracer,
@@ -548,18 +550,18 @@ def _show_end(
         with host_phase("sample"):
             text = sample_text(program, run.data, state.model_params)
     record_host_memory(run, max(last, first_step - 1))
-    end = summary.End(
-        first_step,
-        last,
-        run.config.train.steps,
-        time.monotonic() - start.began,
-        run.evaluated,
-        clock.tokens_per_s(),
-        run.compiled.report,
-        before,
-        measure(program, run.device_peak),
-        checkpoints.root / str(last) if last else None,
-        start.workdir / PAGE,
+    rows = summary.end_rows(
+        first=first_step,
+        last=last,
+        steps=run.config.train.steps,
+        seconds=time.monotonic() - start.began,
+        evaluated=run.evaluated,
+        tokens_per_s=clock.tokens_per_s(),
+        report=run.compiled.report,
+        before=before,
+        live=measure(program, run.device_peak),
+        checkpoint=checkpoints.root / str(last) if last else None,
+        page=start.workdir / PAGE,
     )
     if run.agreed:
         run.display.note(
@@ -567,7 +569,7 @@ def _show_end(
             if last
             else f"{run.agreed[0]} before the first update: nothing is saved"
         )
-        summary.show(console, end.rows())
+        summary.show(console, rows)
         command = start.command.resume(start.workdir)
         summary.show_commands(console, {"to resume" if last else "to start again": command})
         return
@@ -580,5 +582,5 @@ def _show_end(
     run.recorders.finish(text)
     if text:
         run.display.note(f"sample:\n{text}")
-    summary.show(console, end.rows())
+    summary.show(console, rows)
     summary.show_commands(console, next_commands(run.config, run.data, start.workdir, start.command))

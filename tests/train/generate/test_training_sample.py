@@ -116,7 +116,6 @@ def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
     )
     for keys, prompt in (
         ({}, r"what is \d+"),
-        ({"data.loss_on": "all"}, r"what is \d+"),
         ({"train.sample_prompt": "and you"}, "and you"),
     ):
         config = small_config(
@@ -125,11 +124,6 @@ def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
         data = open_data(DataConfig(**config.data))
         text = data.decode(sample_prompt(config, data))
         assert re.fullmatch(rf"<\|im_start\|>user\n{prompt}<\|im_end\|>\n<\|im_start\|>assistant\n", text), text
-    pairs = small_config({"data.source": str(tmp_path / "pairs.jsonl"), "data.format": "pairs", "data.loss_on": "all"})
-    (tmp_path / "pairs.jsonl").write_text(
-        "".join(f'{{"prompt": "what is {n}?", "completion": " it is {n}"}}\n' for n in range(9))
-    )
-    assert re.fullmatch(r"what is \d\?", bytes(sample_prompt(pairs, open_data(DataConfig(**pairs.data)))).decode())
 
 
 @pytest.mark.quick

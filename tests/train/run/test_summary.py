@@ -19,7 +19,6 @@ from bytescope.train.program.run_command import Command
 from bytescope.train.run import startup, summary
 from bytescope.train.run.display import Display, describe
 from bytescope.train.run.loop import next_commands
-from bytescope.train.run.summary import End
 from support.toy import small_config, small_program
 
 pytestmark = pytest.mark.quick
@@ -220,7 +219,7 @@ def end(**fields):
         "live": live,
         "checkpoint": None,
     }
-    return dict(End(**{**values, **fields}).rows())
+    return dict(summary.end_rows(**{**values, **fields}))
 
 
 def test_the_end_says_what_was_reached_and_what_was_there_before():
