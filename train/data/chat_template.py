@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import check_readable, one_line
-from bytescope.train.data.example_content import Chat
-from bytescope.train.data.records import Malformed, text_of
+from bytescope.train.data.records import Chat, Malformed, text_of
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.user_errors import UserError
 

@@ -17,10 +17,12 @@ import numpy as np
 
 from bytescope.train.data.chat_template import CHATML, Rendered, Renderer, find_template, named_tokens, tokenizer_config
 from bytescope.train.data.corpus import find
-from bytescope.train.data.example_content import CONTENTS, Chat, Pair
 from bytescope.train.data.packing import ExampleSource
 from bytescope.train.data.records import (
+    CONTENTS,
+    Chat,
     Malformed,
+    Pair,
     RecordFiles,
     Skipped,
     choose_held_out,

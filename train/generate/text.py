@@ -15,8 +15,8 @@ import numpy as np
 from bytescope.memory.errors import check_readable
 from bytescope.memory.view.console import safe
 from bytescope.train.data.chat_template import Renderer, find_template
-from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.long_texts import encode_long
+from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.generate.answers import read_rows
 from bytescope.train.generate.engine import Engine

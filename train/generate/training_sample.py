@@ -25,7 +25,7 @@ from bytescope.model.runs import BLOCKS, DENSE, layers_of, stack_of
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data, TokenSource
 from bytescope.train.data.chat_template import Renderer, find_template
-from bytescope.train.data.example_content import Chat, Malformed
+from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.data.tokenizer import JsonTokenizer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Model

@@ -38,7 +38,7 @@ from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import parameters_of
-from bytescope.train.weights.packed_folder import packed_paths
+from bytescope.train.weights.packed import packed_paths
 
 HELD_OUT = 32  # maximum number of held-out windows
 SHARE = 4  # without --held-out, the last 1/SHARE of the calibration text is held out

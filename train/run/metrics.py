@@ -14,8 +14,7 @@ from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
 from bytescope.model.frozen import dotted
 from bytescope.train.checkpoints.workdir import write_atomically
-from bytescope.train.weights.leaves import parameters_of
-from bytescope.train.weights.stacks import stored_at
+from bytescope.train.weights.leaves import parameters_of, stored_at
 
 # Every row of metrics has one of these keys, except for the last row of a start, with "host_memory". A resumed run
 # removes that row, because it has the memory of an earlier process.

@@ -21,13 +21,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig
+from bytescope.model.frozen import dotted
 from bytescope.model.quantized.quantized_formats import Matrix, parts_of
 from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
-from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
+from bytescope.train.weights.leaves import Leaf, by_array, by_row, checkpoint_leaves
 from bytescope.train.weights.patterns import Span, spans_of
 from bytescope.train.weights.quantized import QuantizedJob
-from bytescope.train.weights.stacks import by_array, by_row
 
 PIECE = 4 * 2**20  # bytes on disk that are read at a time
 PIECE_COPIES = 4  # as Python bytes, as an array on the device, and in a program: the transposed piece and its result
@@ -258,11 +258,6 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
     middle = start + (stop - start) // 2
     for half in ((start, middle), (middle, stop)):
         yield from pieces([*spans[:axis], half, *spans[axis + 1 :]], most, outer)
-
-
-def dotted(path: Sequence[Any]) -> str:
-    """Returns a jax tree path as dotted text, such as blocks.3.attention.w_q."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
 
 
 def _make_jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:

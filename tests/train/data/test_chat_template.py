@@ -3,8 +3,7 @@
 import pytest
 
 from bytescope.train.data.chat_template import CHATML, Renderer, Template
-from bytescope.train.data.example_content import Chat
-from bytescope.train.data.records import Malformed
+from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.user_errors import UserError
 
 pytestmark = pytest.mark.quick
