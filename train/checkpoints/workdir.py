@@ -66,7 +66,6 @@ PATHS = (
     "data.chat_template",
     "init.folder",
     "init.adapter",
-    "train.eval_prompts",
 )
 NAMES = ("", "stdlib", "bytes", "none")
 # Keys that may differ between processes: paths on their own machines, and settings of reading.

@@ -1,4 +1,4 @@
-"""Generates text with the model in training: at the end of a run, and at evaluations if `train.eval_prompts` is set.
+"""Generates text with the model in training, at the end of a run.
 
 The engine of train/generate is used, with the parameters in their training layout. If the layers are divided into
 pipeline stages, or experts over several devices, each token is computed by a pass over the whole buffer instead, with

@@ -30,7 +30,10 @@ SYNONYMS = {
     "max_steps": "steps",
 }
 # Key that configs no longer have -> what to use instead. The config.json of an older run may have it.
-GONE = {"train.tensorboard": "leave it out: the page of the run has its curves, and train.wandb=PROJECT sends them"}
+GONE = {
+    "train.eval_prompts": "leave it out: bytescope generate RUN --prompts=FILE --step=N answers prompts",
+    "train.tensorboard": "leave it out: the page of the run has its curves, and train.wandb=PROJECT sends them",
+}
 
 
 def _parse_bool(text: str) -> bool:

@@ -46,8 +46,7 @@ from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
 from bytescope.train.run import profile, startup, summary
 from bytescope.train.run.display import MIN_NOTED_WAIT, Display
-from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, held_out_loss
-from bytescope.train.run.feed import feed, local_rows
+from bytescope.train.run.feed import feed, held_out_loss, local_rows
 from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights, start_state
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_evaluation, model_flops_per_token
 from bytescope.train.run.recorders import Recorders, check
@@ -102,8 +101,6 @@ class Run:
       profile: traces some updates if the user asked for it.
       processes: the processes that train together.
       stop: names of signals that this process received.
-      prompts: generates the answers to the evaluation prompts.
-      answers: the file to which the answers to the evaluation prompts are written.
       device_peak: measured bytes of arrays and temporaries of the step on the CPU devices of this process; None on
         accelerators, before the measurement, and if the temporaries are too small for it (`resolves_temporaries`).
       agreed: names of the signals, received by any process, that all processes have agreed to act on.
@@ -123,8 +120,6 @@ class Run:
     profile: profile.Profile
     processes: Processes
     stop: list[str]
-    prompts: EvalPrompts
-    answers: MetricsLog
     device_peak: int | None = None
     agreed: list[str] = dataclasses.field(default_factory=list)
     evaluated: tuple[int, float] | None = None
@@ -163,7 +158,7 @@ def measure(program: Program, device_peak: int | None = None) -> LiveMemory | No
 @profile.hosted("evaluation")
 @host_phase("evaluate")
 def evaluate(run: Run, state: TrainState, step: int) -> float | None:
-    """Evaluates after `step`, and records the loss and the answers to the prompts.
+    """Evaluates after `step`, and records the loss.
 
     Returns the held-out loss in nats per token, or None if a signal interrupted the evaluation. The next start then
     repeats it.
@@ -174,11 +169,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> float | None:
         return None
     loss, tokens = held_out
     run.evaluated = (step, loss)
-    for row in run.prompts.answers(state.model_params, step):
-        run.answers.write(row)
-    run.record(
-        {"step": step, "eval_loss": loss, "eval_tokens": tokens}
-    )  # last, because this row marks the evaluation done
+    run.record({"step": step, "eval_loss": loss, "eval_tokens": tokens})
     return loss
 
 
@@ -396,7 +387,6 @@ def run(
     batch = program.batch
     identity = recordable(config, command, batch.global_rows, data.fingerprint, *fingerprints, micro_rows=batch.rows)
     check_vocab(data, config.model.vocab_size)
-    prompts = EvalPrompts(program, data)
     with (
         contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
         claimed(workdir, identity, extend=extend, processes=processes) as notes,
@@ -423,16 +413,11 @@ def run(
         with explained(
             report, program.mesh.local_devices[0], lambda: refusal.advice_without_compiling(report, command)
         ):
-            _train_and_sample(start, program, data, checkpoints, compiled, prompts)
+            _train_and_sample(start, program, data, checkpoints, compiled)
 
 
 def _train_and_sample(
-    start: RunStart,
-    program: Program,
-    data: Data,
-    checkpoints: Checkpoints,
-    compiled: startup.Compiled,
-    prompts: EvalPrompts,
+    start: RunStart, program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled
 ) -> None:
     """Restores or creates the state, opens the logs, trains, and prints a sample of generated text at the end."""
     console, first, report = start.console, start.processes.first, compiled.report
@@ -446,13 +431,8 @@ def _train_and_sample(
     traced = start.traced.updates(position.step, steps) if first else range(0)
     release_free_memory()  # memory freed after restoring
     adapters = adapter_parameters(program.state.params)
-    # The answers of an interrupted evaluation are written again by the next evaluation.
-    answered = position.step - (not has_evaluation(metrics_file, position.step))
     with (
         contextlib.closing(MetricsLog(metrics_file, position.step, first)) as log,
-        contextlib.closing(
-            MetricsLog(start.workdir / ANSWERS, answered, first and bool(prompts.texts), ("text",))
-        ) as answers,
         Recorders(
             start.workdir,
             flatten(program.config),
@@ -477,8 +457,6 @@ def _train_and_sample(
             tracer,
             start.processes,
             start.stop.names,
-            prompts,
-            answers,
         )
         start.stop.watch()
         with contextlib.closing(Clock()) as clock, host_phase("train"):

@@ -91,17 +91,17 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def _parse_row(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
+def _parse_row(line: str) -> dict[str, Any] | None:
     # None if the line is incomplete or damaged.
     try:
         row = json.loads(line)
-        return row if isinstance(row["step"], int) and any(kind in row for kind in kinds) else None
+        return row if isinstance(row["step"], int) and any(kind in row for kind in KINDS) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 class MetricsLog:
-    """Appends rows to a file such as `metrics.jsonl`. Each row is synchronized to disk.
+    """Appends rows to the file `metrics.jsonl`. Each row is synchronized to disk.
 
     Opening the file removes an incomplete last line and every row after `step`, because the resumed run writes these
     rows again.
@@ -110,17 +110,15 @@ class MetricsLog:
       path: the file.
       step: number of updates that are done when the run starts or resumes.
       enabled: False to write nothing, because another process writes the file.
-      kinds: keys such as "loss", at least one of which is in every row. A row in the file without any of them is
-        treated as damaged and removed.
     """
 
-    def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):
+    def __init__(self, path: Path, step: int, enabled: bool = True):
         self.path, self._file = path, None
         if not enabled:
             return
         kept = []
         for line in _lines(path):
-            row = _parse_row(line, kinds)
+            row = _parse_row(line)
             if row is not None and row["step"] <= step:
                 kept.append(json.dumps(row) + "\n")
         write_atomically(path, "".join(kept))

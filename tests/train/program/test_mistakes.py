@@ -672,8 +672,7 @@ MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "mea
 MISTAKES["trace"] += [(f"missing.xplane.pb {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [
-    ("tiny --config.train.eval_prompts=missing", "train.eval_prompts=missing cannot be read"),
-    ("tiny --config.train.eval_prompts=records.jsonl", "row 0 has no text"),
+    ("tiny --config.train.eval_prompts=missing", "train.eval_prompts is an unknown key, because it is gone"),
     ("tiny --config.init.adapter=missing", "init.adapter=missing cannot be used without init.folder"),
 ]
 MISTAKES["train"] += [("tiny --config.train.steps=1 --rates=rates.json", message) for message in OTHER_DEVICE]
