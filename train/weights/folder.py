@@ -221,8 +221,9 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
         raise UserError(f"{root} is a file: give the folder with {config}")
     if not os.path.isdir(root):
         weights = SINGLE if config == CONFIG else ADAPTER
+        repository = str(path) if str(path).count("/") == 1 else f"OWNER/{root.name}"
         raise UserError(
-            f"there is no folder {root}: give a folder with {config} and {weights}, as hf download OWNER/{root.name} "
+            f"there is no folder {root}: give a folder with {config} and {weights}, as hf download {repository} "
             f"--local-dir={root.name} writes it"
         )
     return root

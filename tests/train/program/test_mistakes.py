@@ -42,11 +42,7 @@ OF_WEIGHTS = [
     (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"),
     ("hf:experts", "experts/config.json: the key num_local_experts"),
-    (
-        "hf:meta-llama/Llama-3.1-8B",
-        "hf: and init.folder must name a local folder: download it from the Hugging Face Hub with hf "
-        "download meta-llama/Llama-3.1-8B --local-dir=Llama-3.1-8B",
-    ),
+    ("hf:meta-llama/Llama-3.1-8B", "as hf download meta-llama/Llama-3.1-8B --local-dir=Llama-3.1-8B writes it"),
     ("hf:dynamic", "of the kind 'dynamic'"),
     ("hf:cut", "config.json is damaged"),
     ("--config=hf:missing", "no folder"),
