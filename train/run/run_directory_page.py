@@ -49,8 +49,7 @@ CURVES = {
     "peak": "memory.peak_bytes",
     "predicted": "memory.predicted_bytes",
 }
-# File or folder in the run directory -> the text of a link to it.
-BESIDE = {"memory.html": "the full report of the step"}
+REPORT = "memory.html"  # the page of the report of the step
 
 
 def write(workdir: Path, out: Path | None = None) -> None:
@@ -84,7 +83,7 @@ def render(run: RunDirectory, folder: str = ".") -> str:
         versions=versions(report.versions) if report else "",
         state=_run_status(run),
         problems=run.problems,
-        links=_links_to_other_pages(run, prefix),
+        links=[(quote(f"{prefix}{REPORT}"), "the full report of the step")] if REPORT in run.files else [],
         report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
@@ -106,7 +105,10 @@ def page_data(run: RunDirectory) -> dict[str, Any]:
     """Returns the data that the page's script draws, as JSON values: curves of the metrics, the memory limit, the
     and the traced time. A curve is (steps, values). Memory is in bytes, losses are in nats per
     token."""
-    curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
+    curves = {}
+    for name, field in CURVES.items():
+        curves[name] = curve([(row["step"], row[field]) for row in run.rows if field in row])
+    curves["held_out"] = curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
         "name": run.name,
@@ -116,14 +118,6 @@ def page_data(run: RunDirectory) -> dict[str, Any]:
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
         "trace": run.breakdown and trace_tables.page_data(run.breakdown),
     }
-
-
-def _curve(run: RunDirectory, field: str) -> tuple[list[float], list[float]]:
-    return curve([(row["step"], row[field]) for row in run.rows if field in row])
-
-
-def _held_out(run: RunDirectory) -> tuple[list[float], list[float]]:
-    return curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
 
 
 def curve(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> tuple[list[float], list[float]]:
@@ -253,11 +247,7 @@ def _bytes_cell(value: float | None) -> Cell:
     return Cell("") if value is None else Cell(human(value), value=value)
 
 
-# ---- links and config -----------------------------------------------------------------------------------------
-
-
-def _links_to_other_pages(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
+# ---- config ---------------------------------------------------------------------------------------------------
 
 
 def _config_sections(config: Mapping[str, Any]) -> list[Section]:

@@ -85,11 +85,11 @@ def load_leaves(
     for name, (base, matrix) in quantized.items():
         shards = {part: targets[f"{name}.{part}"].shards for part in parts_of(base, matrix)}
         parts.update(f"{name}.{part}" for part in shards)
-        for index, leaf in _leaves_for(name, by_target).items():
+        for index, leaf in by_target[name].items():
             jobs.append(QuantizedJob(leaf, base, matrix, shards, index[0] if index else None))
     for name, target in targets.items():
         if name not in parts:
-            jobs += _make_jobs(target, _leaves_for(name, by_target))
+            jobs += _make_jobs(target, by_target[name])
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -268,12 +268,3 @@ def _make_jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[
             if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans)):
                 jobs.append(_Job(leaf, shard, index))
     return jobs
-
-
-def _leaves_for(name: str, by_target: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
-    if name not in by_target:
-        raise ValueError(
-            f"parameter {name} is not in the folder, or only some of its layers are: request only parameters of the "
-            "model"
-        )
-    return by_target[name]

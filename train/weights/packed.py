@@ -8,7 +8,7 @@ eight codes. The rows of LAYOUTS pack and unpack weights; no other module depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -199,6 +199,18 @@ LAYOUTS: Mapping[str, PackedLayout] = {
         _compressed_unpack,
     ),
 }
+# Layout -> key of its settings -> the supported values. Groups must be in the order of the inputs (actorder).
+IN_ORDER = (None, False, "weight")
+SUPPORTED: Mapping[str, Mapping[str, Collection[Any]]] = {
+    "awq": {"bits": (BITS,), "version": ("gemm",), "zero_point": (True,), "actorder": IN_ORDER, "group_size": SIZES},
+    "compressed-tensors": {
+        "num_bits": (BITS,),
+        "type": ("int",),
+        "strategy": ("group",),
+        "actorder": IN_ORDER,
+        "group_size": SIZES,
+    },
+}
 OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may lack
 
 
@@ -234,34 +246,20 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | 
         raise UserError(f"{where}: {PACKED} is not a JSON object: download the folder again")
     method = str(quantization.get("quant_method"))
     settings = quantization if method == "awq" else _read_weight_settings(quantization)
-    wanted = {
-        "awq": {"bits": BITS, "version": "gemm", "zero_point": True},
-        "compressed-tensors": {"num_bits": BITS, "type": "int", "strategy": "group"},
-    }.get(method)
-    if wanted is None:
-        raise UserError(
-            f"{where}: {PACKED} has quant_method={one_line(repr(method))[:60]}: "
-            f"only {' and '.join(LAYOUTS)} are supported; give the folder of the bf16 weights"
-        )
-    for key, value in wanted.items():
+    if method not in LAYOUTS:
+        raise _unsupported(where, "quant_method", method, LAYOUTS)
+    for key, values in SUPPORTED[method].items():
         given = settings.get(key)
-        if (given.lower() if isinstance(given, str) else given) != value:
-            raise UserError(
-                f"{where}: {PACKED} has {key}={one_line(repr(given))[:60]}: only {value} is supported; give "
-                "the folder of the bf16 weights"
-            )
-    if settings.get("actorder") not in (None, False, "weight"):
-        raise UserError(
-            f"{where}: {PACKED} has actorder={one_line(repr(settings['actorder']))[:60]}: only groups in "
-            "the order of the inputs are supported; give the folder of the bf16 weights"
-        )
-    group = settings.get("group_size")
-    if group not in SIZES:
-        raise UserError(
-            f"{where}: {PACKED} has group_size={one_line(repr(group))[:60]}: only groups of "
-            f"{', '.join(map(str, SIZES))} are supported; give the folder of the bf16 weights"
-        )
-    return LAYOUTS[method], group
+        if (given.lower() if isinstance(given, str) else given) not in values:
+            raise _unsupported(where, key, given, values)
+    return LAYOUTS[method], settings["group_size"]
+
+
+def _unsupported(where: str, key: str, value: Any, supported: Collection[Any]) -> UserError:
+    return UserError(
+        f"{where}: {PACKED} has {key}={one_line(repr(value))[:60]}: only {' or '.join(map(str, supported))} is "
+        "supported; give the folder of the bf16 weights"
+    )
 
 
 def _read_weight_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
