@@ -327,7 +327,6 @@ def test_a_layout_and_its_inverse(text):
 
 
 @pytest.mark.quick
-@pytest.mark.quick
 def test_pieces_are_the_whole_and_no_larger_than_asked():
     spans = [(3, 10), (0, 64), (5, 6)]
     found = list(loading.pieces(spans, 20, 1))
