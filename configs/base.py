@@ -269,8 +269,6 @@ def _train_group() -> ConfigDict:
     # of a held-out document, or a held-out prompt for chats and pairs
     train.sample_prompt = ""
     train.sample_temperature = 0.8  # sampling temperature; 0: always the most likely token
-    train.eval_prompts = ""  # JSON lines of prompts that each evaluation answers into answers.jsonl; empty: none
-    train.tensorboard = True  # write TensorBoard event files
     train.wandb = ""  # project at Weights & Biases that also gets the rows; empty: none
     train.cache_dir = ""  # folder of the compilation cache; empty: $XDG_CACHE_HOME/bytescope/xla; none: no cache
     return train

@@ -12,7 +12,6 @@ PACKAGES = (
     "tensorstore",
     "ml_collections",
     "grain",
-    "tensorboardX",
     "tokenizers",
     "safetensors",
 )

@@ -51,10 +51,7 @@ class Case:
     processes: int = 1
 
 
-_QUIET = (
-    "--config.train.sample_tokens=0 --config.train.eval_every=0 --config.train.eval_sequences=8 "
-    "--config.train.tensorboard=False"
-)
+_QUIET = "--config.train.sample_tokens=0 --config.train.eval_every=0 --config.train.eval_sequences=8"
 _ROWS = "--config.data.seq_len=64 --config.model.max_seq_len=64"
 _500M = (
     "train tiny --config.model.d_model=1280 --config.model.n_layers=24 --config.model.n_heads=20 "

@@ -76,7 +76,7 @@ def difference(folder: Path, layout: str) -> float:
     from bytescope.train.generate.model_source import describe_model, open_source
     from bytescope.train.quantize.quantize_work import decoded
     from bytescope.train.weights.folder import Folder
-    from bytescope.train.weights.packed_folder import PackedFolder
+    from bytescope.train.weights.packed import PackedFolder
 
     options = {}
     if layout == "compressed-tensors":

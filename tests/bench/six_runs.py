@@ -36,7 +36,6 @@ SETTINGS = {
     "train.eval_sequences": 8,
     "train.checkpoint_every": 0,
     "train.sample_tokens": 0,
-    "train.tensorboard": "false",
 }
 
 

@@ -25,7 +25,6 @@ ONE_STEP = {
     "train.eval_every": 0,
     "train.eval_sequences": 8,
     "train.sample_tokens": 0,
-    "train.tensorboard": False,
 }
 
 

@@ -24,7 +24,6 @@ SETTINGS = {
     "train.eval_every": 3,
     "train.checkpoint_every": 2,
     "train.sample_tokens": 0,
-    "train.tensorboard": False,
     "train.cache_dir": "none",
     "optimizer.learning_rate": 1e-2,
     "optimizer.warmup_steps": 1,

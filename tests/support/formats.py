@@ -1,47 +1,7 @@
-"""Binary formats by hand: protobuf fields, a profiler's trace, TensorBoard's event files as its
-reader shows them, wandb's records."""
+"""Binary formats by hand: protobuf fields, a profiler's trace, wandb's records."""
 
 import struct
-import warnings
 from pathlib import Path
-
-START = 1  # SessionLog.START: what an earlier start wrote at this step and later is hidden
-
-
-def _records(path: Path):
-    """The records of a TFRecord file, up to one that a kill has cut short."""
-    data, at = path.read_bytes(), 0
-    while at + 12 <= len(data):
-        (size,) = struct.unpack_from("<Q", data, at)
-        if at + 16 + size > len(data):
-            return
-        yield data[at + 12 : at + 12 + size]
-        at += 16 + size
-
-
-def shown(folder: Path) -> dict[str, list]:
-    """Tag -> (step, value) of every summary that a viewer shows; the value of a scalar is its number, that of a
-    histogram its buckets, that of a text its bytes, that of another plugin's the plugin's content."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of protobuf's, about its own generated code
-        from tensorboardX.proto.event_pb2 import Event
-    found: dict[str, list] = {}
-    for path in sorted(folder.iterdir()):
-        for record in _records(path):
-            event = Event.FromString(record)
-            if event.session_log.status == START:
-                found = {tag: [pair for pair in pairs if pair[0] < event.step] for tag, pairs in found.items()}
-            for value in event.summary.value:
-                found.setdefault(value.tag, []).append((event.step, _value(value)))
-    return {tag: pairs for tag, pairs in found.items() if pairs}
-
-
-def _value(value):
-    if value.HasField("simple_value"):
-        return value.simple_value
-    if value.HasField("histo"):
-        return list(value.histo.bucket)
-    return value.tensor.string_val[0] if value.tensor.string_val else value.metadata.plugin_data.content
 
 
 def wandb_records(path: Path) -> list:

@@ -249,7 +249,7 @@ class Checkpoints:
         Raises:
           UserError: the first checkpoint cannot be read back, or the checkpoint folder was deleted or moved.
         """
-        if not self.saving():
+        if not self._manager.is_saving_in_progress():
             release_free_memory()  # memory freed after the previous checkpoint was written
         state = portable(state)
         meta = {
@@ -322,17 +322,6 @@ class Checkpoints:
             steps = self.steps()
         return None
 
-    @host_phase("restore")
-    def damage(self, step: int, abstract: Any, order: Order = LAYERS) -> str:
-        """Describes the damage of a step's checkpoint, which `restore` would also find, without moving files. Returns
-        "" for an undamaged checkpoint.
-
-        `abstract`: shapes and shardings of the state. `order`: layer index of each row of the stacks of layers, {} for
-        model order.
-        """
-        read = self._restore(step, portable(abstract), order)
-        return read if isinstance(read, str) else ""
-
     def _restore(self, step: int, wanted: Any, order: Order) -> tuple[Any, Position] | str:
         """Restores the checkpoint of a step. Returns (state, number of updates and of sequences consumed). If any
         process finds the checkpoint damaged, returns a description of the damage instead.
@@ -396,10 +385,6 @@ class Checkpoints:
                     "verified by their checksums"
                 )
         return notes
-
-    def saving(self) -> bool:
-        """Returns True if a checkpoint is being written in the background."""
-        return self._manager.is_saving_in_progress()
 
     @host_phase("save")
     def wait(self) -> None:

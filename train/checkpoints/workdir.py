@@ -6,6 +6,7 @@ One process at a time trains in a run directory. The lock ends with the process 
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import glob
 import json
 import os
@@ -13,25 +14,17 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from bytescope.configs import base
 from bytescope.memory.errors import one_line
-from bytescope.train.data.file_digests import file_digests
 from bytescope.train.launch.processes import ALONE, Processes
-from bytescope.train.program.config_files import flatten, override
+from bytescope.train.program.config_files import GONE, flatten, override
 from bytescope.train.program.run_command import Command
 from bytescope.train.source import CHECKPOINTS, CONFIG, METRICS
 from bytescope.train.user_errors import UserError
-
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None
 
 # Keys that may change when a run is resumed: they change how a step is computed or recorded, not the loss curve. A
 # trailing dot stands for a group. All other keys, and the global batch, are the identity of the run. With experts the
@@ -73,7 +66,6 @@ PATHS = (
     "data.chat_template",
     "init.folder",
     "init.adapter",
-    "train.eval_prompts",
 )
 NAMES = ("", "stdlib", "bytes", "none")
 # Keys that may differ between processes: paths on their own machines, and settings of reading.
@@ -179,7 +171,6 @@ class Identity:
       name: the config as the command line names it.
       given: the config keys that command lines have set; None for a run of a version that did not record them.
       folder: the folder that relative paths in the config start from.
-      files: digests of the files that the run reads, as `file_digests` returns them.
       micro_rows: number of sequences in a micro-batch over all data-parallel ranks, 0 if unknown.
     """
 
@@ -191,7 +182,6 @@ class Identity:
     name: str = ""
     given: list[str] | None = None
     folder: str = ""
-    files: dict[str, str] = dataclasses.field(default_factory=dict)
     micro_rows: int = 0
 
     @classmethod
@@ -216,7 +206,7 @@ class Identity:
 def recordable(
     config: ConfigDict, command: Command, global_rows: int, *fingerprints: str, micro_rows: int = 0
 ) -> Identity:
-    """Returns the identity of a start of a run, with the digests of its files.
+    """Returns the identity of a start of a run.
 
     Args:
       config: the config of the run.
@@ -224,15 +214,12 @@ def recordable(
       global_rows: number of sequences in a global batch.
       fingerprints: the fingerprints of the data, the initial weights and the adapters.
       micro_rows: number of sequences in a micro-batch over all data-parallel ranks, 0 if unknown.
-
-    Raises UserError if a file cannot be read.
     """
     return dataclasses.replace(
         Identity.from_config(config, global_rows, *fingerprints),
         name=command.config,
         given=list(command.given),
         folder=os.getcwd(),
-        files=file_digests(flatten(config)),
         micro_rows=micro_rows,
     )
 
@@ -257,28 +244,11 @@ def _run_differences(old: Identity, new: Identity, ignored: tuple[str, ...]) -> 
     lines = _differences(before, now)
     for field, keys in CONTENTS.items():
         if getattr(old, field) != getattr(new, field):
-            lines += _content_differences(old, new, keys)
+            paths = [{key: run.config.get(key) for key in keys} for run in (old, new)]
+            other = f"{keys[0]}={paths[1][keys[0]]!r} has other content than before, or is read in another way"
+            lines += _differences(*paths) or [other]
     more = [f"and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
     return "; ".join([*lines[:MAX_DIFFERENCES], *more])
-
-
-def _content_differences(old: Identity, new: Identity, keys: tuple[str, ...]) -> list[str]:
-    before, now = ({key: run.config.get(key) for key in keys} for run in (old, new))
-    lines = _differences(before, now)
-    names = {digest: name for name, digest in new.files.items() if name not in old.files}
-    for name in sorted(old.files.keys() | new.files.keys()):
-        expected, found = old.files.get(name), new.files.get(name)
-        if expected == found or not name.startswith(tuple(f"{key} " for key in keys)):
-            continue
-        if found is None and expected in names:
-            lines.append(f"{name} has become {names[expected]}, with the same digest {expected}: give it its old name")
-        elif found is None:
-            lines.append(f"{name} is missing (digest {expected} expected)")
-        elif expected is None:
-            lines.append(f"{name} is new (digest {found} found)")
-        else:
-            lines.append(f"{name} has other content (digest {expected} expected, {found} found)")
-    return lines or [f"{keys[0]}={now[keys[0]]!r} has other content than before, or is read in another way"]
 
 
 @contextlib.contextmanager
@@ -299,17 +269,16 @@ def claimed(workdir: Path, identity: Identity, *, extend: bool, processes: Proce
         yield claim_together(workdir, identity, extend=extend, processes=processes)
         return
     _refuse_foreign_folder(workdir)
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        taken = take_lock(workdir)
-    except PermissionError as error:
-        raise UserError(
-            f"{error.filename or workdir} cannot be written ({error.strerror}): choose another --workdir, or change "
-            "the permissions of the folder"
-        ) from error
-    with contextlib.closing(taken) as lock:
-        notes = claim_together(workdir, identity, extend=extend, processes=processes)
-        yield [*(f"warning: {note}" for note in [lock.note] if note), *notes]
+    with contextlib.ExitStack() as stack:
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            warnings = stack.enter_context(locked(workdir))
+        except PermissionError as error:
+            raise UserError(
+                f"{error.filename or workdir} cannot be written ({error.strerror}): choose another --workdir, or "
+                "change the permissions of the folder"
+            ) from error
+        yield [*warnings, *claim_together(workdir, identity, extend=extend, processes=processes)]
 
 
 def _refuse_foreign_folder(workdir: Path) -> None:
@@ -412,10 +381,11 @@ def recorded(path: Path) -> Identity:
     `path`: the path of config.json.
     """
     try:
-        old = Identity(**json.loads(path.read_text()))
+        values = json.loads(path.read_text())
+        values.pop("files", None)  # earlier versions recorded digests of files
+        old = Identity(**values)
         numbers = [old.global_rows, *(old.config[key] for key in ("train.steps", "batch.accumulation"))]
         texts = [old.data, old.weights, old.adapter, old.name, old.folder, *(old.given or ())]
-        texts += [text for item in old.files.items() for text in item]
         if not all(type(number) is int and number > 0 for number in numbers):
             raise ValueError("global_rows, train.steps and batch.accumulation must be positive integers")
         if not all(isinstance(text, str) for text in texts):
@@ -427,7 +397,8 @@ def recorded(path: Path) -> Identity:
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default.
-    config = {**Identity.from_config(base.get_config(), 0, "").config, **old.config}
+    kept = {key: value for key, value in old.config.items() if key not in GONE}
+    config = {**Identity.from_config(base.get_config(), 0, "").config, **kept}
     micro_rows = old.micro_rows
     if not micro_rows and not config["batch.tokens"] and not config["batch.accumulation_schedule"]:
         micro_rows = old.global_rows // config["batch.accumulation"]
@@ -492,28 +463,6 @@ def continued_config(workdir: Path, named: ConfigDict | None, overrides: Sequenc
     return named
 
 
-@contextlib.contextmanager
-def naming_files(workdir: Path, config: ConfigDict) -> Iterator[None]:
-    """A context manager that adds the recorded files of the run in `workdir`, with their digests, to a UserError about
-    a path of `config` that cannot be read."""
-    try:
-        yield
-    except UserError as error:
-        path, values = workdir / CONFIG, flatten(config)
-        keys = [key for key in PATHS if values[key] not in NAMES and values[key] in str(error)]
-        if not keys or not path.exists():
-            raise
-        files = recorded(path).files
-        run = [f"{name} ({digest})" for name, digest in files.items() if name.startswith(f"{keys[0]} ")]
-        if not run:
-            raise
-        more = f" and {len(run) - MAX_DIFFERENCES} more" if len(run) > MAX_DIFFERENCES else ""
-        raise UserError(
-            f"{error}. The run in {workdir} reads {', '.join(run[:MAX_DIFFERENCES])}{more}: if it was moved, give its "
-            f"place with --config.{keys[0]}=PATH"
-        ) from error
-
-
 def _damaged(path: Path, why: str) -> UserError:
     return UserError(f"{path} is damaged ({why}): restore it, or choose another --workdir")
 
@@ -549,26 +498,14 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
 # ---- the lock -------------------------------------------------------------------------------------------------------
 
 
-class Lock:
-    """The lock that this process has on a run directory. `close` releases the lock. `note`: a warning if the lock is
-    unreliable, else ""."""
-
-    def __init__(self, held: contextlib.ExitStack, note: str = ""):
-        self._held, self.note = held, note
-
-    def close(self) -> None:
-        """Releases the run directory.
-
-        The lock file is not removed, because another process may already have opened it to lock it.
-        """
-        self._held.close()
-
-
-def take_lock(workdir: Path) -> Lock:
-    """Locks an existing run directory for this process.
+@contextlib.contextmanager
+def locked(workdir: Path) -> Iterator[list[str]]:
+    """A context manager that locks an existing run directory for this process. Yields a warning if the file system
+    cannot lock it, else [].
 
     The folder itself is locked, so that the lock does not end if the lock file is removed. The lock file is locked too,
-    because NFS locks no folders; it also names the process.
+    because NFS locks no folders; it also names the process. The file is not removed at the end, because another process
+    may already have opened it to lock it.
 
     Raises:
       UserError: another process trains in it. The message has its process id and machine.
@@ -576,51 +513,35 @@ def take_lock(workdir: Path) -> Lock:
     """
     path = workdir / LOCK
     with contextlib.ExitStack() as opened:
-        if fcntl is not None:
-            folder = os.open(workdir, os.O_RDONLY)
-            opened.callback(os.close, folder)
-            _flock(folder, path)
-        while True:
-            file = opened.enter_context(open(path, "a+"))
-            if why := _flock(file.fileno(), path):
-                note = f"{workdir} cannot be locked ({why}): make sure that no second training starts in it"
-                return Lock(opened.pop_all(), note)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # not removed before it was locked
-                    break
+        folder = os.open(workdir, os.O_RDONLY)
+        opened.callback(os.close, folder)
+        file = opened.enter_context(open(path, "a+"))
+        _flock(folder, path)
+        why = _flock(file.fileno(), path)
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         with contextlib.suppress(OSError):  # on a full disk the lock works too, without the name of its holder
-            file.seek(0)
-            file.truncate()
+            file.truncate(0)
             file.write(json.dumps(who) + "\n")
             file.flush()
-        return Lock(opened.pop_all())
+        note = f"warning: {workdir} cannot be locked ({why}): make sure that no second training starts in it"
+        yield [note] if why else []
 
 
 def _flock(descriptor: int, path: Path) -> str:
     """Locks an open file or folder. Returns "", or the reason why the file system cannot lock it. Raises UserError if
     another process has locked it; the lock file at `path` names the process."""
-    if fcntl is None:
-        return "this system does not support file locks (flock)"
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        holder = "another process"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            who: Any = json.loads(path.read_text())
+            holder = f"process {who['pid']} on {who['host']} since {who['since']}"
         raise UserError(
-            f"{path.parent} is in use by {_describe_holder(path)}: wait for that run or stop it, or choose another "
-            "--workdir"
+            f"{path.parent} is in use by {holder}: wait for that run or stop it, or choose another --workdir"
         ) from error
     except OSError as error:
         if error.errno not in _WITHOUT_LOCKS:
             raise
         return error.strerror or os.strerror(error.errno)
     return ""
-
-
-def _describe_holder(path: Path) -> str:
-    try:
-        who: Any = json.loads(path.read_text())
-        return f"process {who['pid']} on {who['host']} since {who['since']}"
-    except FileNotFoundError:
-        return f"another process, although {path.name} was removed"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"

@@ -99,7 +99,8 @@ def generate(args: argparse.Namespace) -> int:
     from bytescope.train.generate.text import Prompts
 
     source = open_source(args.source, args.step)
-    with host_phase("sample"), Prompts(source, args.chat) as prompts:
+    prompts = Prompts(source, args.chat)
+    with host_phase("sample"):
         if args.prompts is not None:
             return _answer_file(args, source, prompts)
         if args.prompt is not None or not sys.stdin.isatty():

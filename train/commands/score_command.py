@@ -123,10 +123,10 @@ def score(args: argparse.Namespace) -> int:
 def _tokenize_texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
     from bytescope.train.generate.text import Prompts, read_texts
 
-    with Prompts(source, chat=False) as prompts:
-        if str(args.score) == STDIN:
-            return [prompts.of_row({"text": sys.stdin.read()}, "standard input")]
-        return read_texts(prompts, args.score, "--score")
+    prompts = Prompts(source, chat=False)
+    if str(args.score) == STDIN:
+        return [prompts.of_row({"text": sys.stdin.read()}, "standard input")]
+    return read_texts(prompts, args.score, "--score")
 
 
 def mean_of(windows: Sequence[ScoredText]) -> tuple[int, float]:

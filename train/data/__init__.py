@@ -6,7 +6,6 @@ source: text documents (`documents.py`), records (`records.py`), or prepared tok
 documents that are too long for one call. `first_row.py` prints the first row.
 
 Examples for fine-tuning are records of messages, or of a prompt and its completion. Start with `examples.py`, which
-turns them into rows of tokens, with the tokens to train on, and splits off held-out examples. `example_content.py` has
-the shapes of records; `chat_template.py` finds the chat template, and `chat_renderer.py` renders it in a separate
-process; `packing.py` puts examples into rows.
+turns them into rows of tokens, with the tokens to train on, and splits off held-out examples. `records.py` has
+the shapes of records; `chat_template.py` finds and renders the chat template; `packing.py` puts examples into rows.
 """

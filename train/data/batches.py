@@ -54,12 +54,7 @@ class TokenSource:
         return -(-targets // self.seq_len) if self.keep_tail else targets // self.seq_len
 
     def __getitem__(self, i: int) -> np.ndarray:
-        """Returns window i, int32 [seq_len + 1].
-
-        Raises IndexError past the end, and UserError for a token outside the vocabulary.
-        """
-        if not 0 <= i < len(self):
-            raise IndexError(f"there is no window {i}: give an index from 0 to {len(self) - 1}")
+        """Returns window i, int32 [seq_len + 1]. Raises UserError for a token outside the vocabulary."""
         window = np.full(self.seq_len + 1, IGNORE, np.int32)
         start = i * self.seq_len
         stop = min(start + self.seq_len + 1, self.tokens)
@@ -199,11 +194,8 @@ def train_batches(
       config: the config group `data`.
 
     Raises:
-      ValueError: `position` is negative, or this process has no rows.
       UserError: a shard is damaged; the iterator raises this.
     """
-    if position < 0:
-        raise ValueError(f"position={position} is negative: give the number of sequences to skip, 0 or more")
     mine, source = _own_rows(rows, row_slices), data.train
     # grain shuffles epoch e with seed + e. The seed is hashed, so that seeds that differ by 1 do not share orders.
     shuffle_seed = int.from_bytes(blake2b(str(seed).encode(), digest_size=4).digest(), "big")
@@ -244,13 +236,7 @@ def heldout_batches(
 
 def _own_rows(rows: int, row_slices: Sequence[slice] | None) -> np.ndarray:
     every = np.arange(rows)
-    mine = every if row_slices is None else np.concatenate([every[:0], *(every[s] for s in row_slices)])
-    if not len(mine):
-        raise ValueError(
-            f"rows={rows} and row_slices={row_slices} mean that this process has no rows: give every process at least "
-            "one row"
-        )
-    return mine
+    return every if row_slices is None else np.concatenate([every[:0], *(every[s] for s in row_slices)])
 
 
 def _read_options(workers: int, prefetch: int) -> grain.ReadOptions:

@@ -1,20 +1,21 @@
-"""Finds the chat template of a tokenizer, and renders conversations with it through train/data/chat_renderer.py."""
+"""Finds the chat template of a tokenizer, and renders conversations with it.
 
-import contextlib
+A downloaded template is a program that is not trusted, so it runs in the sandbox of jinja2, as in transformers: it can
+call no functions but those that are given to it. As in transformers, it can use `raise_exception`, `strftime_now`,
+`tojson`, loop controls and the block `generation`.
+"""
+
+import datetime
 import json
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import check_readable, one_line
-from bytescope.train.data import chat_renderer
-from bytescope.train.data.example_content import Chat
-from bytescope.train.data.records import Malformed, text_of
+from bytescope.train.data.records import Chat, Malformed, text_of
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.user_errors import UserError
 
@@ -31,6 +32,11 @@ CHATML = """\
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Keys of tokenizer_config.json that a template may use as variables.
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+# Marks before and after the content of a `generation` block. These Unicode noncharacters do not occur in text.
+BEGIN, END = "\ufdd0", "\ufdd1"
+# `strftime_now` always returns this day, the date in Llama 3's templates, so that the data of a run do not depend on
+# the day.
+TODAY = datetime.datetime(2024, 7, 26)
 
 
 @dataclass(frozen=True)
@@ -125,101 +131,80 @@ class Rendered:
 
 
 class Renderer:
-    """A process that renders conversations with one chat template. Use it as a context manager, which ends the
-    process.
-    """
+    """Renders conversations with one chat template. Raises UserError if the template is not valid Jinja."""
 
     def __init__(self, template: Template):
-        """Starts the process. Raises UserError if the template is not valid Jinja."""
         self.template = template
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", chat_renderer.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None  # both are pipes
-        self._requests, self._replies = self._process.stdin, self._process.stdout
         try:
-            self._ask(
-                {
-                    "template": template.source,
-                    "variables": template.variables,
-                    "seconds": chat_renderer.SECONDS,
-                    "bytes": chat_renderer.BYTES,
-                    "totals": [chat_renderer.TOTAL_SECONDS, chat_renderer.TOTAL_CHARACTERS],
-                }
-            )
-            self._answer()
-        except BaseException as error:
-            self.close()
-            if not isinstance(error, Malformed):
-                raise
+            self._compiled = _environment().from_string(template.source)
+        except Exception as error:  # jinja2 also raises errors of Python for some templates
             raise UserError(
-                f"the chat template of {template.title} is not valid ({error}): give another template with "
+                f"the chat template of {template.title} is not valid ({one_line(error)}): give another template with "
                 "data.chat_template=FILE"
             ) from None
 
-    def __enter__(self) -> "Renderer":
-        return self
+    def render(self, chat: Chat, *, before: bool, up_to: bool) -> Rendered | Malformed:
+        """Returns the rendered conversation, or the error with which the template refuses it.
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Kills the process that renders the chat template, and waits until it has ended."""
-        self._process.kill()
-        for stream in (self._requests, self._replies):
-            with contextlib.suppress(OSError):  # closing writes buffered requests, which may fail
-                stream.close()
-        self._process.wait()
-
-    def render(self, chats: Sequence[Chat], *, before: bool, up_to: bool) -> list[Rendered | Malformed]:
-        """Renders conversations. Each result is the rendered conversation, or the error with which the template
-        refuses it.
-
-        `before` and `up_to` say whether these fields of `Rendered` are needed.
-
-        Raises UserError and ends the process if the template uses too much time for one conversation or for all
-        conversations so far, or writes too much text.
+        `before` and `up_to` say whether these fields of `Rendered` are needed; otherwise they are empty.
         """
-        self._ask(
-            [{"messages": chat.messages, "tools": chat.tools, "before": before, "up_to": up_to} for chat in chats]
-        )
-        results: list[Rendered | Malformed] = []
-        for _ in chats:
-            try:
-                answer = self._answer()
-                text, learned = _remove_marks(answer["text"])
-                parts = [[_remove_marks(part)[0] for part in answer[name]] for name in ("before", "up_to")]
-                results.append(Rendered(text, learned, *parts))
-            except Malformed as error:
-                results.append(Malformed(f"the chat template of {self.template.title} refuses it ({error})"))
-        return results
 
-    def _ask(self, request: Any) -> None:
-        with contextlib.suppress(OSError):  # the process has ended; reading its answer reports that
-            self._requests.write(json.dumps(request).encode() + b"\n")
-            self._requests.flush()
+        def render(count: int, generation_prompt: bool) -> tuple[str, list[tuple[int, int]]]:
+            text = self._compiled.render(
+                messages=chat.messages[:count],
+                tools=chat.tools,
+                documents=None,
+                add_generation_prompt=generation_prompt,
+                **self.template.variables,
+            )
+            return _remove_marks(text)
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._replies.readline()
-        if not line:
-            code = self._process.wait()
-            raise UserError(
-                f"the chat template of {self.template.title} ran longer than {chat_renderer.SECONDS} s or "
-                f"needed more than {chat_renderer.BYTES >> 20} MiB for one conversation (exit {code}): give "
-                "another template with data.chat_template=FILE"
+        answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        try:
+            text, learned = render(len(chat.messages), False)
+            return Rendered(
+                text,
+                learned,
+                [render(number, True)[0] for number in answers] if before else [],
+                [render(number + 1, False)[0] for number in answers] if up_to else [],
             )
-        answer = json.loads(line)
-        if "stopped" in answer:
-            raise UserError(
-                f"the chat template of {self.template.title} was stopped because it {answer['stopped']}, far more than "
-                "published templates need: give another template with data.chat_template=FILE"
-            )
-        if "error" in answer:
-            raise Malformed(one_line(answer["error"]))
-        return answer
+        except Exception as error:  # whatever a template raises
+            reason = one_line(error) or type(error).__name__
+            return Malformed(f"the chat template of {self.template.title} refuses it ({reason})")
+
+
+def _environment() -> Any:
+    """Returns a sandboxed jinja2 environment with the functions that chat templates may call, as in transformers."""
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Implements {% generation %}, the block of a chat template that marks the text to train on."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 reads it from the class
+
+        def parse(self, parser: Any) -> Any:
+            lineno = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(lineno)
+
+        def marked(self, caller: Callable[[], str]) -> str:
+            return BEGIN + caller() + END
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    sandbox.filters["tojson"] = tojson
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["strftime_now"] = TODAY.strftime
+    return sandbox
 
 
 def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
@@ -229,16 +214,16 @@ def _remove_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     Raises Malformed if the text cannot be encoded as UTF-8, or if marks do not match.
     """
     text_of(text, "the rendered text")
-    parts = re.split(f"([{chat_renderer.BEGIN}{chat_renderer.END}])", text)
+    parts = re.split(f"([{BEGIN}{END}])", text)
     spans, plain, begun = [], [], None
     length = 0
     for part in parts:
-        if part == chat_renderer.BEGIN and begun is None:
+        if part == BEGIN and begun is None:
             begun = length
-        elif part == chat_renderer.END and begun is not None:
+        elif part == END and begun is not None:
             spans.append((begun, length))
             begun = None
-        elif part in (chat_renderer.BEGIN, chat_renderer.END):
+        elif part in (BEGIN, END):
             raise Malformed(
                 "the template has nested generation blocks, or the text contains the reserved character U+FDD0: "
                 "remove them"

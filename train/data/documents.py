@@ -6,7 +6,7 @@ machine. Copies of held-out documents are not trained on.
 """
 
 import codecs
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +24,6 @@ from bytescope.train.data.records import (
     choose_held_out,
     mark,
     read,
-    refuse_other_format,
     text_of,
 )
 from bytescope.train.data.tokenizer import Tokenizer, tokenize
@@ -94,15 +93,27 @@ def reading(path: Path) -> Iterator[BinaryIO]:
         raise UserError(f"{path} cannot be read ({error.strerror}): repair it or leave it out") from None
 
 
-def texts(documents: Iterable[Document]) -> Iterator[str | None]:
-    """Yields the text of every document in pieces, in order, and None at the end of each document."""
-    for document in documents:
-        yield from document.pieces()
-        yield None
+class TextSource:
+    """The documents of a data source. The subclass says where they are stored."""
+
+    def stream(self) -> Iterator[str | None]:
+        """Yields the text of every document in pieces, in order, and None at the end of each document."""
+        raise NotImplementedError
+
+    def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
+        """Returns a list of one array with all tokens, in the smallest unsigned integer dtype that can hold the token
+        ids.
+        """
+        dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+        return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
+
+    def vocab_size(self, tokenizer: Tokenizer) -> int:
+        """Returns 1 plus the largest token id that can occur."""
+        return tokenizer.vocab_size
 
 
 @dataclass(frozen=True)
-class TextDocuments:
+class TextDocuments(TextSource):
     """Text documents of a data source.
 
     Attributes:
@@ -134,7 +145,9 @@ class TextDocuments:
 
     def stream(self) -> Iterator[str | None]:
         """Yields the text of every document in pieces, in order, and None at the end of each document."""
-        return texts(self.documents)
+        for document in self.documents:
+            yield from document.pieces()
+            yield None
 
     def split(self) -> tuple["TextDocuments", "TextDocuments"]:
         """Returns (training part, held-out part). Of several files, whole files are held out, chosen by a hash of their
@@ -172,17 +185,6 @@ class TextDocuments:
         return self
 
     held_out_part = training_part
-
-    def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns a list of one array with all tokens, in the smallest unsigned integer dtype that can hold the token
-        ids.
-        """
-        dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
-
-    def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns 1 plus the largest token id that can occur."""
-        return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
         """Returns a hash of the file names, sizes and contents. `arrays`: all tokens of the documents, as the method
@@ -243,7 +245,7 @@ class Marks:
 
 
 @dataclass(frozen=True)
-class RecordTexts:
+class RecordTexts(TextSource):
     """The documents in one field of records. Each reading opens the files again.
 
     Attributes:
@@ -299,10 +301,8 @@ class RecordTexts:
         )
 
     def _documents(self, skipped: Skipped) -> Iterator[tuple[str, bool]]:
-        for number, record in enumerate(read(self.files, (self.field,), skipped)):
+        for record in read(self.files, (self.field,), skipped):
             try:
-                if not number:
-                    refuse_other_format(record.values, (self.field,))
                 yield text_of(record.values.get(self.field), f"the field {self.field!r} (data.field)"), record.held_out
             except Malformed as error:
                 skipped.add(record.place, error)
@@ -343,17 +343,6 @@ class RecordTexts:
             if (self.chosen is None or self.chosen[number]) and text:
                 yield text
                 yield None
-
-    def arrays(self, tokenizer: Tokenizer) -> list[np.ndarray]:
-        """Returns a list of one array with all tokens, in the smallest unsigned integer dtype that can hold the token
-        ids.
-        """
-        dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-        return [np.concatenate([np.array([], dtype), *tokenize(self.stream(), tokenizer)])]
-
-    def vocab_size(self, tokenizer: Tokenizer) -> int:
-        """Returns 1 plus the largest token id that can occur."""
-        return tokenizer.vocab_size
 
     def identity(self, arrays: list[np.ndarray]) -> bytes:
         """Returns a hash of the contents. `arrays`: all tokens of the documents, the result of the method `arrays`."""

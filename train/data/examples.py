@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +17,18 @@ import numpy as np
 
 from bytescope.train.data.chat_template import CHATML, Rendered, Renderer, find_template, named_tokens, tokenizer_config
 from bytescope.train.data.corpus import find
-from bytescope.train.data.example_content import CONTENTS, Chat, Pair
 from bytescope.train.data.packing import ExampleSource
 from bytescope.train.data.records import (
-    HELD_OUT,
+    CONTENTS,
+    Chat,
     Malformed,
+    Pair,
     RecordFiles,
     Skipped,
     choose_held_out,
     left_out,
     mark,
     read,
-    refuse_other_format,
 )
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.data.tokenizer import ENDS, GROUP_CHARS, JsonTokenizer, Tokenizer
@@ -77,27 +76,6 @@ def open_examples(config: DataConfig, tokenizer: Tokenizer) -> tuple[ExampleSour
                 "data.seq_len tokens, or set data.eval_source"
             )
     return *parts, _fingerprint(config, tokenizer, sets, parts), _describe(config, tokenizer, sets, parts, copies)
-
-
-def first_held_out(config: DataConfig) -> Chat | Pair:
-    """Returns the content of the first held-out record. Reads the records up to this one.
-
-    Raises UserError if a file cannot be read.
-    """
-    files = _find(config, "eval_source" if config.eval_source else "source")
-    named = tuple(file for file in files.files if file.held_out)
-    by_name = bool(named) and (len(named) < len(files.files) or bool(config.eval_source))
-    if by_name:
-        files = dataclasses.replace(files, files=named)
-    smallest: tuple[int, Any] | None = None
-    for _, _, content in _read_contents(files, config.format, Skipped(config.skip_bad)):
-        value = mark(content.key())
-        if by_name or config.eval_source or value % HELD_OUT == 0:
-            return content
-        if smallest is None or value < smallest[0]:
-            smallest = value, content
-    assert smallest is not None  # the run has held-out records
-    return smallest[1]
 
 
 def _find(config: DataConfig, key: str) -> RecordFiles:
@@ -205,29 +183,29 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
     tokens: list[np.ndarray] = []
     learned: list[np.ndarray] = []
     rows: list[tuple[int, bool]] = []
-    with TOKENS_OF[config.format](config, tokenizer) as tokens_of:
-        contents = _read_contents(files, config.format, skipped)
-        while chunk := list(islice(contents, AT_ONCE)):
-            encoded = tokens_of([content for _, _, content in chunk])
-            for (place, named, content), example in zip(chunk, encoded, strict=True):
-                if isinstance(example, Malformed):
-                    skipped.add(place, example)
+    tokens_of = TOKENS_OF[config.format](config, tokenizer)
+    contents = _read_contents(files, config.format, skipped)
+    while chunk := list(islice(contents, AT_ONCE)):
+        encoded = tokens_of([content for _, _, content in chunk])
+        for (place, named, content), example in zip(chunk, encoded, strict=True):
+            if isinstance(example, Malformed):
+                skipped.add(place, example)
+                continue
+            # Tokens after the last trained one do not change any gradient.
+            end = int(np.flatnonzero(example[1])[-1]) + 1 if example[1].any() else 0
+            ids, targets = example[0][:end], example[1][:end]
+            if len(ids) > config.seq_len + 1:
+                counts["cut" if config.too_long == "cut" else "dropped"] += 1
+                if config.too_long == "drop":
                     continue
-                # Tokens after the last trained one do not change any gradient.
-                end = int(np.flatnonzero(example[1])[-1]) + 1 if example[1].any() else 0
-                ids, targets = example[0][:end], example[1][:end]
-                if len(ids) > config.seq_len + 1:
-                    counts["cut" if config.too_long == "cut" else "dropped"] += 1
-                    if config.too_long == "drop":
-                        continue
-                    # Copies, because a slice would keep the whole example in memory.
-                    ids, targets = ids[: config.seq_len + 1].copy(), targets[: config.seq_len + 1].copy()
-                if not targets[1:].any():
-                    counts["unlearned"] += 1
-                    continue
-                tokens.append(ids)
-                learned.append(targets)
-                rows.append((mark(content.key()), named))
+                # Copies, because a slice would keep the whole example in memory.
+                ids, targets = ids[: config.seq_len + 1].copy(), targets[: config.seq_len + 1].copy()
+            if not targets[1:].any():
+                counts["unlearned"] += 1
+                continue
+            tokens.append(ids)
+            learned.append(targets)
+            rows.append((mark(content.key()), named))
     skipped.refuse_nothing_left(files.title, len(rows) + counts["dropped"] + counts["unlearned"])
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     return ExampleSet(
@@ -243,19 +221,16 @@ def read_examples(files: RecordFiles, config: DataConfig, tokenizer: Tokenizer) 
 
 def _read_contents(files: RecordFiles, name: str, skipped: Skipped) -> Iterator[tuple[str, bool, Any]]:
     fields, content_of = CONTENTS[name]
-    for number, record in enumerate(read(files, fields, skipped)):
+    for record in read(files, fields, skipped):
         try:
-            if not number:
-                refuse_other_format(record.values, fields)
             yield record.place, record.held_out, content_of(record.values)
         except Malformed as error:
             skipped.add(record.place, error)
 
 
-@contextlib.contextmanager
-def _pair_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Pair]], list[Tokens]]]:
-    """A context manager that provides a function from pairs of prompt and completion to tokens. For each pair, the
-    function returns (token ids [n], True for each token to train on [n]), or the error `Malformed`.
+def _pair_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Sequence[Pair]], list[Tokens]]:
+    """Returns a function from pairs of prompt and completion to tokens. For each pair, the function returns (token ids
+    [n], True for each token to train on [n]), or the error `Malformed`.
 
     The tokens are the tokenizer's begin token, if it has one, the prompt, the completion and an end token. By default,
     only the completion and the end token are trained on.
@@ -278,7 +253,7 @@ def _pair_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callab
         texts = tokenizer.encode_many([pair.prompt + pair.completion for pair in pairs])
         return [join(*row) for row in zip(pairs, prompts, texts, strict=True)]
 
-    yield tokens_of
+    return tokens_of
 
 
 def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -297,10 +272,9 @@ def end_of_text(tokenizer: Tokenizer) -> tuple[int, ...]:
     return next(((i,) for i in (named, *ids) if i is not None), ())
 
 
-@contextlib.contextmanager
-def _chat_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callable[[Sequence[Chat]], list[Tokens]]]:
-    """A context manager that provides a function from conversations to tokens. The function renders conversations with
-    the chat template and tokenizes the text.
+def _chat_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Callable[[Sequence[Chat]], list[Tokens]]:
+    """Returns a function from conversations to tokens, which renders conversations with the chat template and tokenizes
+    the text.
 
     For each conversation, the function returns (token ids [n], True for each token to train on [n]), or the error
     `Malformed`.
@@ -314,51 +288,51 @@ def _chat_tokenizer(config: DataConfig, tokenizer: Tokenizer) -> Iterator[Callab
     parsing = tokenizer.parsing() if isinstance(tokenizer, JsonTokenizer) else tokenizer
     begin = tokenizer.around[0] if template.source == CHATML else ()  # other templates write the begin token themselves
     everything = config.loss_on == "all"
-    with Renderer(template) as renderer:
-        by_prefix = not everything and not template.marks_answers
-        turn_end = _turn_end(renderer, tokenizer) if by_prefix else ""
+    renderer = Renderer(template)
+    by_prefix = not everything and not template.marks_answers
+    turn_end = _turn_end(renderer, tokenizer) if by_prefix else ""
 
-        def mark_tokens(text: Rendered, ids: np.ndarray, spans: np.ndarray, before: Sequence[np.ndarray]) -> Tokens:
-            try:
-                learned = _find_answers(text, ids, before, turn_end) if by_prefix else text.learned
-            except Malformed as error:
-                return error
-            inside = np.zeros(len(ids), bool)
-            for start, stop in learned:
-                inside |= (spans[:, 1] > start) & (spans[:, 0] < stop)
-            if begin and tuple(ids[: len(begin)]) != begin:
-                ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
-            return ids, inside | everything
+    def mark_tokens(text: Rendered, ids: np.ndarray, spans: np.ndarray, before: Sequence[np.ndarray]) -> Tokens:
+        try:
+            learned = _find_answers(text, ids, before, turn_end) if by_prefix else text.learned
+        except Malformed as error:
+            return error
+        inside = np.zeros(len(ids), bool)
+        for start, stop in learned:
+            inside |= (spans[:, 1] > start) & (spans[:, 0] < stop)
+        if begin and tuple(ids[: len(begin)]) != begin:
+            ids, inside = np.concatenate([np.array(begin, ids.dtype), ids]), np.append([False] * len(begin), inside)
+        return ids, inside | everything
 
-        def guarded(guard: SpecialTokenGuard, text: Rendered) -> Tokens:
-            try:
-                (ids, spans), *before = guard.encode_spans([text.text, *text.before])
-            except UserError as error:  # this tokenizer cannot encode special tokens as text
-                return Malformed(str(error))
-            return mark_tokens(text, ids, spans, [prefix for prefix, _ in before])
+    def guarded(guard: SpecialTokenGuard, text: Rendered) -> Tokens:
+        try:
+            (ids, spans), *before = guard.encode_spans([text.text, *text.before])
+        except UserError as error:  # this tokenizer cannot encode special tokens as text
+            return Malformed(str(error))
+        return mark_tokens(text, ids, spans, [prefix for prefix, _ in before])
 
-        def tokens_of(chats: Sequence[Chat]) -> list[Tokens]:
-            safe = [guard.protect(chat) for chat in chats] if guard else chats
-            texts = renderer.render(safe, before=by_prefix, up_to=by_prefix and not turn_end)
-            plain = [
-                text
-                for chat, same, text in zip(chats, safe, texts, strict=True)
-                if chat is same and isinstance(text, Rendered)
-            ]
-            encoded = _encode_in_groups(parsing.encode_spans, [text.text for text in plain])
-            prefixes = _encode_in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
-            tokens: list[Tokens] = []
-            for chat, same, text in zip(chats, safe, texts, strict=True):
-                if isinstance(text, Malformed):
-                    tokens.append(text)
-                elif guard is None or chat is same:
-                    ids, spans = next(encoded)
-                    tokens.append(mark_tokens(text, ids, spans, [next(prefixes) for _ in text.before]))
-                else:
-                    tokens.append(guarded(guard, text))
-            return tokens
+    def tokens_of(chats: Sequence[Chat]) -> list[Tokens]:
+        safe = [guard.protect(chat) for chat in chats] if guard else chats
+        texts = [renderer.render(chat, before=by_prefix, up_to=by_prefix and not turn_end) for chat in safe]
+        plain = [
+            text
+            for chat, same, text in zip(chats, safe, texts, strict=True)
+            if chat is same and isinstance(text, Rendered)
+        ]
+        encoded = _encode_in_groups(parsing.encode_spans, [text.text for text in plain])
+        prefixes = _encode_in_groups(parsing.encode_many, [prefix for text in plain for prefix in text.before])
+        tokens: list[Tokens] = []
+        for chat, same, text in zip(chats, safe, texts, strict=True):
+            if isinstance(text, Malformed):
+                tokens.append(text)
+            elif guard is None or chat is same:
+                ids, spans = next(encoded)
+                tokens.append(mark_tokens(text, ids, spans, [next(prefixes) for _ in text.before]))
+            else:
+                tokens.append(guarded(guard, text))
+        return tokens
 
-        yield tokens_of
+    return tokens_of
 
 
 def _encode_in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Sequence[str]) -> Iterator[Any]:
@@ -376,7 +350,7 @@ def _encode_in_groups(encode: Callable[[Sequence[str]], list[Any]], texts: Seque
 def _turn_end(renderer: Renderer, tokenizer: Tokenizer) -> str:
     """Returns the special token that the chat template writes after an answer, or "" if it writes none."""
     probe = Chat([{"role": "user", "content": "u"}, {"role": "assistant", "content": ANSWER}], None)
-    (rendered,) = renderer.render([probe], before=True, up_to=False)
+    rendered = renderer.render(probe, before=True, up_to=False)
     if isinstance(rendered, Malformed) or not rendered.text.startswith(rendered.before[0]):
         return ""
     behind = rendered.text[len(rendered.before[0]) :].rpartition(ANSWER)[2]
@@ -418,8 +392,8 @@ def _find_answers(
     return spans
 
 
-# data.format -> context manager that gives a function from contents to their tokens.
-TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], contextlib.AbstractContextManager]] = {
+# data.format -> function that returns a function from contents to their tokens.
+TOKENS_OF: dict[str, Callable[[DataConfig, Tokenizer], Callable[[Sequence[Any]], list[Tokens]]]] = {
     "chat": _chat_tokenizer,
     "pairs": _pair_tokenizer,
 }

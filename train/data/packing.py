@@ -95,11 +95,7 @@ class ExampleSource:
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """Returns the inputs and targets of row i, each int32 [seq_len]. If examples are packed, also returns
         `segments`, which numbers the examples of the row from 1; 0 marks padding.
-
-        Raises IndexError if there is no row i.
         """
-        if not 0 <= i < len(self):
-            raise IndexError(f"there is no row {i}: give an index from 0 to {len(self) - 1}")
         row = self._padding()
         at = 0
         for segment, example in enumerate(self.order[self._rows[i] : self._rows[i + 1]].tolist(), 1):

@@ -32,7 +32,6 @@ TEXT_BYTES = 2 + 2 * 16
 # For each token: id, type, word, offsets and masks take 40 bytes, its text a header of 24 and an allocation of 32.
 ENCODING_BYTES = 40 + 24 + 32
 CHARACTERS_PER_TOKEN = 3  # a low number, since each token takes memory
-PARTIAL = ".prepare"  # subfolder of the output folder, for files that are not complete
 
 
 def host_terms(tokenizer: Tokenizer) -> list[HostTerm]:
@@ -65,14 +64,15 @@ def write_shards(
 ) -> dict[str, Any]:
     """Tokenizes `text` into shards of `shard_tokens` tokens in the folder `out`. Returns the content of index.json.
 
-    Files are written into a subfolder and moved to `out` when all are complete. Partial output of an interrupted
-    command is removed. `advance` is called with the number of bytes of text that were tokenized since its last call.
+    Files are written into a folder beside `out`, which becomes `out` when all are complete. Partial output of an
+    interrupted command is removed. `advance` is called with the number of bytes of text that were tokenized since its
+    last call.
 
     Raises UserError if `out` already contains shards, or if the text is too short to hold out a part.
     """
-    partial = out / PARTIAL
-    _remove_interrupted_output(out)
     _refuse_used(out)
+    out = out.resolve()
+    partial = out.with_name(f".{out.name}.partial")
     parts: Sequence[TextDocuments | RecordTexts] = text.split()
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -101,16 +101,12 @@ def write_shards(
             "special_tokens": tokenizer.special_tokens,
             "shards": shards,
         }
-        names = [shard["file"] for shard in shards]
         if isinstance(tokenizer, JsonTokenizer):  # a copy, so that the folder can move to another machine
             index["tokenizer"] = "tokenizer.json"
             shutil.copyfile(tokenizer.path, partial / "tokenizer.json")
-            names.append("tokenizer.json")
         with _open_synced(partial / INDEX) as file:
             file.write(json.dumps(index, indent=1).encode() + b"\n")
-        # The index is moved first. Until all its shards follow, the folder is refused, and the next run can remove it.
-        for name in [INDEX, *names]:
-            os.replace(partial / name, out / name)
+        os.replace(partial, out)  # `out` is missing or an empty folder
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return index
@@ -148,23 +144,10 @@ def _open_synced(path: Path) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
 
 
-def _remove_interrupted_output(out: Path) -> None:
-    partial = out / PARTIAL
-    try:
-        names = [str(shard["file"]) for shard in json.loads((out / INDEX).read_text())["shards"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    # An earlier command was killed while it moved its files from `partial` to `out`.
-    if any((partial / name).exists() and not (out / name).exists() for name in names):
-        for name in [*names, INDEX]:  # the index last, so that an interrupted removal can be repeated
-            if Path(name).name == name:
-                (out / name).unlink(missing_ok=True)
-
-
 def _refuse_used(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"--out={out} is a file: give a folder")
-    used = [path.name for path in out.glob("*") if path.name != PARTIAL]
+    used = [path.name for path in out.glob("*")]
     if used:
         raise UserError(f"--out={out} already contains {min(used)}: give a new or empty folder")
 

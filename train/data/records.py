@@ -1,12 +1,13 @@
 """Records: the rows of .jsonl, .jsonl.gz and .parquet files, and of folders that the library `datasets` saved.
 
 `RecordFiles` names the files; `read` yields their records one after the other, as dictionaries with their place.
+`chat_of` and `pair_of` return the content of a record in the formats "chat" and "pairs".
 """
 
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -75,38 +76,8 @@ class Record:
     held_out: bool
 
 
-# data.format -> sets of fields, any of which a record of this format has.
-FORMAT_FIELDS = {
-    "text": (("text",),),
-    "chat": (("messages",), ("conversations",)),
-    "pairs": (("prompt", "completion"), ("instruction", "output")),
-}
-
-
 class Malformed(ValueError):
     """Raised for a record that cannot be used. The message is the reason."""
-
-
-class OtherFormat(Malformed):
-    """Raised for a record that has the fields of another data.format. The message has the remedy."""
-
-
-def refuse_other_format(names: Collection[str], fields: Collection[str]) -> None:
-    """Raises OtherFormat if a record has no field of the chosen data.format, but those of another one.
-
-    Args:
-      names: the fields of the record.
-      fields: the fields that the chosen format reads.
-    """
-    if set(names) & set(fields):
-        return
-    for name, sets in FORMAT_FIELDS.items():
-        for needed in sets:
-            if set(needed) <= set(names):
-                field = " --config.data.field=text" if name == "text" else ""
-                raise OtherFormat(
-                    f"the record has {' and '.join(needed)}: read it with --config.data.format={name}{field}"
-                )
 
 
 @dataclass
@@ -127,13 +98,11 @@ class Skipped:
         """Counts a malformed record. Raises UserError if more records are malformed than allowed."""
         self.count += 1
         self.first = self.first or f"{place}: {why}"
-        if self.count > self.allowed and isinstance(why, OtherFormat):
-            raise UserError(f"cannot use the record in {place}: {why}")
         if self.count > self.allowed:
             already = f" ({self.count - 1:,} before it were left out)" if self.allowed else ""
             raise UserError(
-                f"cannot use the record in {place}: {why}{already}; "
-                "fix the record, or allow N malformed records with data.skip_bad=N"
+                f"cannot use the record in {place}: {why}{already}; fix the record, set data.format and data.field to "
+                "match the records, or allow N malformed records with data.skip_bad=N"
             )
 
     def refuse_nothing_left(self, title: str, left: int) -> None:
@@ -260,10 +229,6 @@ def _batches_of_columns(reader: Any, columns: Sequence[str]) -> Iterator[Any]:
 def _columns(path: Path, names: Sequence[str], fields: Sequence[str]) -> list[str]:
     columns = [name for name in names if name in fields]
     if not columns:
-        try:
-            refuse_other_format(names, fields)
-        except OtherFormat as error:
-            raise UserError(f"cannot use {path}: {error}") from None
         raise UserError(
             f"{path} has the columns {', '.join(names[:20])}, but none named {' or '.join(fields)}: set data.format "
             "and data.field to match the file"
@@ -344,3 +309,101 @@ def left_out(malformed: int, copies: int) -> list[str]:
     if copies:
         notes.append(f"{copies:,} {'copy' if copies == 1 else 'copies'} of held-out content left out")
     return notes
+
+
+# ---- examples in records ---------------------------------------------------------------------------------------------
+
+# Role in ShareGPT records ("conversations" with "from" and "value") -> role in messages.
+ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "chatgpt": "assistant", "model": "assistant"}
+# The prompts of Stanford Alpaca (Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca), with an input and without.
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    "\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation.
+
+    Attributes:
+      messages: the messages, each a dict with role, content and any other keys that the message has in the record.
+      tools: descriptions of tools for the chat template, or None.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+
+    def key(self) -> str:
+        """Returns the content as text. Two conversations have the same text if and only if they are copies."""
+        return json.dumps([self.messages, self.tools], sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A training example of two texts: a prompt, and the completion that the model learns to answer with."""
+
+    prompt: str
+    completion: str
+
+    def key(self) -> str:
+        """Returns the content as text. Two pairs have the same text if and only if they are copies."""
+        return json.dumps([self.prompt, self.completion])
+
+
+def chat_of(values: dict[str, Any]) -> Chat:
+    """Returns the conversation in a record with "messages" (role, content) or "conversations" (from, value).
+
+    Raises Malformed if the record has no conversation.
+    """
+    messages = values.get("messages", values.get("conversations"))
+    if not isinstance(messages, list) or not messages:
+        raise Malformed('the record has no list of "messages" or "conversations": give one of them')
+    tools = values.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise Malformed(f'"tools" of the record is {type(tools).__name__}, but must be a list')
+    return Chat([_message(message, number) for number, message in enumerate(messages, 1)], tools or None)
+
+
+def _message(message: Any, number: int) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise Malformed(
+            f"message {number} is {type(message).__name__}, but must be a JSON object with a role and a content"
+        )
+    fields = {key: value for key, value in message.items() if value is not None}  # tables have nulls in unused columns
+    if "from" in fields and "role" not in fields:
+        fields["role"], fields["content"] = fields.pop("from"), fields.pop("value", None)
+        fields["role"] = (
+            ROLES.get(fields["role"], fields["role"]) if isinstance(fields["role"], str) else fields["role"]
+        )
+    text_of(fields.get("role"), f"the role of message {number}")
+    if "tool_calls" in fields and fields.get("content") is None:  # an answer that only calls tools
+        return {**fields, "content": ""}
+    text_of(fields.get("content"), f"the content of message {number}")
+    return fields
+
+
+def pair_of(values: dict[str, Any]) -> Pair:
+    """Returns the prompt and completion in a record with "prompt" and "completion", or in Alpaca's format with
+    "instruction", "input" and "output".
+
+    Raises Malformed if the record has neither.
+    """
+    if "instruction" in values and "prompt" not in values:
+        instruction = text_of(values["instruction"], '"instruction"')
+        given = text_of(values.get("input", ""), '"input"')
+        prompt = (ALPACA_INPUT if given else ALPACA).format(instruction=instruction, input=given)
+        return Pair(prompt, text_of(values.get("output"), '"output"'))
+    return Pair(text_of(values.get("prompt"), '"prompt"'), text_of(values.get("completion"), '"completion"'))
+
+
+# data.format -> (fields of a record that are read, function from a record to its content).
+CONTENTS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Chat | Pair]]] = {
+    "chat": (("messages", "conversations", "tools"), chat_of),
+    "pairs": (("prompt", "completion", "instruction", "input", "output"), pair_of),
+}

@@ -9,17 +9,14 @@ import copy
 import hashlib
 import json
 import os
-import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bytescope.memory.devices.compiler_log import REDIRECTING
 from bytescope.memory.errors import one_line
 from bytescope.train.data.long_texts import encode_long
 from bytescope.train.user_errors import UserError
@@ -36,9 +33,6 @@ SEPARATORS = (
 NAME = ("\ufdd4", "\ufdd5")
 # Characters that are tokenized at a time: enough to use all cores, and few enough to limit the memory.
 GROUP_CHARS = 1 << 22
-# A downloaded tokenizer.json may contain a regular expression that runs forever. Encoding may take SECONDS plus
-# SECONDS_PER_CHARACTER for each character, about a hundred times what published tokenizers need.
-SECONDS, SECONDS_PER_CHARACTER = 60.0, 5e-5
 
 
 class ByteTokenizer:
@@ -122,8 +116,7 @@ class JsonTokenizer:
             ) from None
         with _as_user_error(f"{setting} cannot be read as a tokenizer.json"):
             content = path.read_bytes()
-            with _panics_silenced():
-                self._tokenizer = Tokenizer.from_str(content.decode("utf-8"))
+            self._tokenizer = Tokenizer.from_str(content.decode("utf-8"))
         # A file made for inference may truncate or pad every text; documents must stay complete.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -153,7 +146,7 @@ class JsonTokenizer:
 
     def _around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         try:
-            with _as_user_error(f"{self.path} cannot encode a letter"), _panics_silenced():
+            with _as_user_error(f"{self.path} cannot encode a letter"):
                 encoding = self._tokenizer.encode("a")
         except UserError:  # it has neither a token for this letter nor an unknown token
             return (), ()
@@ -199,7 +192,7 @@ class JsonTokenizer:
         from tokenizers import Tokenizer
 
         variant = copy.copy(self)
-        with _as_user_error(f"{self.path} cannot be read as a tokenizer.json"), _panics_silenced():
+        with _as_user_error(f"{self.path} cannot be read as a tokenizer.json"):
             variant._tokenizer = variant._encoder = Tokenizer.from_str(content)
         variant.special_tokens = "parse"
         return variant
@@ -217,38 +210,20 @@ class JsonTokenizer:
 
         Raises UserError if a text cannot be tokenized.
         """
-        encodings = self._encode_with_timeout(self._encoder.encode_batch_fast, texts)
+        encodings = self._encode(self._encoder.encode_batch_fast, texts)
         return [np.array(encoding.ids, self._dtype) for encoding in encodings]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns (token ids [n]; span [from, to) of the characters of each token, int64 [n, 2]) for each text."""
-        encodings = self._encode_with_timeout(self._encoder.encode_batch, texts)
+        encodings = self._encode(self._encoder.encode_batch, texts)
         return [
             (np.array(encoding.ids, self._dtype), np.array(encoding.offsets, np.int64).reshape(-1, 2))
             for encoding in encodings
         ]
 
-    def _encode_with_timeout(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
-        results, errors = [], []
-
-        def run() -> None:
-            try:
-                results.extend(encode(list(texts), add_special_tokens=False))
-            except BaseException as error:  # re-raised below
-                errors.append(error)
-
-        characters = sum(map(len, texts))
-        limit = SECONDS + SECONDS_PER_CHARACTER * characters
-        # A thread can be abandoned if it takes too long, while the Rust code cannot be interrupted.
-        thread = threading.Thread(target=run, daemon=True)
-        with _as_user_error(f"{self.path} cannot encode the text"), _panics_silenced():
-            thread.start()
-            thread.join(limit)
-            if thread.is_alive():
-                raise TimeoutError(f"tokenizing {characters:,} characters took more than {limit:,.0f} s")
-            if errors:
-                raise errors[0]
-        return results
+    def _encode(self, encode: Callable[..., list[Any]], texts: Sequence[str]) -> list[Any]:
+        with _as_user_error(f"{self.path} cannot encode the text"):
+            return encode(list(texts), add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of the token ids, including special tokens. Ids outside the vocabulary become U+FFFD."""
@@ -271,50 +246,13 @@ def _as_user_error(what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # The tokenizers package raises plain Exception, and BaseException if its Rust code panics.
-        if not isinstance(error, Exception) and not _is_panic(error):
+        # The tokenizers package raises plain Exception, and a BaseException of this name if its Rust code panics.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = one_line(error) or type(error).__name__
         raise UserError(
             f"{what} ({reason}): give a tokenizer.json saved by Hugging Face tokenizers, or 'bytes'"
         ) from None
-
-
-@contextmanager
-def _panics_silenced() -> Iterator[None]:
-    """A context manager that captures the output to stderr (file descriptor 2). The output is dropped if Rust code
-    panics, and printed otherwise.
-    """
-    if not REDIRECTING.acquire(blocking=False):
-        yield
-        return
-    try:
-        with ExitStack() as stack:
-            try:
-                file, screen = stack.enter_context(tempfile.TemporaryFile()), os.dup(2)
-            except OSError:  # no room for the file, or file descriptor 2 is closed
-                yield
-                return
-            os.dup2(file.fileno(), 2)
-            panicked = False
-            try:
-                yield
-            except BaseException as error:
-                panicked = _is_panic(error)
-                raise
-            finally:
-                os.dup2(screen, 2)
-                os.close(screen)
-                file.seek(0)
-                printed = file.read()
-                if printed and not panicked:
-                    os.write(2, printed)
-    finally:
-        REDIRECTING.release()
-
-
-def _is_panic(error: BaseException) -> bool:
-    return type(error).__name__ == "PanicException"
 
 
 Tokenizer = ByteTokenizer | JsonTokenizer

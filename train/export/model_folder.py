@@ -7,12 +7,13 @@ describes the format. The files and the index have the names that transformers g
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from bytescope.memory.errors import disk_remedy
 from bytescope.train.checkpoints.workdir import require_utf8
 from bytescope.train.source import INDEX, SINGLE, holds_model
 from bytescope.train.user_errors import UserError
+from bytescope.train.weights.leaves import READABLE
 
 ALIGNED = 8  # the length of a header in bytes is a multiple of this
 
@@ -69,24 +71,28 @@ def disk_errors_explained(out: Path, left: str = "nothing was left there") -> It
         ) from error
 
 
-class TensorToWrite(Protocol):
+# Safetensors name of a dtype that is written -> NumPy dtype.
+DTYPES = {**READABLE, "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorToWrite:
     """A tensor that `Files` can write.
 
     Attributes:
       name: its name in the safetensors file.
       dtype: the safetensors name of the dtype, such as "BF16".
       shape: its shape on disk.
-      nbytes: size in bytes.
     """
 
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
     @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Size of the tensor's values on disk, in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 class Files:
@@ -176,14 +182,12 @@ class Files:
                     "pass all pieces of the tensor"
                 )
 
-    def read(self, tensor: TensorToWrite, dtype: np.dtype) -> np.ndarray:
-        """Returns a tensor that was written before. `dtype`: the NumPy dtype of its values on disk. Raises OSError if
-        the disk cannot be read.
-        """
+    def read(self, tensor: TensorToWrite) -> np.ndarray:
+        """Returns a tensor that was written before. Raises OSError if the disk cannot be read."""
         name, start = self._places[tensor.name]
         with open(self._folder / name, "rb") as file:
             file.seek(start)
-            return np.frombuffer(file.read(tensor.nbytes), dtype).reshape(tensor.shape)
+            return np.frombuffer(file.read(tensor.nbytes), DTYPES[tensor.dtype]).reshape(tensor.shape)
 
     def sync(self) -> None:
         """Waits until the operating system has written all weight files of the folder to disk (fsync)."""

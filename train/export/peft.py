@@ -20,9 +20,8 @@ from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import tensor_name
 from bytescope.train.weights.families import Family
 from bytescope.train.weights.folder import Folder
-from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path
+from bytescope.train.weights.leaves import READABLE, parameters_of, rows_by_path, stored_at
 from bytescope.train.weights.patterns import Pattern
-from bytescope.train.weights.stacks import stored_at
 
 
 def halves(run: SavedRun, model: ModelConfig, path: str) -> tuple[np.ndarray, np.ndarray] | None:

@@ -14,13 +14,21 @@ from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import Slices, StoredArray
+from bytescope.train.export.model_folder import TensorToWrite
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.families import Family, TensorRow
 from bytescope.train.weights.folder import Folder
-from bytescope.train.weights.leaves import READABLE, Leaf, checkpoint_leaves, parameters_of, rows_by_path
+from bytescope.train.weights.leaves import (
+    READABLE,
+    Leaf,
+    Place,
+    checkpoint_leaves,
+    parameters_of,
+    rows_by_path,
+    stored_at,
+)
 from bytescope.train.weights.patterns import Pattern, Sizes, sizes_of
 from bytescope.train.weights.quantized import as_computed, matrices_of
-from bytescope.train.weights.stacks import Place, stored_at
 
 NAMES = {dtype.name: name for name, dtype in READABLE.items()}  # NumPy name of a dtype -> safetensors name
 PIECE = 2**20  # maximum number of elements of a parameter that are converted at a time
@@ -29,26 +37,15 @@ PIECE_COPIES = 4 * 4
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputTensor:
+class OutputTensor(TensorToWrite):
     """A tensor of the exported model. It contains one or more parameters of our model, such as q, k and v in one
     matrix.
 
     Attributes:
-      name: its Hugging Face name.
-      dtype: safetensors name of the dtype, such as "BF16".
-      shape: its shape on disk.
       parts: (dotted path, layout in the tensor) of each of our parameters in it, in order.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     parts: tuple[tuple[str, TensorRow], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's values on disk, in bytes."""
-        return math.prod(self.shape) * READABLE[self.dtype].itemsize
 
 
 def plan(model: ModelConfig, family: Family, dtype_of: Callable[[str], str]) -> list[OutputTensor]:

@@ -19,6 +19,7 @@ from bytescope.configs import base as trainer
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.experts.expert_kernels import choose_moe_kernel
+from bytescope.model.frozen import dotted
 from bytescope.model.transformer import logical_axes
 from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.checkpoints.stored_array import whole
@@ -34,10 +35,9 @@ from bytescope.train.weights import load
 from bytescope.train.weights.finetune import TOKENIZER, config_of
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.hf_config import describe
-from bytescope.train.weights.leaves import PACKED, checkpoint_leaves, parameters_of
-from bytescope.train.weights.load import dotted, load_params
-from bytescope.train.weights.packed_folder import PackedFolder, load_packed
-from bytescope.train.weights.stacks import by_array
+from bytescope.train.weights.leaves import PACKED, by_array, checkpoint_leaves, parameters_of
+from bytescope.train.weights.load import load_params
+from bytescope.train.weights.packed import PackedFolder, load_packed
 
 # Compute dtype -> name of the precision with this compute dtype.
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

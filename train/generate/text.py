@@ -15,8 +15,8 @@ import numpy as np
 from bytescope.memory.errors import check_readable
 from bytescope.memory.view.console import safe
 from bytescope.train.data.chat_template import Renderer, find_template
-from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.long_texts import encode_long
+from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.generate.answers import read_rows
 from bytescope.train.generate.engine import Engine
@@ -87,8 +87,7 @@ def _partial_stop_length(text: str, stop: str) -> int:
 
 
 class Prompts:
-    """Turns prompts into token ids. Use it in a `with` statement, at whose end the helper process that renders chat
-    templates is stopped.
+    """Turns prompts into token ids.
 
     Args:
       source: the model and its tokenizer.
@@ -98,13 +97,6 @@ class Prompts:
     def __init__(self, source: Source, chat: bool):
         self.source, self.chat = source, chat
         self._renderer: Renderer | None = None
-
-    def __enter__(self) -> Prompts:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._renderer is not None:
-            self._renderer.close()
 
     def of_row(self, row: Mapping[str, Any], where: str) -> tuple[int, ...]:
         """Returns the token ids of a row that has `text`, `tokens` or `messages`. `where` names the row in error
@@ -164,7 +156,7 @@ class Prompts:
             self._renderer = Renderer(find_template(tokenizer, self.source.config.data.chat_template))
         # The model reads the rendered text before the empty answer.
         chat = Chat([*map(dict, messages), {"role": "assistant", "content": ""}], None)
-        (rendered,) = self._renderer.render([chat], before=True, up_to=False)
+        rendered = self._renderer.render(chat, before=True, up_to=False)
         if isinstance(rendered, Malformed):
             raise UserError(f"{where}: {rendered}")
         return tuple(map(int, tokenizer.encode(rendered.before[-1])))

@@ -1,4 +1,4 @@
-"""Generates text with the model in training: at the end of a run, and at evaluations if `train.eval_prompts` is set.
+"""Generates text with the model in training, at the end of a run.
 
 The engine of train/generate is used, with the parameters in their training layout. If the layers are divided into
 pipeline stages, or experts over several devices, each token is computed by a pass over the whole buffer instead, with
@@ -7,7 +7,6 @@ one program of static length. The model is causal, so the positions after the la
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import jax
@@ -26,9 +25,7 @@ from bytescope.model.runs import BLOCKS, DENSE, layers_of, stack_of
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data, TokenSource
 from bytescope.train.data.chat_template import Renderer, find_template
-from bytescope.train.data.example_content import Chat, Malformed, Pair
-from bytescope.train.data.examples import first_held_out
-from bytescope.train.data.settings import DataConfig
+from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.data.tokenizer import JsonTokenizer
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Model
@@ -260,8 +257,8 @@ def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
     """Returns the token ids of the prompt for the sample at the end of a run.
 
     The prompt is `train.sample_prompt`. If the data are chats, it is a user's message, and the chat template is
-    applied. If it is empty, the prompt is from held-out data: the beginning of a document, or an example up to its
-    first answer.
+    applied. If it is empty, the prompt is from held-out data: an example up to its first answer, or the beginning of
+    the text if the loss covers all of it.
     """
     text = config.train.sample_prompt
     if text and config.data.format != "chat":
@@ -269,19 +266,17 @@ def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
     if isinstance(data.heldout, TokenSource):
         window = data.heldout[0]
         return window[window != IGNORE][: min(PROMPT_TOKENS, config.data.seq_len // 2)].tolist()
-    if not text and config.data.loss_on == "assistant":
+    if not text:
         row = data.heldout[0]
-        return row["inputs"][: np.argmax(row["targets"] != IGNORE) + 1].tolist()
-    example = Chat([{"role": "user", "content": text}], None) if text else first_held_out(DataConfig(**config.data))
-    if isinstance(example, Pair):
-        return data.encode(example.prompt)
-    asked = list(takewhile(lambda message: message["role"] != "assistant", example.messages))
+        learned = np.argmax(row["targets"] != IGNORE) + 1
+        read = learned if config.data.loss_on == "assistant" else min(PROMPT_TOKENS, config.data.seq_len // 2)
+        return row["inputs"][:read].tolist()
     # The model reads the rendered text before the answer.
-    chat = Chat([*asked, {"role": "assistant", "content": ""}], example.tools)
-    with Renderer(find_template(data.tokenizer, config.data.chat_template)) as renderer:
-        (rendered,) = renderer.render([chat], before=True, up_to=False)
+    chat = Chat([{"role": "user", "content": text}, {"role": "assistant", "content": ""}], None)
+    renderer = Renderer(find_template(data.tokenizer, config.data.chat_template))
+    rendered = renderer.render(chat, before=True, up_to=False)
     if isinstance(rendered, Malformed):  # no error, since the run is already trained
-        return data.encode(text or example.messages[0]["content"])
+        return data.encode(text)
     tokenizer = data.tokenizer.parsing() if isinstance(data.tokenizer, JsonTokenizer) else data.tokenizer
     return tokenizer.encode(rendered.before[-1]).tolist()
 

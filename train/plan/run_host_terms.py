@@ -25,8 +25,6 @@ RUN_PHASES = ("initialize", "train", "evaluate", "sample")
 # Phase -> bytes that a process gains by compiling and loading the small programs of the phase on a CPU, and by what it
 # keeps of earlier phases. Measured: `tests/bench/host_memory.py train`, x86-64, jax 0.10.2, November 2026.
 _SMALL_PROGRAMS = {"initialize": 110 * MIB, "train": 45 * MIB, "evaluate": 75 * MIB, "sample": 120 * MIB}
-# TensorBoard's writer and grain's reader, which are imported when a run begins.
-_RECORDERS = 15 * MIB
 
 
 def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[HostTerm, ...]:
@@ -102,8 +100,6 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
         if hosted and phase != "train":
             yield HostTerm(phase, "offloaded state", hosted * devices, f"shapes of the state, of {devices} devices")
         yield HostTerm(phase, "programs besides the step", _SMALL_PROGRAMS[phase], measured)
-        if program.config.train.tensorboard and phase != "initialize":
-            yield HostTerm(phase, "TensorBoard", _RECORDERS, measured)
 
     offloaded = pinned_terms(report, True, processes_per_node())
     if report.host_bytes and not offloaded:  # not a GPU

@@ -29,6 +29,11 @@ SYNONYMS = {
     "lr": "learning_rate",
     "max_steps": "steps",
 }
+# Key that configs no longer have -> what to use instead. The config.json of an older run may have it.
+GONE = {
+    "train.eval_prompts": "leave it out: bytescope generate RUN --prompts=FILE --step=N answers prompts",
+    "train.tensorboard": "leave it out: the page of the run has its curves, and train.wandb=PROJECT sends them",
+}
 
 
 def _parse_bool(text: str) -> bool:
@@ -188,6 +193,8 @@ def _check_keys_match_base(config: ConfigDict, path: Path) -> None:
 
 
 def _suggest_keys(key: str, valid: dict[str, Any]) -> str:
+    if key in GONE:
+        return f", because it is gone: {GONE[key]}"
     near = _most_similar_keys(key, valid)
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope list keys lists the keys"
 

@@ -2,6 +2,6 @@
 
 In: a run or a folder of weights, and a calibration text. Out: a folder that transformers, vLLM and our own engine
 load. Start at `quantize_work.py`, which goes through the layers. `folds.py` lists the inputs that are scaled and the
-parameters that take the inverse scales, `scale_search.py` finds the scales. `weights/packed_folder.py` reads the
+parameters that take the inverse scales, `scale_search.py` finds the scales. `weights/packed.py` reads the
 folders.
 """

@@ -21,8 +21,7 @@ from bytescope.train.weights.families import FAMILIES, Family
 from bytescope.train.weights.finetune import TOKENIZER
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import PACKED, rows_by_path
-from bytescope.train.weights.packed import PER_WORD, SIZES
-from bytescope.train.weights.packed_folder import matrices, packed_paths
+from bytescope.train.weights.packed import PER_WORD, SIZES, matrices, packed_paths
 from bytescope.train.weights.patterns import Pattern
 
 

@@ -18,18 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.train.export.model_folder import Files, move_into_place
+from bytescope.train.export.model_folder import Files, TensorToWrite, move_into_place
 from bytescope.train.quantize.folds import Params
 from bytescope.train.quantize.origin import Origin
 from bytescope.train.source import CONFIG
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.leaves import PACKED, parameters_of, rows_by_path
-from bytescope.train.weights.packed import LAYOUTS, Codes
-from bytescope.train.weights.packed_folder import packed_paths
+from bytescope.train.weights.packed import LAYOUTS, Codes, packed_paths
 from bytescope.train.weights.patterns import Pattern, sizes_of
 
 PROGRESS = "progress.json"
-DTYPES: dict[str, np.dtype[Any]] = {"F16": np.dtype(np.float16), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64)}
 # (Beginning of a parameter's path without the layer, name of the component in tables); the first match counts.
 COMPONENTS = (
     ("w_token", "tables"),
@@ -42,27 +40,16 @@ COMPONENTS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class Stored(TensorToWrite):
     """A tensor to write into the folder.
 
     Attributes:
-      name: name of the tensor in the safetensors file.
-      dtype: safetensors name of the dtype, such as "F16".
-      shape: shape on disk.
       path: dotted path of our parameter.
       part: which tensor of a packed 4-bit weight this is, such as "qweight"; "" if the parameter is not packed.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
     path: str
     part: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's values on disk, in bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def layer(self) -> int:
@@ -204,7 +191,7 @@ class Output:
         for one in self.tensors:
             if one.layer != layer:
                 continue
-            array, path = self._files.read(one, DTYPES[one.dtype]), _path_in_block(one.path)
+            array, path = self._files.read(one), _path_in_block(one.path)
             if one.part:
                 packed.setdefault(path, {})[one.part] = array
             else:

@@ -24,7 +24,7 @@ from bytescope.model.names import collect_tagged
 from bytescope.train.quantize import scale_search
 from bytescope.train.quantize.folds import Fold, folds_of, shared
 from bytescope.train.step.optimizer.host_offload import device_bytes
-from bytescope.train.weights.packed_folder import matrices
+from bytescope.train.weights.packed import matrices
 
 
 @dataclasses.dataclass(frozen=True)

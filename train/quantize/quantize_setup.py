@@ -38,7 +38,7 @@ from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import parameters_of
-from bytescope.train.weights.packed_folder import packed_paths
+from bytescope.train.weights.packed import packed_paths
 
 HELD_OUT = 32  # maximum number of held-out windows
 SHARE = 4  # without --held-out, the last 1/SHARE of the calibration text is held out
@@ -144,8 +144,7 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
 
 def _cut_into_windows(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
     # int32 [windows, length]; the texts of the file are joined without separators.
-    with Prompts(source, chat=False) as prompts:
-        tokens = read_tokens(prompts, path, flag)
+    tokens = read_tokens(Prompts(source, chat=False), path, flag)
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 

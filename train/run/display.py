@@ -1,8 +1,8 @@
 """The progress display of a run: rows scroll above a live bar on a terminal, and are plain lines elsewhere.
 
-It differs from memory/view/progress_bar.py, which writes to stderr, disappears while a line is printed, and takes its
-remaining time from rich. This bar is on the same console as the rows, so that rich keeps it below them. The remaining
-time follows from the pace since the first row, with or without a bar.
+It differs from memory/view/progress_bar.py, which writes to stderr and disappears while a line is printed. This bar is
+on the same console as the rows, so that rich keeps it below them. In plain lines, the remaining time follows from the
+pace since the first row.
 """
 
 import contextlib
@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Task, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from bytescope.memory.view.console import LineProgress, safe
-from bytescope.memory.view.text_layout import unwrapped
 from bytescope.train.run.summary import clock
 
 GIB = 2**30
@@ -90,7 +89,7 @@ class Display:
                 TextColumn("{task.completed}/{task.total}"),
                 BarColumn(bar_width=None),
                 TaskProgressColumn(),
-                _RemainingTime(self),
+                TimeRemainingColumn(),
                 console=console,
                 transient=True,
                 expand=True,
@@ -147,14 +146,3 @@ class Display:
         row."""
         done = max(step - self._start, 1)
         return f"{clock((time.monotonic() - self._began) / done * (self._steps - step))} left"
-
-
-class _RemainingTime(TextColumn):
-    def __init__(self, display: Display):
-        super().__init__("")
-        self._display = display
-
-    def render(self, task: Task) -> Text:
-        # Empty before the first step, whose duration is not typical.
-        step = int(task.completed)
-        return unwrapped(Text(self._display.left(step) if step > self._display._start else ""))

@@ -1,14 +1,16 @@
-"""Puts batches on the devices, one update ahead of the step that needs them."""
+"""Puts batches on the devices, one update ahead of the step that needs them, and evaluates held-out batches."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from bytescope.train.data.batches import Data, heldout_batches
 from bytescope.train.program.program import Program
 from bytescope.train.run.profile import hosted
+from bytescope.train.step.state import Tally, TrainState
 
 HostBatch = dict[str, np.ndarray]
 
@@ -87,3 +89,35 @@ def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Ite
         if len(read) < reads:
             return
         yield list(itertools.chain.from_iterable(calls(program, host) for host in read))
+
+
+def held_out_loss(
+    program: Program, data: Data, state: TrainState, stopping: Callable[[], bool], working: Callable[[], None]
+) -> tuple[float, int] | None:
+    """Evaluates on the held-out data. Returns (loss in nats per token, number of tokens), or None if the run is stopped
+    before the end.
+
+    Args:
+      program: the training program.
+      data: the training and held-out data.
+      state: the training state.
+      stopping: function that returns True if the run is to stop.
+      working: function that is called before each batch.
+    """
+    total: Tally | None = None
+    batches = heldout_batches(
+        data,
+        rows=program.batch.rows,
+        row_slices=held_out_rows(program),
+        sequences=program.config.train.eval_sequences or None,
+    )
+    for host in batches:
+        if stopping():
+            return None
+        working()
+        tally = program.evaluate(state.params, put(host, program.eval_shapes), state.frozen)
+        # At most one batch is queued ahead of the devices: hundreds starved the threads of simulated devices.
+        total = tally if total is None else jax.tree.map(jax.numpy.add, jax.block_until_ready(total), tally)
+    assert total is not None  # held-out data is never empty
+    loss, tokens = (float(x) for x in jax.device_get((total.loss, total.tokens)))
+    return loss / max(tokens, 1.0), int(tokens)

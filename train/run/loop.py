@@ -31,7 +31,7 @@ from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
-from bytescope.train.checkpoints.workdir import claimed, naming_files, recordable
+from bytescope.train.checkpoints.workdir import claimed, recordable
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.data.tokenizer import IdTokenizer
 from bytescope.train.export.config_json import config_json
@@ -44,18 +44,17 @@ from bytescope.train.plan.remat_auto import settled_program
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.run_command import UNKNOWN, Command
-from bytescope.train.run import profile, startup, summary, wandb_run
+from bytescope.train.run import profile, startup, summary
 from bytescope.train.run.display import MIN_NOTED_WAIT, Display
-from bytescope.train.run.evaluation import ANSWERS, EvalPrompts, held_out_loss
-from bytescope.train.run.feed import feed, local_rows
+from bytescope.train.run.feed import feed, held_out_loss, local_rows
 from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights, start_state
 from bytescope.train.run.metrics import MetricsLog, adapter_parameters, has_evaluation, model_flops_per_token
-from bytescope.train.run.recorders import Recorders
+from bytescope.train.run.recorders import Recorders, check
 from bytescope.train.run.run_directory import PAGE
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.source import METRICS
 from bytescope.train.step.optimizer.loss_scale import MIN_SCALE, SCALED_REMEDY, scale_metrics
-from bytescope.train.step.routing import loads_by_layer, routing_row
+from bytescope.train.step.routing import routing_row
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import NonFinite, UserError
 from bytescope.train.weights.folder import read_config
@@ -93,16 +92,15 @@ class Run:
       data: the training and held-out data.
       checkpoints: reads and writes the run's checkpoints.
       log: the file metrics.jsonl.
-      recorders: send metrics to the run page, TensorBoard and wandb.
+      recorders: send metrics to wandb, and write the run page.
       display: prints metrics and the progress bar.
       compiled: the compiled step and its memory report.
+      flops_per_token: model FLOPs of a token in a step.
       peak_flops: peak FLOPs per second of one device; None if unknown.
       predicted_bytes: predicted bytes in use per device, shown beside the measured bytes.
       profile: traces some updates if the user asked for it.
       processes: the processes that train together.
       stop: names of signals that this process received.
-      prompts: generates the answers to the evaluation prompts.
-      answers: the file to which the answers to the evaluation prompts are written.
       device_peak: measured bytes of arrays and temporaries of the step on the CPU devices of this process; None on
         accelerators, before the measurement, and if the temporaries are too small for it (`resolves_temporaries`).
       agreed: names of the signals, received by any process, that all processes have agreed to act on.
@@ -116,13 +114,12 @@ class Run:
     recorders: Recorders
     display: Display
     compiled: startup.Compiled
+    flops_per_token: float
     peak_flops: float | None
     predicted_bytes: int
     profile: profile.Profile
     processes: Processes
     stop: list[str]
-    prompts: EvalPrompts
-    answers: MetricsLog
     device_peak: int | None = None
     agreed: list[str] = dataclasses.field(default_factory=list)
     evaluated: tuple[int, float] | None = None
@@ -142,14 +139,10 @@ class Run:
                 self.agreed += names
         return bool(self.agreed)
 
-    def record(self, row: dict[str, Any], values: dict[str, Any] | None = None) -> None:
-        """Appends a row of metrics to metrics.jsonl, sends it to the recorders (TensorBoard, wandb) and prints it.
-
-        `values`: the metrics that the step returned. They contain the expert loads (tokens per expert, relative to the
-        mean), which only TensorBoard records.
-        """
+    def record(self, row: dict[str, Any]) -> None:
+        """Appends a row of metrics to metrics.jsonl, sends it to wandb and prints it."""
         self.log.write(row)
-        self.recorders.write(row, loads_by_layer(values or {}, self.program.model))
+        self.recorders.write(row)
         self.display.show(row)
 
 
@@ -165,7 +158,7 @@ def measure(program: Program, device_peak: int | None = None) -> LiveMemory | No
 @profile.hosted("evaluation")
 @host_phase("evaluate")
 def evaluate(run: Run, state: TrainState, step: int) -> float | None:
-    """Evaluates after `step`, and records the loss and the answers to the prompts.
+    """Evaluates after `step`, and records the loss.
 
     Returns the held-out loss in nats per token, or None if a signal interrupted the evaluation. The next start then
     repeats it.
@@ -176,11 +169,7 @@ def evaluate(run: Run, state: TrainState, step: int) -> float | None:
         return None
     loss, tokens = held_out
     run.evaluated = (step, loss)
-    for row in run.prompts.answers(state.model_params, step):
-        run.answers.write(row)
-    run.record(
-        {"step": step, "eval_loss": loss, "eval_tokens": tokens}
-    )  # last, because this row marks the evaluation done
+    run.record({"step": step, "eval_loss": loss, "eval_tokens": tokens})
     return loss
 
 
@@ -198,9 +187,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
-    slow = clock.tick(batch.tokens_at(step - 1))
-    if slow:
-        run.display.note(f"step {step} took {slow}")
+    clock.tick(batch.tokens_at(step - 1))
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale an update whose gradients overflow is skipped. A scale that keeps falling ends the run.
@@ -211,10 +198,8 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     if step % run.config.train.log_every and step != run.config.train.steps:
         return
     lap = clock.lap()
-    adapters = adapter_parameters(run.program.state.params)
-    flops_per_token = model_flops_per_token(run.program.model, batch.seq_len, run.program.frozen, adapters)
     tokens_per_s = lap.tokens / lap.seconds
-    mfu = tokens_per_s * flops_per_token / (run.peak_flops * mesh.size) if run.peak_flops else None
+    mfu = tokens_per_s * run.flops_per_token / (run.peak_flops * mesh.size) if run.peak_flops else None
     live = measure(run.program, run.device_peak)
     memory = {**live.metrics(prefix=""), "predicted_bytes": run.predicted_bytes} if live else {}
     run.record(
@@ -232,8 +217,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
             "mfu": mfu,
             "hfu": mfu and mfu * run.compiled.flops_ratio,
             "memory": memory,
-        },
-        values,
+        }
     )
 
 
@@ -390,7 +374,7 @@ def run(
     began = time.monotonic()
     asked.updates(0, config.train.steps)
     if processes.first:
-        wandb_run.check(config.train.wandb)
+        check(config.train.wandb)
     try:
         with startup.progress_lines(console, "planning the step", command.verbose) as tell:
             program = settled_program(config, tell=tell, agree=processes.from_first)
@@ -398,15 +382,11 @@ def run(
         raise
     except ValueError as error:  # a config that cannot run on these devices; the message has the remedy
         raise UserError(str(error)) from error
-    with naming_files(workdir, config):
-        data = open_data(DataConfig(**config.data))
-        fingerprints = fingerprint_of_weights(program), fingerprint_of_adapter(program)
-        batch = program.batch
-        identity = recordable(
-            config, command, batch.global_rows, data.fingerprint, *fingerprints, micro_rows=batch.rows
-        )
+    data = open_data(DataConfig(**config.data))
+    fingerprints = fingerprint_of_weights(program), fingerprint_of_adapter(program)
+    batch = program.batch
+    identity = recordable(config, command, batch.global_rows, data.fingerprint, *fingerprints, micro_rows=batch.rows)
     check_vocab(data, config.model.vocab_size)
-    prompts = EvalPrompts(program, data)
     with (
         contextlib.nullcontext(stop) if stop else Stop(lambda: processes.interrupt("interrupted")) as stop,
         claimed(workdir, identity, extend=extend, processes=processes) as notes,
@@ -418,8 +398,6 @@ def run(
         done = checkpoints.steps()
         finished = bool(done) and done[-1] >= config.train.steps and has_evaluation(workdir / METRICS, done[-1])
         if processes.from_first(finished):
-            _expect_restore(program, checkpoints, console)
-            _require_undamaged(program, checkpoints, done)
             summary.say(console, f"{workdir} is finished: step {done[-1]} of {config.train.steps}")
             summary.show_commands(console, next_commands(program.config, data, workdir, command))
             return
@@ -427,8 +405,7 @@ def run(
         startup.show_program(console, program, data.description, verbose=command.verbose)
         summary.show(console, [("passes", startup.passes(program, len(data.train)))])
         read = program.batch.rows_before(config.train.steps)
-        warnings = startup.doubtful_settings(program.settings, program.mesh.devices.flat[0].platform)
-        for line in (*warnings, *startup.doubtful_data(program.settings, data, read)):
+        for line in startup.doubtful_settings(program.settings, data, read):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)
         start = RunStart(workdir, console, processes, asked, command, began, stop)
@@ -436,29 +413,11 @@ def run(
         with explained(
             report, program.mesh.local_devices[0], lambda: refusal.advice_without_compiling(report, command)
         ):
-            _train_and_sample(start, program, data, checkpoints, compiled, prompts)
-
-
-def _require_undamaged(program: Program, checkpoints: Checkpoints, saved: list[int]) -> None:
-    # An unfinished run continues from the previous checkpoint instead. For a finished run the user decides whether to
-    # lose updates.
-    with explained(None, program.mesh.local_devices[0]):
-        damage = checkpoints.damage(saved[-1], program.state, program.order)
-    if damage:
-        before = f"continues from checkpoint {saved[-2]}" if len(saved) > 1 else "trains from the start"
-        raise UserError(
-            f"checkpoint {saved[-1]} in {checkpoints.root} is damaged ({damage}): restore its files from a "
-            f"copy, or move {checkpoints.root / str(saved[-1])} away; the same command then {before}"
-        )
+            _train_and_sample(start, program, data, checkpoints, compiled)
 
 
 def _train_and_sample(
-    start: RunStart,
-    program: Program,
-    data: Data,
-    checkpoints: Checkpoints,
-    compiled: startup.Compiled,
-    prompts: EvalPrompts,
+    start: RunStart, program: Program, data: Data, checkpoints: Checkpoints, compiled: startup.Compiled
 ) -> None:
     """Restores or creates the state, opens the logs, trains, and prints a sample of generated text at the end."""
     console, first, report = start.console, start.processes.first, compiled.report
@@ -471,16 +430,11 @@ def _train_and_sample(
         state, position = start_state(program, checkpoints, console)
     traced = start.traced.updates(position.step, steps) if first else range(0)
     release_free_memory()  # memory freed after restoring
-    # The answers of an interrupted evaluation are written again by the next evaluation.
-    answered = position.step - (not has_evaluation(metrics_file, position.step))
+    adapters = adapter_parameters(program.state.params)
     with (
         contextlib.closing(MetricsLog(metrics_file, position.step, first)) as log,
-        contextlib.closing(
-            MetricsLog(start.workdir / ANSWERS, answered, first and bool(prompts.texts), ("text",))
-        ) as answers,
         Recorders(
             start.workdir,
-            position.step,
             flatten(program.config),
             report,
             first,
@@ -497,16 +451,15 @@ def _train_and_sample(
             recorders,
             display,
             compiled,
+            model_flops_per_token(program.model, program.batch.seq_len, program.frozen, adapters),
             startup.peak_flops(program),
             predicted_in_use(report, before),
             tracer,
             start.processes,
             start.stop.names,
-            prompts,
-            answers,
         )
         start.stop.watch()
-        with contextlib.closing(Clock(checkpoints.saving)) as clock, host_phase("train"):
+        with contextlib.closing(Clock()) as clock, host_phase("train"):
             state = train(run, state, position, clock)
         display.close()
         _show_end(start, run, position.step + 1, before, state, clock)
@@ -575,18 +528,18 @@ def _show_end(
         with host_phase("sample"):
             text = sample_text(program, run.data, state.model_params)
     record_host_memory(run, max(last, first_step - 1))
-    end = summary.End(
-        first_step,
-        last,
-        run.config.train.steps,
-        time.monotonic() - start.began,
-        run.evaluated,
-        clock.tokens_per_s(),
-        run.compiled.report,
-        before,
-        measure(program, run.device_peak),
-        checkpoints.root / str(last) if last else None,
-        start.workdir / PAGE,
+    rows = summary.end_rows(
+        first=first_step,
+        last=last,
+        steps=run.config.train.steps,
+        seconds=time.monotonic() - start.began,
+        evaluated=run.evaluated,
+        tokens_per_s=clock.tokens_per_s(),
+        report=run.compiled.report,
+        before=before,
+        live=measure(program, run.device_peak),
+        checkpoint=checkpoints.root / str(last) if last else None,
+        page=start.workdir / PAGE,
     )
     if run.agreed:
         run.display.note(
@@ -594,7 +547,7 @@ def _show_end(
             if last
             else f"{run.agreed[0]} before the first update: nothing is saved"
         )
-        summary.show(console, end.rows())
+        summary.show(console, rows)
         command = start.command.resume(start.workdir)
         summary.show_commands(console, {"to resume" if last else "to start again": command})
         return
@@ -604,8 +557,8 @@ def _show_end(
             f"the devices spent {100 * waited:.0f} % of the time waiting for data: raise data.workers and "
             "data.prefetch, or read token shards (bytescope prepare)"
         )
-    run.recorders.finish(end.steps, text)
+    run.recorders.finish(text)
     if text:
         run.display.note(f"sample:\n{text}")
-    summary.show(console, end.rows())
+    summary.show(console, rows)
     summary.show_commands(console, next_commands(run.config, run.data, start.workdir, start.command))

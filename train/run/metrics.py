@@ -13,46 +13,25 @@ import jax
 from bytescope.model import ModelConfig
 from bytescope.model.adapters import is_adapter
 from bytescope.model.frozen import dotted
-from bytescope.model.layers import MLPS
 from bytescope.train.checkpoints.workdir import write_atomically
+from bytescope.train.weights.leaves import parameters_of, stored_at
 
 # Every row of metrics has one of these keys, except for the last row of a start, with "host_memory". A resumed run
 # removes that row, because it has the memory of an earlier process.
 KINDS = ("loss", "eval_loss")
 
 
-def _attention_parameter_counts(model: ModelConfig) -> dict[str, int]:
-    D, H, K = model.d_model, model.n_heads, model.d_head
-    if model.attention_kind == "gqa":
-        return {"w_q": D * H * K, "w_k": D * model.n_kv_heads * K, "w_v": D * model.n_kv_heads * K, "w_o": D * H * K}
-    q_rank, kv_rank, heads_width = model.mla_q_rank, model.mla_kv_rank, H * (K + model.mla_d_rope)
-    queries = {"w_q_down": D * q_rank, "w_q_up": q_rank * heads_width} if q_rank else {"w_q": D * heads_width}
-    values = H * model.mla_d_value
-    return {
-        **queries,
-        "w_kv_down": D * (kv_rank + model.mla_d_rope),
-        "w_k_up": kv_rank * H * K,
-        "w_v_up": kv_rank * values,
-        "w_o": values * D,
-    }
-
-
-def _active_parameter_counts(model: ModelConfig, routed: bool) -> dict[str, int]:
-    """Returns name -> number of parameters that a token is multiplied with, for the weight matrices of one layer. A
-    name has the module and the matrix, such as "mlp.w_up". `routed`: True if the layer has experts, of which a token
-    visits `experts_per_token`."""
-    D, gated = model.d_model, MLPS[model.mlp][0]
-    names = ("w_gate", "w_up", "w_down") if gated else ("w_up", "w_down")
-    sizes = {f"attention.{name}": size for name, size in _attention_parameter_counts(model).items()}
-    if routed:
-        sizes["experts.w_router"] = D * model.experts
-    for name in names:
-        if routed:
-            sizes[f"experts.{name}"] = model.experts_per_token * D * model.expert_width
-            sizes[f"shared.{name}"] = model.shared_experts * D * model.expert_width
-        else:
-            sizes[f"mlp.{name}"] = D * model.d_ff
-    return sizes
+def _matmul_counts(model: ModelConfig) -> dict[str, int]:
+    """Returns dotted path -> number of parameters, for the weight matrices that a token is multiplied with. Of the
+    experts of a layer these are the first `experts_per_token`, because all have the same size."""
+    head = "w_token" if model.tie_embeddings else "w_head"
+    counts = {head: model.d_model * model.vocab_size}
+    for path, shape in parameters_of(model).items():
+        expert = path.rpartition(".")[2]
+        visited = not expert.isdecimal() or int(expert) < model.experts_per_token
+        if path.startswith("blocks.") and ".w_" in path and visited:
+            counts[path] = math.prod(shape)
+    return counts
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -60,28 +39,15 @@ def matmul_parameters(model: ModelConfig) -> int:
 
     It counts all matrices except the embedding tables. Only the experts that a token visits are counted.
     """
-    routed = model.expert_layers
-    dense_layer, routed_layer = (sum(_active_parameter_counts(model, kind).values()) for kind in (False, True))
-    in_layers = (model.n_layers - routed) * dense_layer + routed * routed_layer
-    return in_layers + model.d_model * model.vocab_size
+    return sum(_matmul_counts(model).values())
 
 
 def frozen_matmul_parameters(model: ModelConfig, frozen: Collection[str]) -> int:
     """Returns the number of frozen parameters that each token is multiplied with. Embedding tables are not counted, and
     only the experts that a token visits are. `frozen`: dotted paths of the frozen parameters."""
-    head = "w_token" if model.tie_embeddings else "w_head"
-    table = {
-        **_active_parameter_counts(model, False),
-        **_active_parameter_counts(model, True),
-        head: model.d_model * model.vocab_size,
-    }
-    routed = model.expert_layers
-    scanned = {"blocks": routed or model.n_layers, "dense_blocks": model.n_layers - routed} if model.scan else {}
-    count = 0
-    for path in frozen:
-        keys = path.removesuffix(".codes").split(".")  # a quantized parameter is counted once, by its codes
-        count += table.get(".".join(keys[-2:]), 0) * scanned.get(keys[0], 1)
-    return count
+    arrays = {path.removesuffix(".codes") for path in frozen}  # a quantized parameter is counted once, by its codes
+    counts = _matmul_counts(model)
+    return sum(count for path, count in counts.items() if stored_at(model, path, arrays))
 
 
 def adapter_parameters(params: Any) -> int:
@@ -125,17 +91,17 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
-def _parse_row(line: str, kinds: Collection[str] = KINDS) -> dict[str, Any] | None:
+def _parse_row(line: str) -> dict[str, Any] | None:
     # None if the line is incomplete or damaged.
     try:
         row = json.loads(line)
-        return row if isinstance(row["step"], int) and any(kind in row for kind in kinds) else None
+        return row if isinstance(row["step"], int) and any(kind in row for kind in KINDS) else None
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 class MetricsLog:
-    """Appends rows to a file such as `metrics.jsonl`. Each row is synchronized to disk.
+    """Appends rows to the file `metrics.jsonl`. Each row is synchronized to disk.
 
     Opening the file removes an incomplete last line and every row after `step`, because the resumed run writes these
     rows again.
@@ -144,17 +110,15 @@ class MetricsLog:
       path: the file.
       step: number of updates that are done when the run starts or resumes.
       enabled: False to write nothing, because another process writes the file.
-      kinds: keys such as "loss", at least one of which is in every row. A row in the file without any of them is
-        treated as damaged and removed.
     """
 
-    def __init__(self, path: Path, step: int, enabled: bool = True, kinds: Collection[str] = KINDS):
+    def __init__(self, path: Path, step: int, enabled: bool = True):
         self.path, self._file = path, None
         if not enabled:
             return
         kept = []
         for line in _lines(path):
-            row = _parse_row(line, kinds)
+            row = _parse_row(line)
             if row is not None and row["step"] <= step:
                 kept.append(json.dumps(row) + "\n")
         write_atomically(path, "".join(kept))

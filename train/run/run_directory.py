@@ -12,40 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import ReportError, one_line
+from bytescope.memory.profile import trace_tables
 from bytescope.memory.records import report_record
 from bytescope.memory.records.host_record import HOST_PHASES, HostMemory, HostTerm
-from bytescope.memory.records.report_json import plain
+from bytescope.memory.records.report_json import parse, plain
 from bytescope.memory.records.result_envelope import unwrap
 from bytescope.train.source import CONFIG, MEMORY, METRICS, is_run
 
 PROFILE, PAGE = "profile.json", "index.html"
-# The fields that a page needs of a breakdown, with their types. memory.profile.breakdown.Breakdown.to_json writes
-# them.
-_BREAKDOWN = {
-    "program": str,
-    "steps": list,
-    "devices": int,
-    "total": float,
-    "without_pauses": float,
-    "busy": float,
-    "idle": float,
-    "cells": list,
-    "host": list,
-    "instructions": list,
-}
-_ITEMS = {
-    "cells": {"phase": str, "component": str, "seconds": float},
-    "host": {"name": str, "seconds": float, "device_idle_seconds": float, "count": int},
-    "instructions": {
-        "name": str,
-        "phase": str,
-        "component": str,
-        "path": str,
-        "opcode": str,
-        "seconds": float,
-        "count": int,
-    },
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +75,7 @@ def read(place: str | Path) -> RunDirectory:
             if CONFIG in files
             else f"it has none of {CONFIG}, {METRICS} and {MEMORY}"
         )
-        raise ReportError(
-            f"{place} is not a run directory ({why}): give the --workdir of bytescope train{_suggest_newest_run(place)}"
-        )
+        raise ReportError(f"{place} is not a run directory ({why}): give the --workdir of bytescope train")
     problems: list[str] = []
 
     def part(name: str, reader: Callable[[Path], Any], missing: str) -> Any:
@@ -112,7 +84,7 @@ def read(place: str | Path) -> RunDirectory:
             return None
         try:
             return reader(place / name)
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             problems.append(f"{name} is damaged or unreadable, and is left out: {one_line(error)}")
             return None
 
@@ -132,14 +104,6 @@ def read(place: str | Path) -> RunDirectory:
         tuple(problems),
         files,
     )
-
-
-def _suggest_newest_run(place: Path) -> str:
-    runs = [path.parent for path in place.glob(f"*/{CONFIG}") if is_run(path.parent)]
-    if not runs:
-        return ""
-    newest = max(runs, key=lambda path: (path / CONFIG).stat().st_mtime)
-    return f"; it contains {len(runs)} run{'s' if len(runs) > 1 else ''}, the newest is {newest}"
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
@@ -191,31 +155,13 @@ def _flatten_finite_numbers(value: Any, prefix: str = "") -> dict[str, float]:
 
 
 def _read_breakdown(path: Path) -> Mapping[str, Any]:
-    breakdown = unwrap(json.loads(path.read_text(encoding="utf-8")), "trace")
-    _check(breakdown, _BREAKDOWN)
-    for name, fields in _ITEMS.items():
-        for item in breakdown[name]:
-            _check(item, fields)
-    for step in breakdown["steps"]:
-        _check({"step": step}, {"step": int})
-    for key in ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "at_least_seconds"):
-        if breakdown.get(key) is not None:
-            _check(breakdown, {key: float})
-    if breakdown["devices"] < 1:
-        raise TypeError(
-            f"the key devices is {breakdown['devices']}, but a trace has 1 device or more: trace the run again with "
-            "--profile"
-        )
+    breakdown = unwrap(parse(path.read_bytes()), "trace")
+    for draw in (
+        trace_tables.where_text,
+        trace_tables.figures,
+        trace_tables.cells,
+        trace_tables.operations,
+        trace_tables.page_data,
+    ):
+        draw(breakdown)  # raises an error if the file is damaged
     return breakdown
-
-
-def _check(value: Any, fields: Mapping[str, type]) -> None:
-    if not isinstance(value, dict):
-        raise TypeError(f"a JSON object is expected where the file has a value of type {type(value).__name__}")
-    for name, kind in fields.items():
-        one = value[name]
-        allowed = (int, float) if kind is float else kind
-        if not isinstance(one, allowed) or isinstance(one, bool):
-            raise TypeError(f"the key {name} is {type(one).__name__} where {kind.__name__} is expected")
-        if isinstance(one, int | float) and not 0 <= one < 1e15:  # rejects nan too
-            raise TypeError(f"the key {name} is {one} where a number from 0 to 1e15 is expected")

@@ -7,7 +7,6 @@ Static content is prepared for `templates/run.html`. `static/run.js` draws the c
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -35,7 +34,6 @@ from bytescope.memory.view.elements import (
     versions,
 )
 from bytescope.memory.view.frame import page
-from bytescope.train.plan.config_facts import CAPACITY
 from bytescope.train.run.run_directory import PAGE, RunDirectory, read
 
 # Maximum number of points of a curve, and of findings. A longer curve keeps the minimum
@@ -51,11 +49,7 @@ CURVES = {
     "peak": "memory.peak_bytes",
     "predicted": "memory.predicted_bytes",
 }
-# The load-balance coefficient of Switch (arXiv 2101.03961), which is suggested if a run has none, and the factor by
-# which a larger capacity for expert rows is suggested.
-BALANCE, MORE_ROOM = 0.01, 1.5
-# File or folder in the run directory -> the text of a link to it.
-BESIDE = {"memory.html": "the full report of the step"}
+REPORT = "memory.html"  # the page of the report of the step
 
 
 def write(workdir: Path, out: Path | None = None) -> None:
@@ -89,7 +83,7 @@ def render(run: RunDirectory, folder: str = ".") -> str:
         versions=versions(report.versions) if report else "",
         state=_run_status(run),
         problems=run.problems,
-        links=_links_to_other_pages(run, prefix),
+        links=[(quote(f"{prefix}{REPORT}"), "the full report of the step")] if REPORT in run.files else [],
         report=report,
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
@@ -102,7 +96,6 @@ def render(run: RunDirectory, folder: str = ".") -> str:
             "cells": trace_tables.cells(trace),
             "operations": trace_tables.operations(trace),
         },
-        commands=_commands_for_run(run, prefix),
         config=_config_sections(run.config),
         has_rows=bool(run.rows or run.evaluations),
     )
@@ -112,7 +105,10 @@ def page_data(run: RunDirectory) -> dict[str, Any]:
     """Returns the data that the page's script draws, as JSON values: curves of the metrics, the memory limit, the
     and the traced time. A curve is (steps, values). Memory is in bytes, losses are in nats per
     token."""
-    curves = {name: _curve(run, field) for name, field in CURVES.items()} | {"held_out": _held_out(run)}
+    curves = {}
+    for name, field in CURVES.items():
+        curves[name] = curve([(row["step"], row[field]) for row in run.rows if field in row])
+    curves["held_out"] = curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
     bytes_shown = [value for name in ("in_use", "peak", "predicted") for value in curves[name][1]]
     return {
         "name": run.name,
@@ -122,14 +118,6 @@ def page_data(run: RunDirectory) -> dict[str, Any]:
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
         "trace": run.breakdown and trace_tables.page_data(run.breakdown),
     }
-
-
-def _curve(run: RunDirectory, field: str) -> tuple[list[float], list[float]]:
-    return curve([(row["step"], row[field]) for row in run.rows if field in row])
-
-
-def _held_out(run: RunDirectory) -> tuple[list[float], list[float]]:
-    return curve([(row["step"], row["eval_loss"]) for row in run.evaluations])
 
 
 def curve(points: Sequence[tuple[float, float]], max_points: int = MAX_POINTS) -> tuple[list[float], list[float]]:
@@ -229,42 +217,8 @@ def _router_figures(run: RunDirectory) -> list[HeaderFigure]:
 
 
 def _findings(run: RunDirectory) -> list[Finding]:
-    own = run.report.findings if run.report else []
-    return [*_routing_findings(run.rows, run.config), *sorted(own, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]]
-
-
-def _routing_findings(rows: Sequence[Mapping[str, float]], config: Mapping[str, Any]) -> list[Finding]:
-    # Findings have 0 bytes if acting on them saves no memory.
-    last = next((row for row in reversed(rows) if "load_max" in row), None)
-    if last is None:
-        return []
-    findings, step = [], f"at step {int(last['step']):,}"
-    idle, dropped = int(last.get("idle_experts", 0)), last.get("dropped_share", 0.0)
-    if idle:
-        weight = float(config.get("loss.balance") or 0)
-        raised = 2 * weight if weight else BALANCE
-        findings.append(
-            Finding(
-                "idle_experts",
-                0,
-                f"{idle:,} experts got no token {step}, counted over all layers: their parameters and "
-                "state use memory without effect",
-                f"raise loss.balance, now {weight:g}",
-                f"--config.loss.balance={raised:g}",
-            )
-        )
-    if dropped:
-        room = float(config.get("model.capacity_factor") or CAPACITY)
-        findings.append(
-            Finding(
-                "dropped_rows",
-                0,
-                f"{dropped:.2%} of the choices found no room {step}, and visited no expert",
-                f"raise model.capacity_factor, now {room:g} times the mean load; rows take memory",
-                f"--config.model.capacity_factor={MORE_ROOM * room:g}",
-            )
-        )
-    return findings
+    findings = run.report.findings if run.report else []
+    return sorted(findings, key=lambda finding: -finding.bytes)[:MAX_FINDINGS]
 
 
 def _memory(report: ReportRecord) -> list[HeaderFigure]:
@@ -293,25 +247,7 @@ def _bytes_cell(value: float | None) -> Cell:
     return Cell("") if value is None else Cell(human(value), value=value)
 
 
-# ---- links and commands ---------------------------------------------------------------------------------------
-
-
-def _links_to_other_pages(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    return [(quote(prefix + name), words) for name, words in BESIDE.items() if name in run.files]
-
-
-def _commands_for_run(run: RunDirectory, prefix: str) -> list[tuple[str, str]]:
-    def path(name: str = "") -> str:
-        return shlex.quote(prefix + name or ".")
-
-    commands = []
-    if "memory.json" in run.files:
-        commands.append(
-            ("this run's memory against another's", f"bytescope diff {path('memory.json')} OTHER/memory.json")
-        )
-    if "events" in run.files:
-        commands.append(("the curves in TensorBoard", f"tensorboard --logdir={path()}"))
-    return commands
+# ---- config ---------------------------------------------------------------------------------------------------
 
 
 def _config_sections(config: Mapping[str, Any]) -> list[Section]:

@@ -5,10 +5,9 @@ import dataclasses
 import json
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,6 @@ from bytescope.memory.report.host_notice import resident_term
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.text_layout import Prose
 from bytescope.model.frozen import ROUTER_BIAS
-from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.model.quantized.weight import quantized_weights
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.data.tokenizer import ByteTokenizer
@@ -46,7 +44,7 @@ from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
 from bytescope.train.run import summary
 from bytescope.train.step.optimizer.rules import describe_scaling
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.adapter_folder import origin
+from bytescope.train.weights.leaves import parameters_of
 
 if TYPE_CHECKING:  # importing this module imports grain, which takes time
     from bytescope.train.data.batches import Data
@@ -57,52 +55,16 @@ REPORT, PAGE = "memory.json", "memory.html"
 MAX_PASSES = 16
 
 
-def parameters_by_component(params: Any, quantized: Mapping[str, tuple[str, Matrix]] = {}) -> dict[str, int]:
-    """Returns the number of parameters of each component of the model, such as attention or MLP: name of the component
-    ("other" for the rest) -> number.
-
-    `quantized`: dotted path of each quantized weight -> (name of its format, its shape as a matrix).
-    """
-    counts: dict[str, int] = defaultdict(int)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        keys = [str(key.key) for key in path]
-        count = math.prod(leaf.shape)
-        _, matrix = quantized.get(".".join(keys[:-1]), ("", None))
-        if matrix:
-            inputs, outputs = matrix.sizes
-            layers = leaf.shape[0] if leaf.ndim > 1 + len(matrix.outputs) else 1
-            count = layers * inputs * outputs if keys[-1] == "codes" else 0
-        component = "other"
-        for part, name in _COMPONENTS:
-            if any(part in key for key in keys):
-                component = name
-                break
-        counts[component] += count
-    return dict(counts)
-
-
-# (part of the path, component). The first match is used.
-_COMPONENTS = (
-    ("norm", "norms"),
-    ("attention", "attention"),
-    ("mlp", "mlp"),
-    ("w_token", "embedding"),
-    ("w_position", "positions"),
-    ("w_head", "head"),
-)
-
-
 def show_program(console: Console, program: Program, data: str, *, verbose: bool = False) -> None:
     """Prints what is known before the program is compiled: model, batch, devices and mesh, kernels and remat policy.
 
     Args:
       data: description of the training data. Without `verbose` it is not shown for plain text (`data.format=text`).
-      verbose: True to also show parameters by component, the jax version and why each kernel was chosen.
+      verbose: True to also show the jax version and why each kernel was chosen.
     """
-    counts = parameters_by_component(program.state.model_params, quantized_weights(program.abstract()))
     model, remat = program.model, program.config.remat
     (kernel, why), (matmul, how) = program.kernel, program.matmul
-    total = sum(counts.values())
+    total = sum(map(math.prod, parameters_of(model).values()))
     rows = [
         (
             "model",
@@ -121,12 +83,11 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
     ]
     init = program.config.init
     if init.adapter:
-        rows.append(("adapters", origin(init.adapter, init.folder)))
+        rows.append(("adapters", f"from {init.adapter}"))
     if verbose or program.config.data.format != "text":  # it has the number of unmasked targets and the fill of rows
         rows.append(("data", data))
     if verbose:
         rows += [
-            ("parameters", ", ".join(f"{name} {number:,}" for name, number in counts.items())),
             ("attention", f"{kernel}: {why}"),
             ("products", f"{matmul}: {how}"),
             ("jax", jax.__version__),
@@ -232,13 +193,6 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     report = with_remedies(report)
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
-        summary.show(
-            console,
-            [
-                ("compiled", f"in {seconds:.1f} s"),
-                ("recomputes", f"{100 * work.recompute_fraction:.1f} % of the model's FLOPs"),
-            ],
-        )
         put(report_text.render(report), console)
     return Compiled(compilation.executable, report, work.hardware_flops / max(model_flops, 1), seconds)
 
@@ -303,31 +257,17 @@ def peak_flops(program: Program) -> float | None:
     return next((known[unit] for unit in units if unit in known), None)
 
 
-def doubtful_settings(settings: Settings, platform: str) -> list[str]:
-    """Returns warnings about settings that are probably mistakes on devices of `platform`, one line each."""
-    lines, optimizer, steps = [], settings.optimizer, settings.steps
+def doubtful_settings(settings: Settings, data: "Data", read: int) -> list[str]:
+    """Returns warnings about settings that are probably mistakes, one line each.
+
+    `read`: number of sequences that the whole run reads.
+    """
+    lines, steps, vocabulary, optimizer = [], settings.steps, settings.model.vocab_size, settings.optimizer
     if optimizer.warmup_steps > steps:
         lines.append(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is more than train.steps={steps}: the learning rate "
             f"never reaches {optimizer.learning_rate:g}; lower warmup_steps or raise train.steps"
         )
-    if not optimizer.learning_rate:
-        lines.append("optimizer.learning_rate=0: no parameter will change; give a learning rate above 0")
-    if platform == "cpu":
-        for name, is_asked in (("optimizer", settings.offload.optimizer), ("params", settings.offload.params)):
-            if is_asked:
-                lines.append(
-                    f"offload.{name}=true on a CPU, whose memory is the host's: it saves no memory; set it to false"
-                )
-    return lines
-
-
-def doubtful_data(settings: Settings, data: "Data", read: int) -> list[str]:
-    """Returns warnings about settings that are probably mistakes for this training data, one line each.
-
-    `read`: number of sequences that the whole run reads.
-    """
-    lines, steps, vocabulary = [], settings.steps, settings.model.vocab_size
     passes = read / len(data.train)
     if passes > MAX_PASSES:
         lines.append(

@@ -1,16 +1,11 @@
-"""Measures seconds and tokens per step and the time in which devices wait for data, and detects unusually slow
-updates."""
+"""Measures seconds and tokens per step, and the time in which devices wait for data."""
 
-import collections
 import contextlib
 import dataclasses
-import functools
 import queue
-import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 
@@ -30,52 +25,18 @@ class Lap:
     data_wait: float
 
 
-# An update is slow if it takes at least SLOW times the median of the last updates, and at least SLOW_S seconds more.
-# The median is over at most MAX_REMEMBERED updates, and needs at least MIN_REMEMBERED.
-SLOW, SLOW_S, MAX_REMEMBERED, MIN_REMEMBERED = 10, 0.5, 50, 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Slow:
-    """An update that took far longer than the median of the last updates.
-
-    Fields:
-      seconds: duration of the update, in seconds.
-      median: median duration of the last updates, in seconds.
-      doing: what the host did meanwhile, as pairs (activity, seconds), the longest first; () if unknown.
-    """
-
-    seconds: float
-    median: float
-    doing: tuple[tuple[str, float], ...] = ()
-
-    def __str__(self) -> str:
-        if not self.doing:
-            what = "the host waited for the devices, or for another process"
-        else:
-            what = ", ".join(f"{name} {seconds:.1f} s" if seconds else name for name, seconds in self.doing)
-        return f"{self.seconds:.1f} s, the last updates took {self.median:.2g} s: {what}"
-
-
 class Clock:
     """Measures the duration of steps between rows of metrics.
 
-    Evaluations and saves are not measured: call `skip` after each. Call `close` at the end. `saving`: a function that
-    returns True while a checkpoint is being written in the background.
+    Evaluations and saves are not measured: call `skip` after each. Call `close` at the end.
     """
 
-    def __init__(self, saving: Callable[[], bool] = lambda: False):
-        self._watch, self._saving, self._compiles = _IdleWatch(), saving, _compiles()
+    def __init__(self):
+        self._watch = _IdleWatch()
         self._total = self._total_waiting = self._total_tokens = 0.0  # seconds and tokens of all laps
-        self._recent: collections.deque[float] = collections.deque(
-            maxlen=MAX_REMEMBERED
-        )  # seconds per token of updates
-        self._began = self._ticked = time.perf_counter()
+        self._began = time.perf_counter()
         self._steps = self._tokens = 0  # in this lap
-        self._waiting = self._waited_before = 0.0
-        self._compiled_before = self._compiles.seconds
-        self._was_saving = False
-        self.skip()
+        self._waiting = 0.0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -91,28 +52,9 @@ class Clock:
         """Records that a step was dispatched to the devices. `result`: an array that the step computes."""
         self._watch.follow(result)
 
-    def tick(self, tokens: int) -> Slow | None:
-        """Records a finished update of `tokens` tokens. Returns how long it took if it was far slower than the last
-        updates, else None."""
+    def tick(self, tokens: int) -> None:
+        """Records a finished update of `tokens` tokens."""
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
-        now = time.perf_counter()
-        seconds, waiting = now - self._ticked, self._waiting - self._waited_before
-        compiling = self._compiles.seconds - self._compiled_before
-        saving, was_saving = self._saving(), self._was_saving
-        self._begin_update(now)
-        median = tokens * statistics.median(self._recent) if len(self._recent) >= MIN_REMEMBERED else 0.0
-        self._recent.append(seconds / max(tokens, 1))
-        if not median or seconds < max(SLOW * median, median + SLOW_S):
-            return None
-        activities = sorted((("waiting for data", waiting), ("compiling", compiling)), key=lambda item: -item[1])
-        doing = [(name, spent) for name, spent in activities if spent >= 0.05 * seconds]
-        if saving or was_saving:
-            doing.append(("writing a checkpoint", 0.0))
-        return Slow(seconds, median, tuple(doing))
-
-    def _begin_update(self, now: float) -> None:
-        self._ticked, self._waited_before, self._compiled_before = now, self._waiting, self._compiles.seconds
-        self._was_saving = self._saving()
 
     def lap(self) -> Lap:
         """Ends the current lap, the time since the last row of metrics, and begins the next. Returns the mean times
@@ -135,25 +77,10 @@ class Clock:
     def skip(self) -> None:
         """Begins a new lap and discards the time since the end of the last lap."""
         self._began, self._steps, self._tokens, self._waiting = time.perf_counter(), 0, 0, 0.0
-        self._begin_update(self._began)
 
     def close(self) -> None:
         """Waits until the devices have finished all dispatched steps."""
         self._watch.close()
-
-
-class _CompileSeconds:
-    def __init__(self):
-        self.seconds = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._add)
-
-    def _add(self, event: str, seconds: float, **_: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            self.seconds += seconds
-
-
-# One per process, because jax keeps a listener forever.
-_compiles = functools.cache(_CompileSeconds)
 
 
 class _IdleWatch:

@@ -4,7 +4,6 @@ predicted memory and speed, and the commands to continue with.
 Long texts are wrapped, never cut.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -82,11 +81,23 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
-    """The data of the summary that is printed when one start of a run ends.
+def end_rows(
+    *,
+    first: int,
+    last: int,
+    steps: int,
+    seconds: float,
+    evaluated: tuple[int, float] | None,
+    tokens_per_s: float,
+    report: ReportRecord,
+    before: LiveMemory | None,
+    live: LiveMemory | None,
+    checkpoint: Path | None,
+    page: Path | None = None,
+) -> list[tuple[str, str]]:
+    """Returns the lines of the summary that is printed when one start of a run ends, as (title, text).
 
-    Fields:
+    Args:
       first, last: numbers of the first and the last update of this start.
       steps: number of updates of the whole run.
       seconds: duration of this start, in seconds.
@@ -97,35 +108,19 @@ class End:
       checkpoint: path of the newest checkpoint, None without one.
       page: path of the run directory's HTML page, None without one.
     """
-
-    first: int
-    last: int
-    steps: int
-    seconds: float
-    evaluated: tuple[int, float] | None
-    tokens_per_s: float
-    report: ReportRecord
-    before: LiveMemory | None
-    live: LiveMemory | None
-    checkpoint: Path | None
-    page: Path | None = None
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Returns the lines of the summary as (title, text)."""
-        loss = ""
-        if self.evaluated is not None:
-            step, value = self.evaluated
-            after = f" after update {step}" if step != self.last else ""
-            loss = f"held-out loss {value:.4f}{after} (perplexity {math.exp(min(value, 700.0)):.4g} per token), "
-        rate = f", {self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s else ""
-        title = "done" if self.last >= self.steps else "stopped"
-        updates = f"updates {self.first} to {self.last}" if self.last >= self.first else "no update"
-        return [
-            (title, f"{loss}{updates} of {self.steps} in {clock(self.seconds)}{rate}"),
-            ("memory", predicted_against_measured(self.report, self.live, self.before)),
-            ("checkpoint", str(self.checkpoint or "none")),
-            ("page", str(self.page or "")),
-        ]
+    loss = ""
+    if evaluated is not None:
+        step, value = evaluated
+        after = f" after update {step}" if step != last else ""
+        loss = f"held-out loss {value:.4f}{after} (perplexity {math.exp(min(value, 700.0)):.4g} per token), "
+    rate = f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
+    updates = f"updates {first} to {last}" if last >= first else "no update"
+    return [
+        ("done" if last >= steps else "stopped", f"{loss}{updates} of {steps} in {clock(seconds)}{rate}"),
+        ("memory", predicted_against_measured(report, live, before)),
+        ("checkpoint", str(checkpoint or "none")),
+        ("page", str(page or "")),
+    ]
 
 
 def show(console: Console, rows: Iterable[tuple[str, Any]]) -> None:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import ROUTER_BIAS
-from bytescope.model.model_config import ModelConfig
 
 # Values of loss.balance_layers.
 BALANCE_LAYERS = ("separate", "pooled")
@@ -92,13 +91,6 @@ EXPERT_LOAD = "expert_load"
 def routing_row(values: Mapping[str, Any]) -> dict[str, float]:
     """Returns the scalar routing metrics among the metrics of a step, for a row of metrics.jsonl."""
     return {name: float(values[name]) for name in ROUTING_METRICS if name in values}
-
-
-def loads_by_layer(values: Mapping[str, Any], model: ModelConfig) -> dict[int, Any]:
-    """Returns layer index -> number of tokens that chose each expert relative to the mean [experts], from the metrics
-    of a step; {} without experts."""
-    routed = [layer for layer in range(model.n_layers) if model.has_experts(layer)]
-    return dict(zip(routed, values[EXPERT_LOAD], strict=True)) if EXPERT_LOAD in values else {}
 
 
 def move_router_biases(frozen: Any, counts_NE: jax.Array, rate: jax.Array) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path, PurePath
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -90,27 +89,6 @@ def settle(config: ConfigDict, given: Collection[str]) -> None:
                 f"lora.{key}={texts[0]}, but the adapters in {folder.path} have {texts[1]}: set "
                 f"--config.lora.{key}={texts[1]}, or leave lora.rank=0 to take all values from the adapters"
             )
-
-
-def origin(adapter: str, base: str) -> str:
-    """Returns the text that says at the start of a run where its adapters are from: "from FOLDER". If the adapters were
-    trained on a base model whose name is not that of `base`, the text also has this name.
-
-    A mismatch is only shown, because models with equal shapes differ in nothing but the name.
-
-    Args:
-      adapter: the folder of the adapters.
-      base: the folder of the weights that the run uses them with.
-    """
-    folder = Folder.open_adapter(adapter)
-    theirs = folder.config.get("base_model_name_or_path")
-    if not isinstance(theirs, str) or not theirs:
-        return f"from {folder.path}"
-    name, folders = PurePath(theirs).name, (*Path(base).absolute().parts, *Path(base).resolve().parts)
-    # In Hugging Face's cache a parent folder is named models--OWNER--NAME.
-    if any(part == name or part.endswith(f"--{name}") for part in folders):
-        return f"from {folder.path}"
-    return f"from {folder.path}, trained with {_quoted(theirs)} according to {ADAPTER_CONFIG}, used with {base}"
 
 
 def adapter_leaves(

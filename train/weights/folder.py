@@ -13,7 +13,6 @@ import hashlib
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,19 +25,6 @@ from bytescope.memory.errors import one_line
 from bytescope.train.source import ADAPTER, ADAPTER_CONFIG, CONFIG, INDEX, MAX_JSON_BYTES, SINGLE
 from bytescope.train.user_errors import UserError
 
-# Beginning of a model's name -> its owner on the Hugging Face Hub.
-OWNERS = {
-    "smollm": "HuggingFaceTB",
-    "llama-": "meta-llama",
-    "meta-llama-": "meta-llama",
-    "qwen": "Qwen",
-    "gemma-": "google",
-    "mistral-": "mistralai",
-    "mixtral-": "mistralai",
-    "deepseek-": "deepseek-ai",
-    "gpt2": "openai-community",
-}
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")  # a repository's OWNER/NAME
 # Safetensors name of an 8-bit float dtype -> NumPy dtype.
 FP8 = {"F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 State = tuple[int, int]  # (size of a file in bytes, time of its last change in ns)
@@ -51,33 +37,11 @@ EXPONENTS = {
     "BF16": (np.uint16, 0x7F80),
     "F8_E4M3": (np.uint8, 0x7F),
 }  # for e4m3fn, all bits except the sign: it has no infinity, and one NaN per sign
-# Safetensors name of a dtype -> bytes per element.
-DTYPES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "I16": 2,
-    "U16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "I32": 4,
-    "U32": 4,
-    "F32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
-}
-MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
-MAX_NUMBER = 2**63 - 1  # maximum size or offset in a header
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
     """Returns the content of the folder's config.json. Raises UserError if it is missing or damaged."""
-    return _read_config(_folder(path))[0]
+    return _read_json(_folder(path), CONFIG)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +54,7 @@ class StoredTensor:
       dtype: safetensors name of the dtype, such as "BF16".
       shape: shape on disk.
       start: offset in the file of the tensor's first byte.
+      nbytes: size of the tensor's values in bytes.
     """
 
     name: str
@@ -97,11 +62,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     start: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's values on disk, in bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype]
+    nbytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +91,7 @@ class Folder:
           UserError: a file is missing, truncated or damaged, or the format of the weights is not supported.
         """
         root = _folder(path)
-        config, text = _read_config(root)
+        config, text = _read_json(root, CONFIG)
         index = _read_index(root)
         digest = hashlib.sha256(text)
         tensors: dict[str, StoredTensor] = {}
@@ -164,13 +125,9 @@ class Folder:
         """Opens a folder of adapters that peft saved. Its `config` is the content of adapter_config.json.
 
         Raises:
-          UserError: a file is missing, truncated or damaged, or the folder contains a pickled adapter or a model.
+          UserError: a file is missing, truncated or damaged.
         """
         root = _folder(path, ADAPTER_CONFIG)
-        if not os.path.lexists(root / ADAPTER):
-            other = _find_unsupported_file(root, NO_ADAPTER)
-            if other:
-                raise UserError(f"{root} cannot be used, since it has {other[0]} and no {ADAPTER}: {other[1]}")
         config, text = _read_json(root, ADAPTER_CONFIG)
         file = _find_file(root, ADAPTER)
         state = _state(file)
@@ -263,17 +220,12 @@ def _folder(path: str | Path, config: str = CONFIG) -> Path:
     if os.path.isfile(root):
         raise UserError(f"{root} is a file: give the folder with {config}")
     if not os.path.isdir(root):
-        weights, keys = (SINGLE, "hf: and init.folder") if config == CONFIG else (ADAPTER, "init.adapter")
-        if HUB_NAME.fullmatch(str(path)):
-            raise UserError(
-                f"there is no folder {root}, and {keys} must name a local folder: download it from the Hugging Face "
-                f"Hub with hf download {path} --local-dir={root.name}"
-            )
-        remedy = f"give a folder with {config} and {weights}"
-        if HUB_NAME.fullmatch(f"OWNER/{path}"):
-            owner = next((owner for name, owner in OWNERS.items() if root.name.lower().startswith(name)), "OWNER")
-            remedy += f", as hf download {owner}/{path} --local-dir={root.name} writes it"
-        raise UserError(f"there is no folder {root}: {remedy}")
+        weights = SINGLE if config == CONFIG else ADAPTER
+        repository = str(path) if str(path).count("/") == 1 else f"OWNER/{root.name}"
+        raise UserError(
+            f"there is no folder {root}: give a folder with {config} and {weights}, as hf download {repository} "
+            f"--local-dir={root.name} writes it"
+        )
     return root
 
 
@@ -313,22 +265,14 @@ def _read_json(root: Path, name: str) -> tuple[dict[str, Any], bytes]:
     return values, content
 
 
-def _read_config(root: Path) -> tuple[dict[str, Any], bytes]:
-    if not os.path.lexists(root / CONFIG):
-        other = _find_unsupported_file(root, UNREADABLE)
-        if other:
-            raise UserError(f"{root} cannot be used, since it has {other[0]} and no {CONFIG}: {other[1]}")
-    return _read_json(root, CONFIG)
-
-
 def _read_index(root: Path) -> dict[str, str]:
     if not os.path.lexists(root / INDEX):
         if os.path.lexists(root / SINGLE):
             return {}
-        other = _find_unsupported_file(root, (*UNREADABLE, UNNAMED))
-        if other:
-            raise UserError(f"{root} cannot be used, since it has {other[0]} and no {SINGLE}: {other[1]}")
-        raise UserError(f"{root} has no {SINGLE} and no {INDEX}: download the weights")
+        raise UserError(
+            f"{root} has no {SINGLE} and no {INDEX}: download the safetensors of the model (pickle files, which may "
+            "run code, GGUF files and adapters are not read), or save it with save_pretrained(safe_serialization=True)"
+        )
     weight_map = _read_json(root, INDEX)[0].get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -339,44 +283,24 @@ def _read_index(root: Path) -> dict[str, str]:
     return weight_map
 
 
-def _find_unsupported_file(root: Path, kinds: Sequence[tuple[tuple[str, ...], str]]) -> tuple[str, str] | None:
-    try:
-        names = sorted(os.listdir(root))
-    except OSError:  # no permission to read the folder
-        return None
-    for ends, why in kinds:
-        for name in names:
-            if name.endswith(ends):
-                return _quoted(name), why
-    return None
-
-
-_PICKLED = "pickle files may run code and are not read; save the model with save_pretrained(safe_serialization=True)"
-# (Ends of names of files that folders have instead of safetensors, why they are not supported).
-UNREADABLE = (
-    ((ADAPTER, ADAPTER_CONFIG), "this is an adapter, not a model: give the folder of its base model"),
-    (
-        ("params.json", "consolidated.00.pth"),
-        "Meta's format has the rows of q and k in another order; download the files for transformers",
-    ),
-    ((".bin", ".pth", ".pt", ".ckpt", ".pkl"), _PICKLED),
-    ((".gguf",), "GGUF is quantized for inference; download the safetensors of the same model"),
-)
-NO_ADAPTER = (
-    (
-        ("adapter_model.bin",),
-        "pickle files may run code and are not read; save the adapter with save_pretrained(safe_serialization=True)",
-    ),
-    ((SINGLE, INDEX), "this is a model, not an adapter: set init.folder to it"),
-)
-UNNAMED = ((".safetensors",), f"several files need an {INDEX}, and a single file must be named {SINGLE}")
-
-
 def _header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
+    """Returns name -> tensor of a safetensors file, and the bytes of its header, which the library has verified: the
+    tensors fill the file without gaps, and their shapes and dtypes agree with their sizes."""
+    from safetensors import safe_open
+
     try:
-        return read_header(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): download it again") from error
+        safe_open(str(path), "numpy")
+        with open(path, "rb") as file:
+            text = file.read(int.from_bytes(file.read(8), "little"))
+    except Exception as error:  # SafetensorError, which derives from Exception, or OSError
+        raise UserError(f"{path} is truncated or damaged ({one_line(error)}): download it again") from error
+    tensors = {}
+    for name, entry in json.loads(text).items():
+        if name != "__metadata__":
+            start, stop = entry["data_offsets"]
+            place = 8 + len(text) + start
+            tensors[name] = StoredTensor(name, path.name, entry["dtype"], tuple(entry["shape"]), place, stop - start)
+    return tensors, text
 
 
 def _first_and_last_bytes(path: Path, begin: int) -> bytes:
@@ -389,85 +313,3 @@ def _first_and_last_bytes(path: Path, begin: int) -> bytes:
 
 def _quoted(name: Any) -> str:
     return one_line(repr(name))
-
-
-# ---- headers of files -----------------------------------------------------------------------------------------------
-
-
-def read_header(path: Path) -> tuple[dict[str, StoredTensor], bytes]:
-    """Reads the header of a safetensors file. Returns name -> tensor, and the bytes of the header.
-
-    Raises:
-      UserError: the header is damaged, or the file is shorter or longer than the header says.
-      OSError: the file cannot be read.
-    """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        first = file.read(8)
-        length = int.from_bytes(first, "little") if len(first) == 8 else -1
-        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise _damaged(path, f"the {size:,} bytes of the file are too few for a header of {max(length, 0):,} bytes")
-        text = file.read(length)
-    if len(text) != length:
-        raise _damaged(path, "the file ends before the end of its header")
-    tensors, end = [], 0
-    for name, entry in _entries(path, text):
-        tensor, stop = _parse_header_entry(path, name, entry, 8 + length)
-        tensors.append((tensor.start, stop, tensor))
-    for start, stop, tensor in sorted(tensors, key=lambda row: row[:2]):
-        if start - 8 - length != end:
-            raise _damaged(
-                path,
-                f"the bytes of tensor {_quoted(tensor.name)} begin at {start - 8 - length:,}, but the tensor before "
-                f"it ends at {end:,}",
-            )
-        end = stop
-    if 8 + length + end != size:
-        raise _damaged(path, f"the file has {size:,} bytes, but its header describes {8 + length + end:,} bytes")
-    return {tensor.name: tensor for _, _, tensor in tensors}, text
-
-
-def _entries(path: Path, text: bytes) -> list[tuple[str, Any]]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"{_quoted(twice)} appears twice")
-        return entries
-
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header is not valid: {one_line(error)}") from error
-    if not isinstance(header, dict):
-        raise _damaged(path, "the header of the file is not a JSON object")
-    return [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-
-
-def _parse_header_entry(path: Path, name: str, entry: Any, begin: int) -> tuple[StoredTensor, int]:
-    """Returns the tensor that an entry of a safetensors header describes, and the offset at which its data end,
-    relative to the end of the header. Raises UserError if the entry is not valid. `begin`: offset in the file at which
-    the header ends."""
-    try:
-        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        whole = [*shape, start, stop]
-    except (TypeError, KeyError, ValueError) as error:
-        raise _damaged(path, f"the header entry of {_quoted(name)} lacks dtype, shape or data_offsets") from error
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise UserError(
-            f"{path}: tensor {_quoted(name)} has dtype {_quoted(dtype)}: give float32, float16 or bfloat16 weights"
-        )
-    if not all(type(number) is int and 0 <= number <= MAX_NUMBER for number in whole):
-        raise _damaged(path, f"the shape or the data_offsets of tensor {_quoted(name)} are not whole numbers")
-    if math.prod(shape) * DTYPES[dtype] != stop - start:
-        raise _damaged(
-            path,
-            f"tensor {_quoted(name)} is {dtype} {tuple(shape)}, which takes {math.prod(shape) * DTYPES[dtype]:,} "
-            f"bytes, but its data_offsets span {stop - start:,} bytes",
-        )
-    return StoredTensor(name, path.name, dtype, tuple(shape), begin + start), stop
-
-
-def _damaged(path: Path, why: str) -> UserError:
-    return UserError(f"{path} is truncated or damaged ({why}): download it again")

@@ -21,13 +21,13 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.model import ModelConfig
+from bytescope.model.frozen import dotted
 from bytescope.model.quantized.quantized_formats import Matrix, parts_of
 from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
-from bytescope.train.weights.leaves import Leaf, checkpoint_leaves
+from bytescope.train.weights.leaves import Leaf, by_array, by_row, checkpoint_leaves
 from bytescope.train.weights.patterns import Span, spans_of
 from bytescope.train.weights.quantized import QuantizedJob
-from bytescope.train.weights.stacks import by_array, by_row
 
 PIECE = 4 * 2**20  # bytes on disk that are read at a time
 PIECE_COPIES = 4  # as Python bytes, as an array on the device, and in a program: the transposed piece and its result
@@ -85,11 +85,11 @@ def load_leaves(
     for name, (base, matrix) in quantized.items():
         shards = {part: targets[f"{name}.{part}"].shards for part in parts_of(base, matrix)}
         parts.update(f"{name}.{part}" for part in shards)
-        for index, leaf in _leaves_for(name, by_target).items():
+        for index, leaf in by_target[name].items():
             jobs.append(QuantizedJob(leaf, base, matrix, shards, index[0] if index else None))
     for name, target in targets.items():
         if name not in parts:
-            jobs += _make_jobs(target, _leaves_for(name, by_target))
+            jobs += _make_jobs(target, by_target[name])
     jobs.sort(key=lambda job: (job.leaf.tensor.file, job.leaf.tensor.start, job.leaf.before))
     done, total = 0, sum(job.nbytes for job in jobs)
     for job in jobs:
@@ -260,11 +260,6 @@ def pieces(spans: Sequence[Span], most: int, outer: int) -> Iterator[list[Span]]
         yield from pieces([*spans[:axis], half, *spans[axis + 1 :]], most, outer)
 
 
-def dotted(path: Sequence[Any]) -> str:
-    """Returns a jax tree path as dotted text, such as blocks.3.attention.w_q."""
-    return ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-
-
 def _make_jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[_Job]:
     jobs = []
     for shard in target.shards:
@@ -273,12 +268,3 @@ def _make_jobs(target: _Target, leaves: Mapping[tuple[int, ...], Leaf]) -> list[
             if all(start <= number < stop for number, (start, stop) in zip(index, shard.spans)):
                 jobs.append(_Job(leaf, shard, index))
     return jobs
-
-
-def _leaves_for(name: str, by_target: Mapping[str, Mapping[tuple[int, ...], Leaf]]) -> Mapping[tuple[int, ...], Leaf]:
-    if name not in by_target:
-        raise ValueError(
-            f"parameter {name} is not in the folder, or only some of its layers are: request only parameters of the "
-            "model"
-        )
-    return by_target[name]

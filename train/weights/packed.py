@@ -1,4 +1,5 @@
-"""The layouts of 4-bit weights that transformers and vLLM read: the tensors of a weight, and their bits.
+"""Folders of 4-bit weights: the layouts that transformers and vLLM read, and loading onto devices in 4 bits, without an
+unquantized copy anywhere.
 
 Both layouts have groups of inputs with a scale and a zero point each (model/quantized/groups.py). An int32 word has
 eight codes. The rows of LAYOUTS pack and unpack weights; no other module depends on the order of codes.
@@ -7,15 +8,23 @@ eight codes. The rows of LAYOUTS pack and unpack weights; no other module depend
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from bytescope.memory.errors import one_line
+from bytescope.model import ModelConfig
+from bytescope.model.frozen import dotted
 from bytescope.model.quantized.groups import SIZES
+from bytescope.model.quantized.quantized_formats import Matrix
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.leaves import PACKED
+from bytescope.train.weights import folder as folders
+from bytescope.train.weights.families import FAMILIES
+from bytescope.train.weights.folder import Folder
+from bytescope.train.weights.leaves import PACKED, Leaf, checkpoint_leaves, rows_by_path
+from bytescope.train.weights.quantized import matrices_of
 
 BITS = 4
 PER_WORD = 32 // BITS
@@ -190,6 +199,18 @@ LAYOUTS: Mapping[str, PackedLayout] = {
         _compressed_unpack,
     ),
 }
+# Layout -> key of its settings -> the supported values. Groups must be in the order of the inputs (actorder).
+IN_ORDER = (None, False, "weight")
+SUPPORTED: Mapping[str, Mapping[str, Collection[Any]]] = {
+    "awq": {"bits": (BITS,), "version": ("gemm",), "zero_point": (True,), "actorder": IN_ORDER, "group_size": SIZES},
+    "compressed-tensors": {
+        "num_bits": (BITS,),
+        "type": ("int",),
+        "strategy": ("group",),
+        "actorder": IN_ORDER,
+        "group_size": SIZES,
+    },
+}
 OPTIONAL = ("weight_zero_point", "weight_shape")  # tensors that a weight may lack
 
 
@@ -225,34 +246,20 @@ def layout_of(raw: Mapping[str, Any], where: str) -> tuple[PackedLayout, int] | 
         raise UserError(f"{where}: {PACKED} is not a JSON object: download the folder again")
     method = str(quantization.get("quant_method"))
     settings = quantization if method == "awq" else _read_weight_settings(quantization)
-    wanted = {
-        "awq": {"bits": BITS, "version": "gemm", "zero_point": True},
-        "compressed-tensors": {"num_bits": BITS, "type": "int", "strategy": "group"},
-    }.get(method)
-    if wanted is None:
-        raise UserError(
-            f"{where}: {PACKED} has quant_method={one_line(repr(method))[:60]}: "
-            f"only {' and '.join(LAYOUTS)} are supported; give the folder of the bf16 weights"
-        )
-    for key, value in wanted.items():
+    if method not in LAYOUTS:
+        raise _unsupported(where, "quant_method", method, LAYOUTS)
+    for key, values in SUPPORTED[method].items():
         given = settings.get(key)
-        if (given.lower() if isinstance(given, str) else given) != value:
-            raise UserError(
-                f"{where}: {PACKED} has {key}={one_line(repr(given))[:60]}: only {value} is supported; give "
-                "the folder of the bf16 weights"
-            )
-    if settings.get("actorder") not in (None, False, "weight"):
-        raise UserError(
-            f"{where}: {PACKED} has actorder={one_line(repr(settings['actorder']))[:60]}: only groups in "
-            "the order of the inputs are supported; give the folder of the bf16 weights"
-        )
-    group = settings.get("group_size")
-    if group not in SIZES:
-        raise UserError(
-            f"{where}: {PACKED} has group_size={one_line(repr(group))[:60]}: only groups of "
-            f"{', '.join(map(str, SIZES))} are supported; give the folder of the bf16 weights"
-        )
-    return LAYOUTS[method], group
+        if (given.lower() if isinstance(given, str) else given) not in values:
+            raise _unsupported(where, key, given, values)
+    return LAYOUTS[method], settings["group_size"]
+
+
+def _unsupported(where: str, key: str, value: Any, supported: Collection[Any]) -> UserError:
+    return UserError(
+        f"{where}: {PACKED} has {key}={one_line(repr(value))[:60]}: only {' or '.join(map(str, supported))} is "
+        "supported; give the folder of the bf16 weights"
+    )
 
 
 def _read_weight_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -263,3 +270,129 @@ def _read_weight_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}
     weights = one.get("weights")
     return weights if isinstance(weights, Mapping) else {}
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedFolder:
+    """A folder with 4-bit weight matrices.
+
+    Fields:
+      folder: the folder, with verified headers.
+      base: storage format of the weights on devices, a row of FORMATS in model/quantized/quantized_formats.py.
+      layout: how weights are packed on disk.
+      group: number of inputs that share a quantization scale.
+      names: our path of a quantized weight -> common prefix of the names of its tensors.
+      unquantized: our path of each other parameter -> a lazy view of it on disk.
+    """
+
+    folder: Folder
+    base: str
+    layout: PackedLayout
+    group: int
+    names: Mapping[str, str]
+    unquantized: Mapping[str, Leaf]
+
+    @classmethod
+    def open(cls, folder: Folder, model: ModelConfig) -> PackedFolder | None:
+        """Returns the opened folder, or None if its weights are not quantized.
+
+        Raises:
+          UserError: the quantization is not supported, or a tensor is missing, unexpected or has a wrong shape.
+        """
+        layout_and_group = layout_of(folder.config, str(folder.path / folders.CONFIG))
+        if layout_and_group is None:
+            return None
+        layout, group = layout_and_group
+        if model.experts:
+            raise UserError(
+                f"{folder.path} has experts in 4 bits, which are not supported: give the folder of the bf16 weights"
+            )
+        family = FAMILIES[folder.config["model_type"]]
+        paths = packed_paths(model)
+        rows = rows_by_path(family, paths)
+        names = {path: rows[path][1].removesuffix(".weight") for path in paths}
+        own = {}
+        for path, (inputs, outputs) in paths.items():
+            shapes = layout.shapes(inputs, outputs, group)
+            own[path] = [f"{names[path]}.{part}" for part in shapes if f"{names[path]}.{part}" in folder.tensors]
+            for part, (dtype, shape) in shapes.items():
+                _check_tensor(folder, f"{names[path]}.{part}", dtype, shape, part in OPTIONAL)
+        return cls(folder, f"int4_g{group}", layout, group, names, checkpoint_leaves(folder, model, own))
+
+    def read(self, path: str) -> Codes:
+        """Returns the 4-bit weight at our dotted path. Raises UserError if the file has changed since it was
+        verified.
+        """
+        name = self.names[path]
+        parts = [
+            part
+            for part in self.layout.shapes(self.group, self.group, self.group)
+            if f"{name}.{part}" in self.folder.tensors
+        ]
+        return self.layout.unpack({part: self.folder.read(f"{name}.{part}", []) for part in parts})
+
+
+def packed_paths(model: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns the quantized weights of a model: our dotted path -> (number of inputs, number of outputs)."""
+    one = matrices(model)
+    return {f"blocks.{layer}.{path}": matrix.sizes for layer in range(model.n_layers) for path, matrix in one.items()}
+
+
+def matrices(model: ModelConfig) -> dict[str, Matrix]:
+    """Returns the weights of a layer that a 4-bit folder stores quantized: path in the layer, such as `attention.w_q`
+    -> number and sizes of the weight's input and output axes."""
+    return matrices_of(model, "int8")  # the format int8 fits matrices of any size
+
+
+def _check_tensor(folder: Folder, name: str, dtype: str, shape: tuple[int, ...], optional: bool) -> None:
+    tensor = folder.tensors.get(name)
+    if tensor is None:
+        if optional:
+            return
+        raise UserError(f"{folder.path} has no tensor {name}, which its {PACKED} needs: download the folder again")
+    right = ("F16", "BF16", "F32") if dtype == "F16" else (dtype,)
+    if tensor.shape != shape or tensor.dtype not in right:
+        raise UserError(
+            f"{folder.path}: tensor {one_line(name)} is {tensor.dtype} {list(tensor.shape)}, but {PACKED} "
+            f"needs {dtype} {list(shape)}: download the folder again"
+        )
+
+
+def load_packed(packed: PackedFolder, shapes: Any, tell: Callable[[int, int], None]) -> Any:
+    """Loads the weights of a folder in 4 bits. Returns a tree of jax.Array like `shapes`, in which layers are not
+    stacked and weights have the storage format `packed.base`.
+
+    `shapes`: tree of ShapeDtypeStruct with shardings. `tell`: called with (bytes loaded so far, total bytes).
+
+    Raises:
+      UserError: a file changes while it is read.
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path(shapes)
+    total, done, arrays = sum(leaf.size * leaf.dtype.itemsize for _, leaf in flat), 0, []
+    last: tuple[str, dict[str, np.ndarray]] = ("", {})
+    for keys, like in flat:  # the arrays of a weight are consecutive
+        path = dotted(keys)
+        weight, _, part = path.rpartition(".")
+        if weight in packed.names:
+            if last[0] != weight:
+                last = weight, _arrays_to_store(packed.read(weight))
+            array = last[1][part].reshape(like.shape)
+        else:
+            array = packed.unquantized[path].read().astype(like.dtype)
+        arrays.append(jax.device_put(array, like.sharding))
+        done += arrays[-1].nbytes
+        tell(done, total)
+    folders.close()
+    return jax.tree.unflatten(tree, arrays)
+
+
+def _arrays_to_store(one: Codes) -> dict[str, np.ndarray]:
+    codes_IO = np.ascontiguousarray(one.codes_IO)
+    return {
+        "codes": codes_IO[0::2] | (codes_IO[1::2] << 4),
+        "zeros": np.ascontiguousarray(one.zeros_GO),
+        "scales": np.ascontiguousarray(one.scales_GO),
+    }

@@ -149,7 +149,6 @@ def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_pa
             "model.vocab_size": 256,
             "model.n_layers": 1,
             "train.eval_sequences": 2,
-            "train.tensorboard": False,
             "train.log_every": 1,
             "mesh.fsdp": 1,
             "mesh.data": 8,

@@ -222,7 +222,6 @@ def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch
         "train.eval_every": 0,
         "train.checkpoint_every": 2,
         "train.sample_tokens": 0,
-        "train.tensorboard": False,
         "train.cache_dir": "none",
     }
     assert cli.main(["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]) == 0

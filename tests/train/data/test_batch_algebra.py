@@ -137,7 +137,6 @@ def test_a_run_resumed_within_a_schedule_goes_on_with_its_curve(tmp_path):
             "data.source": text,
             "data.prefetch": 2,
             "train.sample_tokens": 0,
-            "train.tensorboard": "false",
             "train.cache_dir": "none",
         }
     )

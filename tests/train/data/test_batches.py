@@ -136,15 +136,6 @@ def test_a_failing_reader_stops_the_run_with_its_own_message():
         next(train_batches(data, rows=2, seed=0, position=0, config=config()))
 
 
-def test_wrong_calls_are_refused():
-    with pytest.raises(ValueError, match="position=-1 is negative"):
-        train_batches(DATA, rows=2, seed=0, position=-1, config=config())
-    with pytest.raises(ValueError, match="this process has no rows"):
-        heldout_batches(DATA, rows=2, row_slices=[])
-    with pytest.raises(IndexError):
-        DATA.train[WINDOWS]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 9), st.integers(1, 5))
 def test_every_held_out_token_is_a_target_once(tokens, seq_len, rows):

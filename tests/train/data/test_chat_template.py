@@ -1,13 +1,9 @@
 """A chat template is a program from elsewhere: it renders as in transformers, and can do nothing else."""
 
-import time
-
 import pytest
 
-from bytescope.train.data import chat_renderer
 from bytescope.train.data.chat_template import CHATML, Renderer, Template
-from bytescope.train.data.example_content import Chat
-from bytescope.train.data.records import Malformed
+from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.user_errors import UserError
 
 pytestmark = pytest.mark.quick
@@ -45,9 +41,8 @@ U: {{ message.content }}
 
 
 def render(source, messages=TALK, tools=None, **asked):
-    with Renderer(Template(source, "test", VARIABLES)) as process:
-        (found,) = process.render([Chat(messages, tools)], **{"before": True, "up_to": True} | asked)
-    return found
+    renderer = Renderer(Template(source, "test", VARIABLES))
+    return renderer.render(Chat(messages, tools), **{"before": True, "up_to": True} | asked)
 
 
 @pytest.mark.oracle("transformers")
@@ -94,11 +89,6 @@ def test_what_a_block_generation_holds_is_learned():
         ("{% include 'secrets' %}", "no loader"),
         ("{{ raise_exception('not like\nthis') }}", "not like this"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
-        ("{{ 'x' * 10**10 }}", "it needs more than 1024 MiB"),
-        (
-            "{% set ns = namespace(s='xx') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
-            "1024 MiB",
-        ),
         ("{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}", "nested generation blocks"),
     ],
 )
@@ -106,55 +96,6 @@ def test_hostile_templates_are_refused(source, why):
     found = render(source)
     assert isinstance(found, Malformed) and "\n" not in str(found)
     assert any(word in str(found) for word in why.split("|")), found
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{{ 7 ** (messages | length * 20000000) % 3 }}",  # within C
-    ],
-)
-def test_a_template_that_does_not_end_is_ended(monkeypatch, source):
-    monkeypatch.setattr(chat_renderer, "SECONDS", 0.3)
-    began = time.monotonic()
-    with pytest.raises(
-        UserError, match="ran longer than 0.3 s or needed more than 1024 MiB .*: give another template with"
-    ):
-        render(source)
-    assert time.monotonic() - began < 60
-
-
-@pytest.mark.parametrize(
-    "source, seconds, why",
-    [
-        ("{{ 'ab' * 250000 }}", 9, r"wrote 1,000,000 characters for 2 conversations of 86 characters, far more"),
-        # Refused conversations take time, too. A conversation takes several ticks of a coarse processor clock.
-        (
-            "{% for i in range(9) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{{ raise_exception('no') }}",
-            0.05,
-            r"took 0\.\d s for \d+ conversations? of",
-        ),
-    ],
-)
-def test_all_conversations_together_are_limited(monkeypatch, source, seconds, why):
-    monkeypatch.setattr(chat_renderer, "TOTAL_CHARACTERS", 700_000)
-    monkeypatch.setattr(chat_renderer, "TOTAL_SECONDS", seconds)
-    chats = [Chat([{"role": "user", "content": "hi"}], None)] * 300
-    with Renderer(Template(source, "test", {})) as process, pytest.raises(UserError, match=why) as error:
-        process.render(chats, before=False, up_to=False)
-    assert str(error.value).endswith(": give another template with data.chat_template=FILE") and "\n" not in str(
-        error.value
-    )
-
-
-def test_long_data_may_take_longer(monkeypatch):
-    monkeypatch.setattr(chat_renderer, "TOTAL_CHARACTERS", 20_000)
-    with Renderer(Template(CHATML, "test", {})) as process:
-        results = process.render(
-            [Chat([{"role": "user", "content": "hi" * 10_000}] * 9, None)] * 3, before=False, up_to=False
-        )
-    assert sum(len(found.text) for found in results) > 3 * 9 * 20_000
 
 
 def test_text_without_an_encoding_is_refused():
@@ -173,9 +114,3 @@ def test_a_template_that_is_none_is_refused(source):
 
 def test_the_day_is_always_the_same():
     assert render("{{ strftime_now('%d %b %Y') }}").text == "26 Jul 2024"
-
-
-def test_nothing_is_left_running():
-    process = Renderer(Template("x", "test", {}))
-    process.close()
-    assert process._process.poll() is not None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bytescope.train.data import documents
 from bytescope.train.data.corpus import ShardFiles, find
-from bytescope.train.data.documents import Document, TextDocuments, texts
+from bytescope.train.data.documents import Document, TextDocuments
 from bytescope.train.user_errors import UserError
 from support.text_data import write
 
@@ -22,7 +22,7 @@ def names(text):
 
 
 def content(text):
-    return "".join(piece for piece in texts(text.documents) if piece is not None).encode()
+    return "".join(piece for piece in text.stream() if piece is not None).encode()
 
 
 def test_stdlib_is_the_library_without_tests_and_additions():
@@ -64,7 +64,7 @@ def test_folder_is_read_in_order_without_hidden_empty_and_binary_files(tmp_path)
     text = find(str(tmp_path))
     assert names(text) == ["a.txt", "a/z.txt", "b.md", "sub/deep/c.py"]
     assert text.skipped == 1
-    assert list(texts(text.documents)) == ["a", None, "z", None, "b", None, "c", None]
+    assert list(text.stream()) == ["a", None, "z", None, "b", None, "c", None]
 
 
 def test_glob_names_are_taken_from_its_fixed_part(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from bytescope.train.data import documents, long_texts, tokenizer
 from bytescope.train.data.batches import open_data
 from bytescope.train.data.corpus import find
-from bytescope.train.data.documents import texts
 from bytescope.train.data.tokenizer import load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
 from support.command_line import prepare as main
@@ -174,7 +173,7 @@ def test_files_and_shards_have_the_ids_of_the_whole(made, small, tmp_path):
     path = write(tmp_path, {"one.txt": text}) / "one.txt"
     one = load_tokenizer(made["BPE without words"])
     train, held_out = find(str(path)).split()
-    whole = ["".join(piece for piece in texts(part.documents) if piece) for part in (train, held_out)]
+    whole = ["".join(piece for piece in part.stream() if piece) for part in (train, held_out)]
     assert main([f"--source={path}", f"--out={tmp_path / 'out'}", f"--tokenizer={one.path}"]) == 0
     for source in (str(path), str(tmp_path / "out")):
         data = open_data(config(source=source, tokenizer=str(one.path), seq_len=1))

@@ -76,8 +76,6 @@ def test_only_what_is_learned_is_a_target():
     assert apart.batch([1, 0, 5])["mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0]] * 2 + [[0] * 7]
     assert apart.batch([0, 1], stop=1)["mask"].sum(-1).tolist() == [3, 0]
     assert source([3, 3], chosen=[1])[0]["inputs"].tolist()[:3] == [5, 6, 7]
-    with pytest.raises(IndexError):
-        apart[2]
 
 
 LONG = source(np.random.default_rng(0).integers(1, 13, 100))

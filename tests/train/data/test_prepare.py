@@ -2,8 +2,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -275,40 +273,9 @@ def test_a_failure_leaves_nothing_behind(text, tmp_path, monkeypatch, fails, cap
     assert os.listdir(out) == []
     assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setattr(prepare, "tokenize", real)
-    write(out, {".prepare/train_00000.bin": "left by a run that was killed"})
+    write(tmp_path, {".out.partial/train_00000.bin": "left by a run that was killed"})
     assert main([f"--source={text}", f"--out={out}"]) == 0
-    assert not (out / ".prepare").exists() and open_data(config(source=str(out))).train.tokens
-
-
-KILLED = """
-import os, sys
-from bytescope.memory import cli
-from bytescope.memory.host.host_ledger import ledger
-from bytescope.train.data import prepare
-real, left = os.replace, [int(sys.argv.pop())]
-def replace(*args):
-    if not left[0]:
-        os._exit(9)
-    left[0] -= 1
-    real(*args)
-prepare.os.replace = replace
-sys.exit(cli.main(["prepare", *sys.argv[1:]]))
-"""
-
-
-@pytest.mark.parametrize("moved", [0, 1, 2, 4])
-def test_killed_on_the_way_it_starts_over(text, tmp_path, moved):
-    """Before the first move, after the index, between the shards: never a folder that can be read by half."""
-    out = tmp_path / "out"
-    flags = [f"--source={text}", f"--out={out}", "--shard-tokens=3000"]
-    assert subprocess.run([sys.executable, "-c", KILLED, *flags, str(moved)], check=False).returncode == 9
-    assert len(list(out.glob("*.bin"))) == max(moved - 1, 0)
-    if moved:
-        with pytest.raises(UserError, match="cannot be read"):
-            open_data(config(source=str(out)))
-    assert main(flags) == 0
-    assert_same(open_data(config(source=str(out))), open_data(config(source=str(text))))
-    assert not (out / ".prepare").exists()
+    assert not (tmp_path / ".out.partial").exists() and open_data(config(source=str(out))).train.tokens
 
 
 def test_a_read_only_folder_is_no_full_disk(tmp_path, monkeypatch, capsys):

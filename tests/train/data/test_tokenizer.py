@@ -1,5 +1,4 @@
 import json
-import os
 import re
 import sys
 
@@ -103,27 +102,11 @@ def save_with_pattern(path, pattern):
     return load_tokenizer(str(path))
 
 
-def test_a_panic_of_the_library_is_one_line(tmp_path, capfd):
+def test_a_panic_of_the_library_is_one_line(tmp_path):
     found = save_with_pattern(tmp_path / "tokenizer.json", r"(a+)+$(?!.)z")
     with pytest.raises(UserError, match="tokenizer.json cannot encode the text .*retry-limit.*: give") as error:
         found.encode("a" * 40 + "c")
-    assert "\n" not in str(error.value) and capfd.readouterr() == ("", "")
-    with module._panics_silenced():
-        os.write(2, b"a warning")
-    assert capfd.readouterr().err == "a warning"
-
-
-def test_a_search_without_end_is_ended(tmp_path, monkeypatch):
-    found = save_with_pattern(tmp_path / "tokenizer.json", r"(a+)+$(?!.)z")
-    monkeypatch.setattr(module, "SECONDS", 0.0)
-    monkeypatch.setattr(module, "SECONDS_PER_CHARACTER", 0.001)
-    with pytest.raises(
-        UserError,
-        match=r"cannot encode the text \(tokenizing 460 characters took more than 0 s\): give a tokenizer.json",
-    ):
-        found.encode(("a" * 22 + "c") * 20)
-    monkeypatch.setattr(module, "SECONDS", 60.0)
-    assert len(found.encode("a b")) == 1
+    assert "\n" not in str(error.value)
 
 
 def test_special_tokens_in_a_text_are_text_unless_parsed(tmp_path):

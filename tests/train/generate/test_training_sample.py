@@ -116,7 +116,6 @@ def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
     )
     for keys, prompt in (
         ({}, r"what is \d+"),
-        ({"data.loss_on": "all"}, r"what is \d+"),
         ({"train.sample_prompt": "and you"}, "and you"),
     ):
         config = small_config(
@@ -125,11 +124,6 @@ def test_a_chat_fine_tune_is_sampled_in_its_chat_template(tmp_path):
         data = open_data(DataConfig(**config.data))
         text = data.decode(sample_prompt(config, data))
         assert re.fullmatch(rf"<\|im_start\|>user\n{prompt}<\|im_end\|>\n<\|im_start\|>assistant\n", text), text
-    pairs = small_config({"data.source": str(tmp_path / "pairs.jsonl"), "data.format": "pairs", "data.loss_on": "all"})
-    (tmp_path / "pairs.jsonl").write_text(
-        "".join(f'{{"prompt": "what is {n}?", "completion": " it is {n}"}}\n' for n in range(9))
-    )
-    assert re.fullmatch(r"what is \d\?", bytes(sample_prompt(pairs, open_data(DataConfig(**pairs.data)))).decode())
 
 
 @pytest.mark.quick
@@ -143,10 +137,9 @@ def test_the_sample_of_texts_begins_like_a_held_out_document(tmp_path):
     assert sample_prompt(config, data) == list(b"def ")
 
 
-def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys):
+def test_a_run_ends_with_a_sample_and_the_next_commands(tmp_path, monkeypatch, capsys):
     compiled_once(monkeypatch)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts.jsonl").write_text('{"text": "def "}\n{"text": "import"}\n')
     settings = {
         **SMALL,
         "model.n_layers": 1,
@@ -156,17 +149,12 @@ def test_every_evaluation_answers_the_prompts_once(tmp_path, monkeypatch, capsys
         "train.eval_sequences": 4,
         "train.checkpoint_every": 2,
         "train.sample_tokens": 6,
-        "train.tensorboard": False,
         "train.cache_dir": "cache",
-        "train.eval_prompts": "prompts.jsonl",
     }
     command = ["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]
     assert cli.main([*command, "--config.train.steps=2"]) == 0
     more = ["train", "--workdir=run", "--config.train.steps=4", "--extend"]  # the directory has all other keys
     assert cli.main(more) == 0, capsys.readouterr().err
-    rows = [json.loads(line) for line in (tmp_path / "run" / "answers.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["row"]) for row in rows] == [(2, 0), (2, 1), (4, 0), (4, 1)]
-    assert [row["prompt"] for row in rows[:2]] == ["def ", "import"] and all(row["text"] for row in rows)
     out = capsys.readouterr().out
     assert [line.split()[:3] for line in out.splitlines() if line.startswith("  bytescope ")][-4:] == [
         ["bytescope", "train", "--workdir=run"],

@@ -174,7 +174,6 @@ def test_a_run_tells_its_plan(capsys, tmp_path):
         "--config.train.sample_tokens=0",
         "--config.train.cache_dir=none",
         "--config.train.eval_sequences=8",
-        "--config.train.tensorboard=False",
         "--config.remat.policy=auto",
         "--verbose",
     ]

@@ -16,7 +16,7 @@ from bytescope.train.program import program_settings
 from bytescope.train.program.program import build
 from bytescope.train.program.program_settings import read_settings
 from bytescope.train.program.valid_values import DECAYS, POSITIVE
-from bytescope.train.run.startup import doubtful_data, doubtful_settings
+from bytescope.train.run.startup import doubtful_settings
 from bytescope.train.user_errors import UserError
 from support.toy import small_config
 
@@ -91,29 +91,19 @@ def test_a_schedule_counts_in_int32(text):
 
 
 def test_what_is_doubtful_is_said_and_runs():
-    def lines(keys, platform="cpu"):
-        return doubtful_settings(read_settings(small_config(keys)), platform)
-
-    assert lines({}) == []
-    (line,) = lines({"optimizer.warmup_steps": 21})
-    assert "warmup_steps=21" in line and "train.steps=20" in line
-    assert "no parameter" in lines({"optimizer.learning_rate": 0})[0]
-    keys = {"offload.optimizer": True}
-    assert lines(keys, "gpu") == [] and "saves no memory" in lines(keys)[0]
-
-
-def test_data_that_hardly_fit_the_run_are_said_and_run():
     def lines(rows, read, tokenizer=None, **keys):
         tokenizer = tokenizer or ByteTokenizer()
         data = SimpleNamespace(train=range(rows), tokenizer=tokenizer, vocab_size=tokenizer.vocab_size)
         config = small_config({"model.vocab_size": 256, "train.steps": 1000, **keys})
-        return doubtful_data(read_settings(config), data, read)
+        return doubtful_settings(read_settings(config), data, read)
 
     assert lines(500, 8000) == [] and lines(9000, 8000) == []
     (line,) = lines(14, 8000)  # 8 sequences an update
     assert line.startswith("train.steps=1000 reads each sequence 571 times") and "train.steps=28," in line
     (line,) = lines(9000, 8000, **{"model.vocab_size": 50_304})
     assert "data.tokenizer=bytes has 256 different tokens, but model.vocab_size=50304: set data.tokenizer" in line
+    (line,) = lines(9000, 8000, **{"optimizer.warmup_steps": 1001})
+    assert "warmup_steps=1001" in line and "train.steps=1000" in line
     assert lines(9000, 8000, IdTokenizer(64), **{"model.vocab_size": 50_304}) == []
 
 

@@ -35,18 +35,14 @@ OF_RATES = [
 OF_WEIGHTS = [
     ("hf:", "is empty"),
     ("hf:missing", "no folder missing: give a folder with config.json and model.safetensors, as hf download OWNER/mis"),
-    ("hf:SmolLM2-135M", "as hf download HuggingFaceTB/SmolLM2-135M --local-dir=SmolLM2-135M writes it"),
+    ("hf:SmolLM2-135M", "as hf download OWNER/SmolLM2-135M --local-dir=SmolLM2-135M writes it"),
     ("hf:notes.md", "notes.md is a file"),
     ("hf:.", "no 'config.json'"),
     ("hf:~nobody-here/x", "no folder ~nobody-here/x"),
     (f"hf:{LONG}", "no folder"),
     (f"hf:{LONE}", "no folder"),
     ("hf:experts", "experts/config.json: the key num_local_experts"),
-    (
-        "hf:meta-llama/Llama-3.1-8B",
-        "hf: and init.folder must name a local folder: download it from the Hugging Face Hub with hf "
-        "download meta-llama/Llama-3.1-8B --local-dir=Llama-3.1-8B",
-    ),
+    ("hf:meta-llama/Llama-3.1-8B", "as hf download meta-llama/Llama-3.1-8B --local-dir=Llama-3.1-8B writes it"),
     ("hf:dynamic", "of the kind 'dynamic'"),
     ("hf:cut", "config.json is damaged"),
     ("hf:missing", "no folder"),
@@ -672,8 +668,7 @@ MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "mea
 MISTAKES["trace"] += [(f"missing.xplane.pb {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [
-    ("tiny --config.train.eval_prompts=missing", "train.eval_prompts=missing cannot be read"),
-    ("tiny --config.train.eval_prompts=records.jsonl", "row 0 has no text"),
+    ("tiny --config.train.eval_prompts=missing", "train.eval_prompts is an unknown key, because it is gone"),
     ("tiny --config.init.adapter=missing", "init.adapter=missing cannot be used without init.folder"),
 ]
 MISTAKES["train"] += [("tiny --config.train.steps=1 --rates=rates.json", message) for message in OTHER_DEVICE]

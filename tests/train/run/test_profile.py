@@ -33,7 +33,6 @@ def train(folder, source, asked="", steps=6, extend=False):
             "train.eval_sequences": 8,
             "train.checkpoint_every": 0,
             "train.sample_tokens": 0,
-            "train.tensorboard": False,
             "model.n_layers": 2,
             "batch.micro": 1,
             "batch.accumulation": 2,

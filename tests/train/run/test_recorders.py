@@ -1,25 +1,20 @@
-"""The rows of a run: what TensorBoard and wandb get, whatever was killed or is missing, and its row of host memory."""
+"""The rows of a run: what wandb gets, whatever is missing, and its row of host memory."""
 
-import contextlib
 import importlib.machinery
 import importlib.util
 import json
-import os
 import sys
 import types
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.program.config_files import flatten
-from bytescope.train.run import loop, wandb_run
-from bytescope.train.run.recorders import Recorders
-from bytescope.train.run.tensorboard import scalars
+from bytescope.train.run import loop, recorders
+from bytescope.train.run.recorders import Recorders, scalars
 from bytescope.train.source import METRICS
 from bytescope.train.user_errors import UserError
-from support.formats import shown, wandb_records
+from support.formats import wandb_records
 from support.toy import small_config
 
 pytestmark = pytest.mark.quick
@@ -48,13 +43,13 @@ def row(step, **more):
 def start(folder, step=0, upto=4, *, enabled=True, finish="", told=None, **keys):
     """One start of a run from `step` that writes rows and evaluations as the loop does."""
     config = flatten(small_config({f"train.{key}": value for key, value in keys.items()}))
-    with Recorders(folder, step, config, REPORT, enabled, (told if told is not None else []).append) as recorders:
+    with Recorders(folder, config, REPORT, enabled, (told if told is not None else []).append) as sinks:
         for at in range(step + 1, upto + 1):
-            recorders.write(row(at))
+            sinks.write(row(at))
             if at % 2 == 0:
-                recorders.write({"step": at, "eval_loss": 4.0 / at, "eval_tokens": 100})
+                sinks.write({"step": at, "eval_loss": 4.0 / at, "eval_tokens": 100})
         if finish:
-            recorders.finish(upto, finish)
+            sinks.finish(finish)
 
 
 def test_train_held_out_memory_and_speed_are_groups():
@@ -76,65 +71,9 @@ def test_train_held_out_memory_and_speed_are_groups():
     assert scalars({"step": 2, "eval_loss": 2.0, "eval_tokens": 100}) == {"held-out/loss": 2.0, "held-out/tokens": 100}
 
 
-def test_predicted_memory_config_and_sample_stand_beside_the_curves(tmp_path):
-    start(tmp_path, finish="def f():\n    <b>return</b>")
-    found = shown(tmp_path / "events")
-    assert found["memory/predicted_bytes"] == [(step, 8.0 * GIB) for step in (1, 2, 3, 4)]
-    assert found["held-out/loss"] == [(2, 2.0), (4, 1.0)]
-    assert b"    model.d_model = 32\n" in found["config/text_summary"][0][1]
-    assert b"predicted: 4.00 GiB" in found["report/text_summary"][0][1]
-    assert found["sample/text_summary"] == [(4, b"    def f():\n        <b>return</b>")]
-    assert b"optimizer.learning_rate" in found["_hparams_/session_start_info"][0][1]
-    assert b"held-out/loss" in found["_hparams_/experiment"][0][1] and "_hparams_/session_end_info" in found
-    assert b"train/loss" in found["custom_scalars__config__"][0][1]
-
-
-def test_what_experts_took_is_a_histogram_for_each_layer(tmp_path):
-    with Recorders(tmp_path, 0, flatten(small_config()), REPORT, True, print) as recorders:
-        recorders.write(row(1), {2: np.float32([0.5, 1.5]), 11: np.float32([2.0, 0.0])})
-    found = shown(tmp_path / "events")
-    assert found["experts/load_layer_002"] == [(1, [0.0, 0.5, 1.5])]
-    assert found["experts/load_layer_011"] == [(1, [0.0, 2.0, 0.0])]
-
-
-@pytest.mark.parametrize("resumed", [0, 2])
-def test_a_killed_start_leaves_no_second_point(tmp_path, resumed):
-    """From a checkpoint, and from the beginning where there was none yet; in the same second, too."""
-    start(tmp_path / "whole")
-    start(tmp_path / "killed", upto=3)
-    last = max((tmp_path / "killed" / "events").iterdir())
-    last.write_bytes(last.read_bytes()[:-5])  # in the middle of a record
-    start(tmp_path / "killed", step=resumed)
-    curves = [
-        {
-            tag: points
-            for tag, points in shown(tmp_path / name / "events").items()
-            if tag.startswith(("train/", "held-out/", "memory/", "speed/"))
-        }
-        for name in ("whole", "killed")
-    ]
-    assert curves[0] == curves[1] and len(curves[0]["train/loss"]) == 4
-
-
-def test_events_are_on_the_disk_at_once_and_a_full_disk_is_an_error(tmp_path):
-    config = flatten(small_config())
-    recorders = Recorders(tmp_path, 0, config, REPORT, True, print)
-    recorders.write(row(1))
-    assert shown(tmp_path / "events")["train/loss"] == [(1, 8.0)]
-    events = recorders._recorders[-1]
-    events._file._py_recordio_writer._writer.close()
-    with open("/dev/full", "wb") as full:
-        events._file._py_recordio_writer._writer = full
-        with pytest.raises(OSError, match="No space"):
-            recorders.write(row(2))
-        recorders.__exit__(OSError, None, None)  # what failed first is to be seen
-        with contextlib.suppress(OSError):
-            full.close()
-
-
-def test_other_processes_and_a_switched_off_tensorboard_write_nothing(tmp_path):
+def test_other_processes_and_a_run_without_wandb_write_nothing(tmp_path):
     start(tmp_path, enabled=False, wandb="p")
-    start(tmp_path, tensorboard=False)
+    start(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -145,7 +84,6 @@ def test_other_processes_and_a_switched_off_tensorboard_write_nothing(tmp_path):
     ("missing", "project", "said"),
     [
         (True, "p", "the package wandb is not installed: run pip install wandb"),
-        (False, "a/b", "train.wandb=a/b is not a valid project name (Invalid project name)"),
         (False, "p", "not logged in to wandb: run wandb login, or set WANDB_MODE=off"),
     ],
 )
@@ -166,13 +104,12 @@ def test_what_wandb_lacks_is_told_before_anything_is_compiled(tmp_path, monkeypa
 
 
 class Fake(types.ModuleType):
-    """A wandb whose network is down: `init` fails online, and `log` after the first row."""
+    """A wandb whose network is down: `init` fails for one project, and `log` after the first row."""
 
     def __init__(self):
         super().__init__("wandb")
         self.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-        self.calls, self.rows = [], []
-        self.errors = types.SimpleNamespace(UsageError=ConnectionError)
+        self.rows = []
         self.run = types.SimpleNamespace(url=None, log=self._log, summary={}, finish=lambda exit_code: None)
 
     def setup(self):
@@ -182,13 +119,10 @@ class Fake(types.ModuleType):
         return False
 
     def Settings(self, **settings):
-        if "/" in settings.get("project", ""):
-            raise ConnectionError("Invalid project name")
         return settings
 
-    def init(self, **settings):
-        self.calls.append(settings.get("mode", "online"))
-        if self.calls[-1] == "online":
+    def init(self, project, **settings):
+        if project == "unreachable":
             raise TimeoutError("no\nnetwork")
         return self.run
 
@@ -197,37 +131,26 @@ class Fake(types.ModuleType):
             raise BrokenPipeError("gone")
         self.rows.append((step, values))
 
-    def teardown(self):
-        self.calls.append("teardown")
 
-
-def test_no_failure_of_wandb_ends_a_training(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("project", "rows", "warning"), [("p", 1, "gets no more rows: gone"), ("unreachable", 0, "(no network)")]
+)
+def test_no_failure_of_wandb_ends_a_training(tmp_path, monkeypatch, project, rows, warning):
     fake, told = Fake(), []
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    start(tmp_path, wandb="p", finish="text", told=told)
-    assert fake.calls == ["online", "teardown", "offline", "teardown"]
-    assert len(fake.rows) == 1 and fake.rows[0][0] == 1 and fake.rows[0][1]["train/loss"] == 8.0
-    assert len(told) == 2 and "no network" in told[0] and "wandb sync" in told[0]
-    assert "gets no more rows: gone" in told[1]
-    assert len(shown(tmp_path / "events")["train/loss"]) == 4  # TensorBoard goes on
+    start(tmp_path, wandb=project, finish="text", told=told)
+    assert len(fake.rows) == rows and warning in told[-1] and "wandb sync" in told[0]
+    assert not rows or (fake.rows[0][0] == 1 and fake.rows[0][1]["train/loss"] == 8.0)
 
 
-def test_an_id_is_kept_for_its_project(tmp_path):
-    path = tmp_path / wandb_run.ID
-    first = wandb_run._read_or_create_id(path, "p")
-    assert wandb_run._read_or_create_id(path, "p") == first != wandb_run._read_or_create_id(path, "q")
-    path.write_text("{")
-    assert len(wandb_run._read_or_create_id(path, "p")) == 8 and json.loads(path.read_text())["project"] == "p"
-
-
-def test_an_offline_run_goes_on_as_the_same_and_leaves_no_process(tmp_path, monkeypatch):
+def test_an_offline_run_goes_on_as_the_same(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path))
     told = []
     (tmp_path / "run").mkdir()
-    start(tmp_path / "run", upto=2, wandb="p", tensorboard=False, told=told)
-    start(tmp_path / "run", step=2, wandb="p", tensorboard=False, finish="a sample", told=told)
+    start(tmp_path / "run", upto=2, wandb="p", told=told)
+    start(tmp_path / "run", step=2, wandb="p", finish="a sample", told=told)
     assert len(told) == 2 and all("wandb sync" in line for line in told)
     ids, losses, sample = set(), {}, ""
     for path in sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")):
@@ -239,17 +162,13 @@ def test_an_offline_run_goes_on_as_the_same_and_leaves_no_process(tmp_path, monk
                     losses.setdefault(name, []).append(json.loads(item.value_json))
             for item in record.summary.update:
                 sample = item.value_json if (item.key or item.nested_key[0]) == "sample" else sample
-    assert len(ids) == 1 and ids == {json.loads((tmp_path / "run" / wandb_run.ID).read_text())["id"]}
+    assert len(ids) == 1 and ids == {json.loads((tmp_path / "run" / recorders.ID).read_text())["id"]}
     assert losses == {
         "train/loss": [8.0, 4.0, 8 / 3, 2.0],
         "held-out/loss": [2.0, 1.0],
         "memory/predicted_bytes": [8 * GIB] * 4,
     }
     assert sample == '"a sample"' and not (tmp_path / "run" / METRICS).exists()
-    children = Path(f"/proc/self/task/{os.getpid()}/children")
-    if children.exists():
-        names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()]
-        assert not any("wandb" in name for name in names)
 
 
 def test_the_row_of_host_memory_has_the_highest_process_of_each_phase():

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
 from bytescope.train.run import run_directory
 from bytescope.train.run import run_directory_page as run_page
@@ -114,7 +113,6 @@ def test_the_page_shows_the_run(folder):
         "device idle 25.0 %",
         "model d_ff 48",
         "remat save none",
-        "bytescope diff memory.json",
         "train updates run, and batches are prepared for them 2.00 GiB 1.75 GiB",
     ):
         assert expected in words, expected
@@ -126,28 +124,18 @@ def test_the_page_shows_the_run(folder):
 
 
 @pytest.mark.parametrize(
-    "routed, said, found",
+    "routed, said",
     [
-        (
-            {"idle_experts": 3.0, "dropped_share": 0.0125},
-            "3 idle, 1.25% of the rows dropped",
-            (
-                "3 experts got no token at step 2",
-                "--config.loss.balance=0.01",
-                "1.25% of the choices found no room",
-                "--config.model.capacity_factor=1.875",
-            ),
-        ),
-        ({"idle_experts": 0.0, "dropped_share": 0.0}, "none idle, no row dropped", ()),
+        ({"idle_experts": 3.0, "dropped_share": 0.0125}, "3 idle, 1.25% of the rows dropped"),
+        ({"idle_experts": 0.0, "dropped_share": 0.0}, "none idle, no row dropped"),
     ],
 )
-def test_a_mixture_tells_what_its_routers_did(tmp_path, routed, said, found):
+def test_a_mixture_tells_what_its_routers_did(tmp_path, routed, said):
     place = make_run(tmp_path / "run")
     rows = [{**row(step), "load_max": 1.0 + step, **routed} for step in (1, 2)]
     (place / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     words = words_of(run_page.render(run_directory.read(place)))
     assert f"busiest expert 3.00 x the mean at step 2; {said}" in words
-    assert all(line in words for line in found) and ("got no token" in words) == bool(found)
 
 
 def test_a_run_under_way_says_how_far_it_is(tmp_path):
@@ -168,8 +156,8 @@ def test_a_run_under_way_says_how_far_it_is(tmp_path):
         ("metrics.jsonl", '{"step": 1, "loss": 3}\n{"step": 2, "lo', "1 damaged line is left out"),
         ("metrics.jsonl", '[]\n{"loss": 1}\n{"step": 2, "loss": NaN}\n', "2 damaged lines are left out"),
         ("profile.json", "{}", "profile.json is damaged"),
-        ("profile.json", json.dumps({**BREAKDOWN, "total": float("inf")}), "total is inf"),
-        ("profile.json", json.dumps({**BREAKDOWN, "cells": [{"phase": 1}]}), "phase is int"),
+        ("profile.json", json.dumps({**BREAKDOWN, "total": float("inf")}), "profile.json is damaged"),
+        ("profile.json", json.dumps({**BREAKDOWN, "cells": [{"phase": 1}]}), "profile.json is damaged"),
     ],
 )
 def test_what_is_missing_or_damaged_is_a_word(tmp_path, capsys, name, content, said):
@@ -221,11 +209,6 @@ def test_folders_that_hold_no_run_are_one_line(tmp_path, capsys):
     for place in (tmp_path, tmp_path / "nowhere", tmp_path / "thesis.tex"):
         assert main(["report", str(place)]) == 2
         assert capsys.readouterr().err.count("\n") == 1
-    make_run(tmp_path / "one")
-    with pytest.raises(
-        ReportError, match=f"is not a run directory.* it contains 1 run, the newest is {tmp_path / 'one'}"
-    ):
-        run_directory.read(tmp_path)
 
 
 def test_a_page_elsewhere_leads_to_the_run(folder, tmp_path):

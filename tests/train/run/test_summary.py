@@ -19,7 +19,6 @@ from bytescope.train.program.run_command import Command
 from bytescope.train.run import startup, summary
 from bytescope.train.run.display import Display, describe
 from bytescope.train.run.loop import next_commands
-from bytescope.train.run.summary import End
 from support.toy import small_config, small_program
 
 pytestmark = pytest.mark.quick
@@ -113,7 +112,7 @@ def test_a_program_is_told_in_a_few_lines(width):
     assert startup.passes(program, 896) == "896 sequences to train on, 20 updates read each 2.9 times"
     assert startup.passes(program, 5120) == "5,120 sequences to train on, 20 updates read 50 % of them"
     every = said(lambda console: startup.show_program(console, program, "[/b] texts", verbose=True), width)
-    assert "[/b] texts" in " ".join(every) and "embedding" in " ".join(every)
+    assert "[/b] texts" in " ".join(every) and "attention" in " ".join(every)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def end(**fields):
         "live": live,
         "checkpoint": None,
     }
-    return dict(End(**{**values, **fields}).rows())
+    return dict(summary.end_rows(**{**values, **fields}))
 
 
 def test_the_end_says_what_was_reached_and_what_was_there_before():

@@ -17,7 +17,6 @@ from bytescope.train.program.program import build
 from bytescope.train.run import initial_state, loop, startup
 from bytescope.train.run.initial_state import fingerprint_of_adapter, fingerprint_of_weights
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.adapter_folder import origin
 from bytescope.train.weights.folder import Folder
 from support.models import weights
 from support.toy import compiled_once
@@ -42,7 +41,6 @@ KEYS = {
     "train.eval_every": 0,
     "train.eval_sequences": 2,
     "train.sample_tokens": 0,
-    "train.tensorboard": "false",
     "train.log_every": 1,
     "train.steps": 4,
     "train.checkpoint_every": 2,
@@ -159,26 +157,6 @@ def test_what_does_not_agree_is_one_line(changes, keys, message, folder, tmp_pat
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("theirs", "folder", "told"),
-    [
-        (None, "m", ""),
-        ("hub/Llama-8B", "models/Llama-8B", ""),
-        ("models/m", "elsewhere/m/", ""),
-        ("hub/Llama-8B", "cache/models--hub--Llama-8B/snapshots/5f3e", ""),
-        (
-            "hub/Llama-8B-Instruct",
-            "models/Llama-8B",
-            ", trained with 'hub/Llama-8B-Instruct' according to adapter_config.json, used with models/Llama-8B",
-        ),
-    ],
-)
-def test_a_base_of_another_name_is_told(theirs, folder, told, tmp_path):
-    path = adapter(tmp_path / "a", config={"base_model_name_or_path": theirs})
-    assert origin(str(path), folder) == f"from {path}{told}"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"drop": "1.mlp.down_proj.lora_B"}, "has no tensor .*layers.1.mlp.down_proj.lora_B.weight"),
@@ -199,8 +177,7 @@ def test_tensors_are_checked_before_anything_is_compiled(changes, message, folde
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (("adapter_config.json", "adapter_model.bin"), "pickle files may run code"),
-        (("config.json", "model.safetensors"), "this is a model, not an adapter: set init.folder"),
+        (("config.json", "model.safetensors"), "has no 'adapter_config.json'"),
         ((), "has no 'adapter_config.json'"),
         (("adapter_config.json",), "has no 'adapter_model.safetensors'"),
     ],

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from bytescope.memory import cli
 from bytescope.train.source import CONFIG, INDEX, SINGLE
 from bytescope.train.user_errors import UserError
-from bytescope.train.weights.folder import Folder, read_header
+from bytescope.train.weights.folder import Folder
 from support.models import weights
 
 pytestmark = pytest.mark.quick
@@ -48,31 +47,10 @@ def headed(folder, header):
     )
 
 
-class Bomb:
-    def __reduce__(self):
-        return os._exit, (7,)
-
-
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("pytorch_model.bin", "may run code"),
-        ("model.pth", "may run code"),
-        ("model.ckpt", "may run code"),
-        ("consolidated.00.pth", "another order"),
-        ("model.Q4_K.gguf", "GGUF is quantized"),
-        ("adapter_model.safetensors", "an adapter, not a model"),
-        ("adapter_config.json", "an adapter, not a model"),
-        ("part.safetensors", "several files need"),
-        ("notes.txt", "download the weights"),
-    ],
-)
-def test_what_stands_in_the_place_of_weights_is_named(folder, name, why):
-    (folder / SINGLE).unlink()
-    (folder / name).write_bytes(pickle.dumps(Bomb()))
-    assert why in refused(folder)
-    (folder / CONFIG).unlink()  # as such folders are
-    assert (why if name not in ("notes.txt", "part.safetensors") else "has no 'config.json'") in refused(folder)
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.gguf", "adapter_model.safetensors", "notes.txt"])
+def test_what_is_read_is_said_if_there_are_no_weights(folder, name):
+    (folder / SINGLE).rename(folder / name)
+    assert "download the safetensors of the model (pickle files, which may run code," in refused(folder)
 
 
 def test_no_folder_no_config_and_a_file(folder, tmp_path):
@@ -99,38 +77,22 @@ def test_files_that_are_cut_or_longer(folder):
 
 
 @pytest.mark.parametrize(
-    ("header", "why"),
+    "header",
     [
-        (lambda e: {**e, "a": {**e["a"], "data_offsets": [4, 28]}}, "begin at"),  # a hole, then an overlap
-        (lambda e: {**e, "b": {**e["b"], "data_offsets": [8, 24]}}, "begin at"),
-        (lambda e: {**e, "b": {**e["b"], "data_offsets": [24, 2**62]}}, "data_offsets span"),
-        (lambda e: {**e, "b": {**e["b"], "data_offsets": [-16, 0]}}, "not whole numbers"),
-        (lambda e: {**e, "a": {**e["a"], "shape": [2, -3]}}, "not whole numbers"),
-        (lambda e: {**e, "a": {**e["a"], "shape": [2.0, 3]}}, "not whole numbers"),
-        (lambda e: {**e, "a": {**e["a"], "shape": [True, 6]}}, "not whole numbers"),
-        (lambda e: {**e, "a": {**e["a"], "shape": [2, 4]}}, "span 24 bytes"),
-        (lambda e: {**e, "a": {**e["a"], "dtype": "F128"}}, "has dtype 'F128'"),
-        (lambda e: {**e, "a": {"dtype": "F32"}}, "lacks dtype"),
-        (lambda e: {**e, "a": None}, "lacks dtype"),
-        (lambda e: {**e, "a": {**e["a"], "shape": 3}}, "lacks dtype"),
-        (lambda e: {"a": e["a"]}, "its header describes"),
-        (lambda e: [], "is not a JSON object"),
-        (lambda e: b"{{{{", "its header"),
-        (lambda e: b'{"a": 1, "a": 2}', "appears twice"),
-        (lambda e: b"\xff" * 40, "its header"),
+        lambda e: {**e, "a": {**e["a"], "data_offsets": [4, 28]}},  # a hole, then an overlap
+        lambda e: {**e, "b": {**e["b"], "data_offsets": [24, 2**62]}},
+        lambda e: {**e, "b": {**e["b"], "data_offsets": [-16, 0]}},
+        lambda e: {**e, "a": {**e["a"], "shape": [2, 4]}},
+        lambda e: {**e, "a": {**e["a"], "dtype": "F128"}},
+        lambda e: {**e, "a": None},
+        lambda e: {"a": e["a"]},
+        lambda e: [],
+        lambda e: b"\xff" * 40,
     ],
 )
-def test_headers_that_lie(folder, header, why):
+def test_headers_that_lie(folder, header):
     headed(folder, header)
-    assert why in refused(folder)
-    assert str(folder / SINGLE) in refused(folder)
-
-
-def test_a_header_without_end_is_not_read(folder):
-    with open(folder / SINGLE, "wb") as file:
-        file.write((2**40).to_bytes(8, "little"))
-        file.truncate(2**41)
-    assert "are too few for a header" in refused(folder)
+    assert refused(folder).startswith(f"{folder / SINGLE} is truncated or damaged (")
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", "x\0y", "a\nb"])
@@ -228,16 +190,6 @@ def test_a_file_that_changes_while_it_is_read(folder, change):
     with pytest.raises(UserError, match="has changed since it was verified|No such file") as caught:
         opened.read("model.embed_tokens.weight", [(0, 250), (0, 32)])
     assert str(folder / SINGLE) in str(caught.value) and len(str(caught.value).splitlines()) == 1
-
-
-def test_the_header_is_what_the_library_reads(folder):
-    from safetensors import safe_open
-
-    found, _ = read_header(folder / SINGLE)
-    with safe_open(folder / SINGLE, "numpy") as file:
-        assert {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()} == {  # noqa: SIM118
-            name: tensor.shape for name, tensor in found.items()
-        }
 
 
 @pytest.mark.parametrize(

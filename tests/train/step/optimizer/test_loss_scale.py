@@ -103,7 +103,6 @@ def train(folder, **keys):
             "train.log_every": 1,
             "train.eval_sequences": 8,
             "train.sample_tokens": 0,
-            "train.tensorboard": False,
             "train.eval_every": 0,
             "train.checkpoint_every": 4,
             "train.cache_dir": "none",
