@@ -7,13 +7,12 @@ directory and prints. Every process reads its own rows of the data and writes it
 import argparse
 import contextlib
 import dataclasses
-import ipaddress
 import os
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from bytescope.train.launch.liveness import Link
 from bytescope.train.launch.rendezvous import Token, meet, own_address
@@ -103,23 +102,16 @@ def find(args: argparse.Namespace) -> Address | None:
 
 
 def _host_port(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not _is_host(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+    try:
+        url = urlsplit(f"//{text}")
+        host, port = url.hostname, url.port
+    except ValueError:  # the port is out of range, or the brackets have no IPv6 address
+        host = port = None
+    if not host or not port or url.path or url.username:
         raise UserError(
             f"--coordinator={text} is not an address: give HOST:PORT, such as node1:4567, or [ADDRESS]:PORT for IPv6"
         )
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _is_host(text: str) -> bool:
-    # The name of a machine, an IPv4 address, or an IPv6 address with or without brackets.
-    if re.fullmatch(r"[\w.-]+", text):
-        return True
-    try:
-        ipaddress.IPv6Address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
-    except ValueError:
-        return False
-    return True
+    return host, port
 
 
 def _launched(timeout: float) -> Address | None:
@@ -178,7 +170,7 @@ class Processes:
         `doing`: the activity; "" if no other process can be waiting for this one.
         """
         if self._link is not None:
-            self._link.at(doing)
+            self._link.stalls.at(doing)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:

@@ -77,12 +77,6 @@ def end_quietly() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def _to_nowhere(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
 class Surviving:
     """Wraps a text stream of the process, and drops all output once its terminal or pipe is closed.
 
@@ -113,6 +107,8 @@ class Surviving:
                 return
             if error.errno not in _GONE:
                 raise
-            _to_nowhere(self._stream.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
             if error.errno == errno.EPIPE:
                 signal.raise_signal(signal.SIGTERM)
