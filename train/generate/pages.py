@@ -89,12 +89,6 @@ class Pages:
             if page not in self._name and name not in self._known:
                 self._known[name], self._name[page] = page, name
 
-    def forget(self) -> None:
-        """Forgets the content of unused pages, so that no later sequence shares them."""
-        for page in self._free:
-            if name := self._name.pop(page, None):
-                del self._known[name]
-
     def take(self, pages: list[int]) -> None:
         """Removes all pages from the list `pages` of a sequence and frees them. The last page is freed first, so that
         the pages of the beginning are reused last.

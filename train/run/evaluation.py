@@ -8,7 +8,7 @@ import jax
 
 from bytescope.train.data.batches import Data, heldout_batches
 from bytescope.train.generate.answers import read_rows
-from bytescope.train.generate.training_sample import Sampler, generate, over_pages
+from bytescope.train.generate.training_sample import Sampler, can_generate
 from bytescope.train.program.program import Program
 from bytescope.train.run.feed import held_out_rows, put
 from bytescope.train.step.state import Tally, TrainState
@@ -53,12 +53,13 @@ class EvalPrompts:
     """Answers the prompts in the file `train.eval_prompts` at each evaluation.
 
     Raises:
-      UserError: the file of prompts cannot be read, a row has no text, or `train.sample_tokens` is 0.
+      UserError: the file of prompts cannot be read, a row has no text, `train.sample_tokens` is 0, or the engine cannot
+        generate with the layout of the run.
     """
 
     def __init__(self, program: Program, data: Data):
         config = program.config.train
-        self.program, self.data, self.texts = program, data, list[str]()
+        self.data, self.texts, self._temperature = data, list[str](), config.sample_temperature
         if not config.eval_prompts:
             return
         for number, row in enumerate(read_rows(Path(config.eval_prompts).expanduser(), "train.eval_prompts")):
@@ -73,23 +74,20 @@ class EvalPrompts:
                 f"train.eval_prompts={config.eval_prompts} cannot be combined with train.sample_tokens=0: set "
                 "train.sample_tokens to the number of tokens per answer"
             )
+        if not can_generate(program):
+            raise UserError(
+                f"train.eval_prompts={config.eval_prompts} cannot be combined with pipeline stages or with experts on "
+                "several devices: leave it empty, and answer the prompts with bytescope generate after the run"
+            )
         self._prompts = [data.encode(text) for text in self.texts]
-        self._sampler: Sampler | None = None
-        if over_pages(program):
-            self._sampler = Sampler(program, config.sample_tokens, max(map(len, self._prompts)), len(self._prompts))
+        self._sampler = Sampler(program, config.sample_tokens, max(map(len, self._prompts)), len(self._prompts))
 
     def answers(self, params: Any, step: int) -> list[dict[str, Any]]:
         """Generates an answer to each prompt with the parameters after update `step`. Returns rows for the file of
         answers, with the keys step, row, prompt and text."""
         if not self.texts:
             return []
-        config, program = self.program.config.train, self.program
-        if self._sampler is not None:
-            answers = self._sampler.answers(params, self._prompts, config.sample_temperature)
-        else:
-            answers = []
-            for prompt in self._prompts:
-                answers.append(generate(program, params, prompt, config.sample_tokens, config.sample_temperature))
+        answers = self._sampler.answers(params, self._prompts, self._temperature)
         rows = []
         for number, (text, answer) in enumerate(zip(self.texts, answers)):
             rows.append({"step": step, "row": number, "prompt": text, "text": self.data.decode(answer)})
