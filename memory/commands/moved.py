@@ -31,7 +31,12 @@ _LIST = {"": "use bytescope list {command}", "--grep --json": _SAME}
 MOVED: Mapping[str, Mapping[str, str]] = {
     # ---- commands that stay
     "train": {key: _SUBJECT[key] for key in ("--config",)},
-    "generate": _LIMIT | _CHUNK,
+    "generate": _LIMIT
+    | _CHUNK
+    | {
+        "--min-p": "use --top-p, which also drops unlikely tokens",
+        "--ignore-end": "leave it out: an answer ends with its end-of-text token",
+    },
     "report": _SUBJECT
     | _CHUNK
     | _SOURCE

@@ -38,6 +38,7 @@ class PromptRow:
         answer to another request is noticed.
         """
         values = dataclasses.asdict(self.request) | {"stops": sorted(self.request.stops), "texts": self.stops}
+        values["min_p"] = 0.0  # a setting that requests once had: answers of that time are still recognized
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
-from bytescope.train.generate.pages import NoPages, Pages
+from bytescope.train.generate.pages import Pages
 from bytescope.train.generate.request import Request, Running
 from bytescope.train.generate.sampling import Draws
 from bytescope.train.generate.steps import EngineSizes, Steps
@@ -169,11 +169,9 @@ class Engine:
     def _give_pages(self, wanted: Mapping[int, int]) -> None:
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # an earlier sequence may have preempted it
-                try:
-                    self.pages.give(one.pages, wanted[one.number])
+                if self.pages.give(one.pages, wanted[one.number]):
                     break
-                except NoPages:
-                    self.preempt(self.running[-1])  # the newest request
+                self.preempt(self.running[-1])  # the newest request
 
     def _run_model(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
         """Runs the model once. For each (request, start index) in `pieces`, computes up to `width` tokens of the
@@ -229,6 +227,5 @@ def _sampling_settings(some: Sequence[Running], rows: int) -> Draws:
         column("temperature", np.float32),
         column("top_k", np.int32),
         column("top_p", np.float32),
-        column("min_p", np.float32),
         column("seed", np.uint32),
     )

@@ -11,10 +11,6 @@ import numpy as np
 from bytescope.model.paged.page_pool import NOBODY, PAGE
 
 
-class NoPages(Exception):
-    """Raised if not enough KV cache pages are free."""
-
-
 class Pages:
     """Allocates the pages of a KV cache to sequences. A page stores the keys and values of a fixed number of tokens.
 
@@ -45,23 +41,21 @@ class Pages:
         """Number of pages of the KV cache that one or more sequences use now. The scratch page is not counted."""
         return self.count - 1 - self.free
 
-    def give(self, pages: list[int], length: int) -> None:
+    def give(self, pages: list[int], length: int) -> bool:
         """Appends free pages to the list `pages` of a sequence until they have room for `length` positions.
 
-        Raises:
-          NoPages: not enough pages are free; then no page is appended.
+        Returns False if not enough pages are free; then no page is appended.
         """
         missing = -(-length // PAGE) - len(pages)
         if missing > self.free:
-            raise NoPages(f"the sequence needs {missing} more pages of the KV cache, but only {self.free} are free")
-        pages += [self._give() for _ in range(missing)]
-
-    def _give(self) -> int:
-        page, _ = self._free.popitem(last=False)
-        if name := self._name.pop(page, None):
-            del self._known[name]
-        self._users[page] = 1
-        return page
+            return False
+        for _ in range(missing):
+            page, _ = self._free.popitem(last=False)
+            if name := self._name.pop(page, None):
+                del self._known[name]
+            self._users[page] = 1
+            pages.append(page)
+        return True
 
     def begin(self, tokens: Sequence[int]) -> list[int]:
         """Returns the pages that already contain the first tokens of a new sequence, and shares them with it.

@@ -22,7 +22,7 @@ class Request:
       most: maximum number of new tokens.
       stops: token ids that end the answer and are not part of it.
       temperature: sampling temperature; 0 takes the most likely token.
-      top_k, top_p, min_p: sampling filters; the values 0, 1 and 0 switch them off.
+      top_k, top_p: sampling filters; the values 0 and 1 switch them off.
       seed: random seed, 0 to 2**32 - 1.
     """
 
@@ -32,7 +32,6 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
 
 
@@ -87,10 +86,9 @@ def make_request(args: argparse.Namespace, tokens: tuple[int, ...], source: Sour
     return Request(
         tokens,
         max_tokens,
-        frozenset() if args.ignore_end else source.ends,
+        source.ends,
         args.temperature,
         args.top_k,
         args.top_p,
-        args.min_p,
         args.seed if seed is None else seed,
     )

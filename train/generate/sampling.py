@@ -2,8 +2,8 @@
 key.
 
 A sampled token depends only on the logits, the request's seed and the token's position, never on other sequences of
-the batch. Temperature is applied first, then top-k, top-p and min-p, each to the tokens that the filters before it
-kept, as in transformers.
+the batch. Temperature is applied first, then top-k, and then top-p to the tokens that top-k kept, as in
+transformers.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B", "seed_B"],
+    data_fields=["temperature_B", "top_k_B", "top_p_B", "seed_B"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +27,18 @@ class Draws:
       temperature_B: float32; 0 takes the most likely token.
       top_k_B: int32, keeps only the k most likely tokens; 0 keeps all tokens.
       top_p_B: float32, keeps the most likely tokens until their total probability is p; 1 keeps all tokens.
-      min_p_B: float32, keeps only tokens with at least p times the top probability; 0 keeps all tokens.
       seed_B: uint32, the random seed.
     """
 
     temperature_B: Any  # each field is a jax.Array in a step, an np.ndarray on the host, or a ShapeDtypeStruct
     top_k_B: Any
     top_p_B: Any
-    min_p_B: Any
     seed_B: Any
 
 
 def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
-    """Divides the logits by the temperature and applies top-k, top-p and min-p. Returns logits, float32 [B, V] (B
-    sequences, V tokens of the vocabulary).
+    """Divides the logits by the temperature and applies top-k and top-p. Returns logits, float32 [B, V] (B sequences, V
+    tokens of the vocabulary).
 
     Tokens that a filter drops get the lowest float32. The most likely token is never dropped.
     """
@@ -54,8 +52,6 @@ def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
     probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, dropped), axis=-1)
     # A token is kept while the tokens before it sum to less than top_p.
     kept_BV &= (jnp.cumsum(probs_BV, axis=-1) - probs_BV < draws.top_p_B[:, None]) | (draws.top_p_B[:, None] >= 1)
-    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, dropped), axis=-1)
-    kept_BV &= probs_BV >= draws.min_p_B[:, None] * probs_BV[:, :1]
     kept_BV = kept_BV.at[:, 0].set(True)
     sorted_BV = jnp.where(kept_BV, sorted_BV, dropped)
     return jnp.zeros_like(sorted_BV).at[jnp.arange(len(order_BV))[:, None], order_BV].set(sorted_BV)
@@ -66,7 +62,7 @@ def choose(logits_BV: jax.Array, draws: Draws, places_B: jax.Array, drawing: boo
 
     Args:
       logits_BV: the model's output for the last token of each sequence, one value for each token of the vocabulary.
-      draws: temperature, top-k, top-p, min-p and seed of each sequence. Temperature 0 takes the most likely token.
+      draws: temperature, top-k, top-p and seed of each sequence. Temperature 0 takes the most likely token.
       places_B: position of the next token in its sequence. With the seed it determines the random numbers.
       drawing: False if all rows take the most likely token, so that nothing has to be sorted.
     """

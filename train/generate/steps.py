@@ -70,38 +70,6 @@ class EngineSizes:
         return min(rows, self.sequences)
 
 
-def run_step(
-    graph: nnx.GraphDef,
-    drawing: bool,
-    params: Any,
-    pools: Sequence[Any],
-    tokens_BT: jax.Array,
-    view: View,
-    last_B: jax.Array,
-    draws: Draws,
-) -> tuple[jax.Array, list[Any]]:
-    """Computes the tokens of a step. Returns the next token of each row, int32 [B], and the new KV cache.
-
-    Args:
-      graph: the nnx graph of the model.
-      drawing: True to sample the next token, False to take the most likely one.
-      params: the parameters of the model.
-      pools: the KV cache of each layer.
-      tokens_BT: token ids, int32: T tokens of each of B rows.
-      view: position of each token in its sequence, and the KV cache pages of each sequence.
-      last_B: index of the token in each row that the next token follows, int32.
-      draws: sampling settings of each row.
-    """
-    model = nnx.merge(graph, params)
-    x_BTD, new_pools = decode.step(model, tokens_BT, view, pools)
-    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
-    with jax.named_scope("head"):
-        logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
-    places_B = jnp.take_along_axis(view.positions_BT, last_B[:, None], axis=1)[:, 0] + 1
-    with jax.named_scope("sampling"):
-        return choose(logits_BV, draws, places_B, drawing), new_pools
-
-
 def own_bytes(compiled: CompiledStage) -> int:
     """Returns the bytes of a program's temporary buffers and results on one device, without its arguments.
 
@@ -157,24 +125,17 @@ class Steps:
         )
         return jax.tree.map(one, shapes)
 
-    def make_pools(self, pages: int) -> list[Any]:
-        """Allocates an empty KV cache of this many pages on the devices. Returns the cache of each layer."""
-        return self._zeros(pages)
-
     @functools.cached_property
-    def _zeros(self) -> Callable[[int], list[Any]]:
-        # Compiled once for a number of pages, not for each engine.
+    def make_pools(self) -> Callable[[int], list[Any]]:
+        """A function that allocates an empty KV cache of a number of pages on the devices, and returns the cache of
+        each layer. It is compiled once for a number of pages, not for each engine."""
         return jax.jit(
             lambda pages: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
             static_argnums=0,
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(1)),
         )
 
-    def traced(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
-        """Traces the step program for a batch of `rows` sequences with `width` tokens each.
-
-        `drawing`: True if the next tokens are sampled, False for the most likely tokens.
-        """
+    def _trace(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
         everywhere = self.model.layout.sharding()
 
         def array(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -185,12 +146,20 @@ class Steps:
             array(rows, dtype=jnp.float32),
             array(rows),
             array(rows, dtype=jnp.float32),
-            array(rows, dtype=jnp.float32),
             array(rows, dtype=jnp.uint32),
         )
 
-        def step(params, pools, tokens, view, last, draws):  # reports show the names of these arguments
-            return run_step(self.model.graph, drawing, params, pools, tokens, view, last, draws)
+        # Reports show the names of these arguments. `last`: the index in each row of the token that the next one
+        # follows.
+        def step(params, pools, tokens, view, last, draws):
+            model = nnx.merge(self.model.graph, params)
+            x_BTD, new_pools = decode.step(model, tokens, view, pools)
+            x_B1D = jnp.take_along_axis(x_BTD, last[:, None, None], axis=1)
+            with jax.named_scope("head"):
+                logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
+            places_B = jnp.take_along_axis(view.positions_BT, last[:, None], axis=1)[:, 0] + 1
+            with jax.named_scope("sampling"):
+                return choose(logits_BV, draws, places_B, drawing), new_pools
 
         places = jax.tree.map(lambda leaf: leaf.sharding, pools)
         run = jax.jit(step, donate_argnums=1, out_shardings=(everywhere, places))
@@ -211,7 +180,7 @@ class Steps:
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._compilations:
             with self.for_kernels():
-                traced = self.traced(sizes, rows, width, drawing)
+                traced = self._trace(sizes, rows, width, drawing)
                 self._compilations[key] = compile_lowered(
                     traced.lower(), exact=False, jaxpr=traced.jaxpr, device_memory_bytes=self._pool_bytes
                 )

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bytescope.model.paged.page_pool import NOBODY, PAGE
-from bytescope.train.generate.pages import NoPages, Pages
+from bytescope.train.generate.pages import Pages
 
 pytestmark = pytest.mark.quick
 
@@ -21,9 +21,7 @@ def test_pages_of_many_lives():
         else:
             tokens = [bit for bit in rng.choices((0, 1), k=5) for _ in range(PAGE)][: rng.randint(1, 5 * PAGE)]
             own = pages.begin(tokens)
-            try:
-                pages.give(own, len(tokens))
-            except NoPages:
+            if not pages.give(own, len(tokens)):
                 pages.take(own)
                 continue
             lives.append((tokens, own))

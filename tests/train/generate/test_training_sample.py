@@ -99,7 +99,7 @@ def test_layers_are_not_copied_out_of_a_stack():
     for number, layer in layers.items():
         assert layer["mlp"]["w_up"].unsafe_buffer_pointer() == start + number * layer_bytes
     engines = [Engine(sampler.steps, None, sampler.sizes) for _ in range(2)]
-    assert len(engines) == 2 and sampler.steps._zeros._cache_size() == 1
+    assert len(engines) == 2 and sampler.steps.make_pools._cache_size() == 1
 
 
 @pytest.mark.exhaustive
