@@ -25,7 +25,7 @@ POSITIVE = (
     "mla_d_rope",
     "mla_d_value",
 )
-NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_rank", "capacity_factor")
+NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_rank", "capacity_factor", "mlp_chunk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +175,6 @@ class ModelConfig(ModelKeys):
             raise ValueError(
                 f"model.unroll={self.unroll} cannot be combined with model.scan=false, which has no loop "
                 "over layers: set model.scan=true, or model.unroll=1"
-            )
-        if self.mlp_chunk < 0:
-            raise ValueError(
-                f"model.mlp_chunk={self.mlp_chunk} is negative: give a number of positions, or 0 for no tiles"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} is out of range: give a probability from 0 to below 1")

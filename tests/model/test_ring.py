@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from bytescope.memory.cost import flops
 from bytescope.model.attention.chunked import chunked_attention
 from bytescope.model.attention.ring import Ring, ring_attention
-from bytescope.model.zigzag import unzigzag, zigzag, zigzag_positions
+from bytescope.model.zigzag import zigzag, zigzag_positions
 from support.described import described
 from support.exhaustive import exhaustive
 
@@ -42,7 +42,8 @@ def softmax_attention(q, k, v):
 def in_order(ring, chunk, q, k, v):
     """Ring attention of arguments in the order of the sequence."""
     q, k, v = (zigzag(x, ring.size) for x in (q, k, v))
-    return unzigzag(ring_attention(q, k, v, ring=ring, chunk=chunk), ring.size)
+    context = ring_attention(q, k, v, ring=ring, chunk=chunk)
+    return context[:, jnp.argsort(zigzag_positions(context.shape[1], ring.size))]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -121,7 +122,6 @@ def test_zigzag_pairs_an_early_chunk_with_a_late_one(ranks):
     )
     x = jnp.arange(5 * length * 2).reshape(5, length, 2)
     np.testing.assert_array_equal(zigzag(x, ranks), x[:, order])
-    np.testing.assert_array_equal(unzigzag(zigzag(x, ranks), ranks), x)
     np.testing.assert_array_equal(zigzag(x.T, ranks, axis=1), x.T[:, order])
     np.testing.assert_array_equal(zigzag_positions(length, ranks), order)
     assert zigzag_positions(length, ranks).dtype == jnp.int32

@@ -193,8 +193,8 @@ def plan(args: argparse.Namespace) -> int:
     and 3 if not.
     """
     from bytescope.memory.view.console import put
+    from bytescope.train.quantize.quantize_result import plan_view
     from bytescope.train.quantize.quantize_setup import plan_memory
-    from bytescope.train.quantize.quantize_view import plan_view
 
     with progress(None, "opening", "share") as bar:
         title, memory = plan_memory(args, _progress_callback(bar))
@@ -214,8 +214,8 @@ def quantize(args: argparse.Namespace) -> None:
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
     from bytescope.train.export.model_folder import refuse_used
+    from bytescope.train.quantize.quantize_result import memory_view, result_view
     from bytescope.train.quantize.quantize_setup import make_result, open_quantization
-    from bytescope.train.quantize.quantize_view import memory_view, result_view
 
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):

@@ -118,9 +118,6 @@ class Programs:
             lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sum_shapes
         )
 
-    def _weight(self, path: str) -> jax.ShapeDtypeStruct:
-        return self._array(*self.matrices[path].sizes)
-
     # ---- programs ---------------------------------------------------------------------------------------------
 
     def _compiled(self, key: tuple, run: Callable, *shapes: Any, **options: Any) -> Compilation:
@@ -206,7 +203,7 @@ class Programs:
         the scales [I], the exponent of the magnitudes |x| in them, and the error of each exponent that was tried.
         """
         size = self.inputs_of(fold)
-        weights = tuple(map(self._weight, fold.weights))
+        weights = tuple(self._array(*self.matrices[path].sizes) for path in fold.weights)
 
         def run(gram_II, magnitudes_I, weights):
             return scale_search.search_scale(

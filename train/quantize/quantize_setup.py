@@ -32,7 +32,7 @@ from bytescope.train.quantize.origin import check_model, open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
 from bytescope.train.quantize.quantize_programs import CallSizes, Programs
 from bytescope.train.quantize.quantize_result import Memory, QuantizationResult
-from bytescope.train.quantize.quantize_work import Outcome, Quantization, Tell
+from bytescope.train.quantize.quantize_work import Quantization, Tell
 from bytescope.train.source import ConfigPath, RunPath, WeightsPath, find_source
 from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.finetune import config_of
@@ -246,9 +246,11 @@ def host_terms(memory: Memory, programs: Programs, device: jax.Device, layer_on_
     return [term for term in terms if term.bytes]
 
 
-def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
-    """Collects the figures of a finished quantization (`outcome`) for its summary: settings, memory, bytes by
-    component, perplexity before and after, and the errors of each layer."""
+def make_result(
+    args: argparse.Namespace, prepared: PreparedQuantization, perplexity: tuple[float, float]
+) -> QuantizationResult:
+    """Collects the figures of a finished quantization for its summary: settings, memory, bytes by component, perplexity
+    before and after, and the errors of each layer."""
     quantization = prepared.quantization
     calibration, held_out = prepared.tokens
     facts = (
@@ -263,10 +265,10 @@ def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcom
         facts=facts,
         memory=prepared.memory,
         components=bytes_by_component(quantization.output.tensors, quantization.origin),
-        before=outcome.before,
-        after=outcome.after,
+        before=perplexity[0],
+        after=perplexity[1],
         tokens=prepared.tokens,
-        layers=outcome.layers,
+        layers=quantization.output.done,
         versions=versions(),
         host_memory=ledger(prepared.host),
     )
