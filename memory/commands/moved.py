@@ -98,9 +98,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     | _LIMIT
     | _CHUNK,
     "quantize": {
-        "": "use bytescope export RUN_OR_FOLDER OUT --awq=TEXT; for the bytes alone, bytescope export SUBJECT TARGET "
-        "--awq",
-        "--target --plan": "give the target as the second word: bytescope export SUBJECT TARGET --awq",
+        "": "use bytescope export RUN_OR_FOLDER OUT --awq=TEXT",
+        "--target --plan": "leave it out: one layer is on the device at a time, and the bytes are printed first",
         "--html": "--json=FILE has the figures",
         "--calibrate": "--awq=TEXT",
         "--bits": "leave it out: weights have 4 bits",

@@ -113,22 +113,6 @@ def memory_view(memory: Memory) -> RenderableType:
     return Group(rows, Text())
 
 
-def plan_view(title: str, memory: Memory) -> RenderableType:
-    """Returns the table of the bytes that each program needs on a target, and a line that says if they fit in its
-    memory."""
-    programs = FigureTable(label("on the device"), figure("bytes"))
-    for name, size in memory.device.items():
-        programs.add(name, human(size))
-    verdict = "fits" if memory.fits else "does not fit: give a shorter --length, or use a device with more memory"
-    return Group(
-        Text(title, style="bold"),
-        memory_view(memory),
-        programs,
-        Text(),
-        Prose(verdict, "green" if memory.fits else "red"),
-    )
-
-
 def result_view(result: QuantizationResult) -> RenderableType:
     """Returns the result for the terminal: perplexity, bytes by component, and errors by layer."""
     sizes = FigureTable(label(), figure("16 bits"), figure("here"), figure("share"))
