@@ -96,11 +96,6 @@ class ModelConfig(ModelKeys):
     """
 
     @classmethod
-    def from_keys(cls, keys: ModelKeys) -> "ModelConfig":
-        """Returns the checked architecture for the config group `keys`."""
-        return cls(**{**vars(keys), "rope_scaling": tuple(keys.rope_scaling)})
-
-    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """Returns the architecture from the dictionary `config.model`, which must have exactly the fields of this
         class.

@@ -28,7 +28,7 @@ def against_transformers(folder: Path, rounds: int) -> bool:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from bytescope.train.generate.pages import Pages
+    from bytescope.train.generate.engine import Pages
     from bytescope.train.generate.request import Request
     from support.models.generating import engine_of
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bytescope.memory.errors import check_readable
 from bytescope.memory.view.console import safe
 from bytescope.train.data.chat_template import Renderer, find_template
 from bytescope.train.data.example_content import Chat, Malformed
 from bytescope.train.data.long_texts import encode_long
 from bytescope.train.data.tokenizer import Tokenizer
-from bytescope.train.generate.answers import read_rows
+from bytescope.train.generate.answers import read_rows, readable
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Source
 from bytescope.train.generate.request import Running
 from bytescope.train.user_errors import UserError
 
 PIECE_CHARS = 1 << 16  # characters of a long text that are tokenized at a time
+TEXTS = "a file of text, or rows in a .jsonl file"
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 character
 
 
@@ -187,7 +186,7 @@ def read_tokens(prompts: Prompts, path: Path, flag: str) -> np.ndarray:
     """
     if path.suffix == ".jsonl":
         return np.concatenate([np.asarray(tokens, np.int32) for tokens in read_texts(prompts, path, flag)])
-    with _reading(path, flag), open(path, encoding="utf-8") as file:
+    with readable(path, flag, TEXTS), open(path, encoding="utf-8") as file:
         return prompts.of_long_text(iter(lambda: file.read(PIECE_CHARS), ""))
 
 
@@ -200,20 +199,8 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
     """
     if path.suffix == ".jsonl":
         return [prompts.of_row(row, f"{path} row {number}") for number, row in enumerate(read_rows(path, flag))]
-    with _reading(path, flag):
+    with readable(path, flag, TEXTS):
         return [prompts.of_row({"text": path.read_text(encoding="utf-8")}, str(path))]
-
-
-@contextlib.contextmanager
-def _reading(path: Path, flag: str) -> Iterator[None]:
-    try:
-        check_readable(path, pipes=True)
-        yield
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(
-            f"{flag}={path} cannot be read ({reason}): give a file of text, or rows in a .jsonl file"
-        ) from None
 
 
 def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:

@@ -129,13 +129,7 @@ def explained(report: ReportRecord | None = None, device: Any = None, advice: Ad
 
 
 def silence_library_log() -> None:
-    """Drops Orbax's log records from now on: a single full disk logs 364 lines or more, and its error is raised anyway.
+    """Drops the log of Orbax from now on: a single full disk logs 364 lines or more, and its error is raised anyway.
     May be called more than once."""
-    logger = logging.getLogger("absl")  # the logger that Orbax uses
-    logger.setLevel(logging.ERROR)
-    logger.addFilter(_is_not_orbax)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # the logger that Orbax uses
     silence_abandoned()
-
-
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from bytescope.train.launch.liveness import Link
-from bytescope.train.launch.rendezvous import Token, meet, own_address
+from bytescope.train.launch.rendezvous import LOOPBACK, Token, meet
 from bytescope.train.launch.signals import INTERRUPTED, leave_at_once
 from bytescope.train.user_errors import UserError
 
@@ -245,8 +245,8 @@ def _start_jax(address: Address, timeout: float) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     # jax's heartbeat would abort all processes when one of them is stopped for 100 seconds. The link finds what the
     # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
-    # jax's coordinator admits every client, so it listens only at the address that the others use.
-    own = own_address(address.host)
+    # jax's coordinator admits every client, so it listens only on this machine if all processes are on it.
+    own = LOOPBACK.get(address.host)
     jax.distributed.initialize(
         str(address),
         address.count,

@@ -1,7 +1,7 @@
 """Connects the processes of one run before it starts: either all processes connect, or none starts.
 
 Messages are JSON lines: `hello index count token`, `stranger` and `go`. The messages of a run in progress are in
-train/launch/liveness.py. Process 0 listens at the address that the others connect to. It closes connections that send
+train/launch/liveness.py. Process 0 listens for the others. It closes connections that send
 a wrong token or nothing. The token is BYTESCOPE_TOKEN if a launcher sets it. Otherwise process 0 creates a token for
 this start and, while it waits, stores it in a file that only its user may read, in the run directory that all
 processes share.
@@ -9,7 +9,6 @@ processes share.
 
 import contextlib
 import hmac
-import ipaddress
 import json
 import os
 import secrets
@@ -28,6 +27,9 @@ HELLO_S = 1.0  # seconds within which a connection has to send its hello; the ot
 HELLO_BYTES = 4096  # maximum bytes of a hello
 TOKEN_VARIABLE = "BYTESCOPE_TOKEN"
 TOKEN_FILE = ".rendezvous"
+# Process 0 listens only on this machine if the processes are all on it, else on all addresses: the name by which other
+# machines know this one may be another address here, and a router may translate addresses.
+LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 LINGER_S = 10.0  # seconds that a process which fails waits for the others to end
 
 
@@ -133,28 +135,6 @@ def meet(host: str, port: int, index: int, count: int, timeout: float, token: To
         token.remove()
 
 
-def own_address(host: str) -> str:
-    """Returns the address on which this machine must listen so that other machines can connect to `host`. "" means all
-    addresses.
-
-    All addresses are needed in two cases. Either `host` resolves to the loopback address here, as a machine's own name
-    often does, but not on other machines. Or the address does not belong to this machine, because a router translates
-    it.
-    """
-    try:
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ""
-    for family, _, _, _, (name, *_) in infos:
-        address = str(name)
-        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in ("localhost", address):
-            return ""
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-            return address
-    return ""
-
-
 def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> dict[int, Peer]:
     peers: dict[int, Peer] = {}
     rejected, deadline = 0, time.monotonic() + timeout
@@ -214,7 +194,7 @@ def _admit(peer: Peer, index: int, theirs: int, count: int, peers: dict[int, Pee
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    address = own_address(host)
+    address = LOOPBACK.get(host, "")
     dual = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in address or dual else socket.AF_INET
     try:

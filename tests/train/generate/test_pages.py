@@ -5,7 +5,7 @@ import random
 import pytest
 
 from bytescope.model.paged.page_pool import NOBODY, PAGE
-from bytescope.train.generate.pages import Pages
+from bytescope.train.generate.engine import Pages
 
 pytestmark = pytest.mark.quick
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bytescope.train.generate.request import Request
-from bytescope.train.generate.sampling import Draws, choose, filtered
+from bytescope.train.generate.steps import Draws, choose, filtered
 from support.models.generating import random_engine, together
 
 SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.8, 20, 0.9)]

@@ -76,8 +76,7 @@ def test_what_orbax_logs_is_dropped(capsys):
     silence_library_log()
     silence_library_log()
     logger = logging.getLogger("absl")
-    for place in ("site-packages/orbax/checkpoint/future.py", "grain/sampler.py"):
-        logger.handle(logger.makeRecord("absl", logging.ERROR, place, 1, f"said by {place}", (), None))
+    logger.error("said by orbax")
     assert "orbax" not in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bytescope.train.launch.liveness import SILENT_S, Link, Stalls
-from bytescope.train.launch.rendezvous import Token, meet, own_address
+from bytescope.train.launch.rendezvous import Token, meet
 from bytescope.train.user_errors import Lost, UserError
 from support.ports import free_port
 
@@ -139,26 +139,12 @@ def test_a_place_that_cannot_be_written_asks_for_no_token(tmp_path):
     assert Token(tmp_path / "file" / "run", 1).read() == ""
 
 
-@pytest.mark.parametrize(
-    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", None), ("node.invalid", ""), ("192.0.2.7", "")]
-)
-def test_process_0_listens_where_the_others_look(host, address):
-    """A name that is not this machine's is reached through another machine: then it listens on all addresses."""
-    found = own_address(host)
-    assert found == address if address is not None else found in ("127.0.0.1", "::1")
-
-
-def test_a_name_that_means_the_loopback_here_is_another_address_elsewhere(monkeypatch):
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
-    assert own_address("node1") == ""
-
-
 def test_a_port_in_use_is_one_line(tmp_path):
     with socket.create_server(("", 0)) as taken, pytest.raises(UserError, match="choose another port"):
         meet("127.0.0.1", taken.getsockname()[1], 0, 2, 5.0, Token(tmp_path, 1))
 
 
-def test_nobody_can_knock_at_another_address():
+def test_nobody_can_knock_from_another_machine_if_all_processes_are_on_one():
     """What listens on all addresses is found on each of them."""
     port, found = free_port(), []
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
