@@ -51,7 +51,9 @@ class Exchange:
 
 
 def _shape_here(tokens: int, k: int, experts: int, factor: float, tile: int, peers: Peers) -> Shape:
-    tile = tile or rows.choose_tile(tokens * k * peers.size, experts)
+    if not tile:  # a power of 2, at most the mean number of rows of an expert
+        mean = max(tokens * k * peers.size // experts, 1)
+        tile = min(max(2 ** (mean.bit_length() - 1), rows.SMALLEST_TILE), rows.LARGEST_TILE)
     # The mean is tokens * k. In the worst case the tokens of all peers choose experts of this device.
     rows_here = tokens * peers.size * min(k, experts // peers.size)
     if factor and peers.size > 1:
@@ -79,9 +81,8 @@ GATHERED: Mapping[str, Callable[..., Any]] = {
 
 
 def _shape_slots(tokens: int, k: int, experts: int, factor: float, tile: int, peers: Peers) -> Shape:
-    sent = rows.slotted_shape(tokens * k, experts, factor)
-    slots = sent.slots * peers.size
-    return Shape(experts // peers.size, sent.rows, slots, slots)
+    slots = max(-(-int(tokens * k * factor / experts) // 8) * 8, 8)  # `factor` times the mean, a multiple of 8
+    return Shape(experts // peers.size, experts * slots, slots * peers.size, slots * peers.size)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:

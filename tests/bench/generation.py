@@ -28,7 +28,6 @@ def against_transformers(folder: Path, rounds: int) -> bool:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from bytescope.train.generate.engine import Pages
     from bytescope.train.generate.request import Request
     from support.models.generating import engine_of
 
@@ -55,7 +54,6 @@ def against_transformers(folder: Path, rounds: int) -> bool:
     engine = engine_of(folder, pages=200, sequences=8, chunk=64, length=2048)
 
     def ours() -> list[list[int]]:
-        engine.pages = Pages(engine.pages.count)  # or later rounds would find the prompts computed
         asked = [Request(tuple(each), TOKENS) for each in prompts]
         found = {one.number: list(one.answer) for one in engine.answers(asked)}
         return [found[number] for number in sorted(found)]

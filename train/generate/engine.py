@@ -5,9 +5,8 @@ arXiv 2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca)
 cache. If no page is free, the newest sequence gives its pages back and is recomputed later; its tokens do not change.
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -23,24 +22,14 @@ PATIENCE = 4
 
 
 class Pages:
-    """Allocates the pages of a KV cache to sequences. A page stores the keys and values of a fixed number of tokens.
+    """Assigns the pages of a KV cache to sequences. A page stores the keys and values of PAGE tokens.
 
     The pages have the numbers 1 to count - 1. Page 0 (NOBODY) is the scratch page, which no sequence gets.
-
-    A full page is identified by its tokens and all tokens before it. A later sequence that begins with the same tokens
-    shares the page instead of computing it again. A page keeps its content after its sequence has ended, until another
-    sequence needs the page; the least recently used page is reused first.
-
-    Attributes:
-        reused: number of token positions that sequences shared instead of computing them.
     """
 
     def __init__(self, count: int):
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(NOBODY + 1, count))
-        self._users = [0] * count
-        self._known: dict[bytes, int] = {}  # digest of the tokens up to the end of a page -> the page
-        self._name: dict[int, bytes] = {}
-        self.count, self.reused = count, 0
+        self.count = count
+        self._free = list(range(NOBODY + 1, count))
 
     @property
     def free(self) -> int:
@@ -49,7 +38,7 @@ class Pages:
 
     @property
     def used(self) -> int:
-        """Number of pages of the KV cache that one or more sequences use now. The scratch page is not counted."""
+        """Number of pages of the KV cache that a sequence uses now. The scratch page is not counted."""
         return self.count - 1 - self.free
 
     def give(self, pages: list[int], length: int) -> bool:
@@ -61,57 +50,13 @@ class Pages:
         if missing > self.free:
             return False
         for _ in range(missing):
-            page, _ = self._free.popitem(last=False)
-            if name := self._name.pop(page, None):
-                del self._known[name]
-            self._users[page] = 1
-            pages.append(page)
+            pages.append(self._free.pop())
         return True
 
-    def begin(self, tokens: Sequence[int]) -> list[int]:
-        """Returns the pages that already contain the first tokens of a new sequence, and shares them with it.
-
-        At least the last token is not shared, since it must be computed to predict the next token.
-        """
-        shared: list[int] = []
-        for name in names(tokens[:-1]):
-            page = self._known.get(name)
-            if page is None:
-                break
-            if not self._users[page]:
-                del self._free[page]
-            self._users[page] += 1
-            shared.append(page)
-        self.reused += len(shared) * PAGE
-        return shared
-
-    def computed(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Records which tokens the full pages of a sequence contain, so that later sequences can share these pages.
-
-        `tokens`: the tokens of the sequence whose keys and values are in the KV cache.
-        """
-        for page, name in zip(pages, names(tokens)):
-            if page not in self._name and name not in self._known:
-                self._known[name], self._name[page] = page, name
-
     def take(self, pages: list[int]) -> None:
-        """Removes all pages from the list `pages` of a sequence and frees them. The last page is freed first, so that
-        the pages of the beginning are reused last.
-        """
-        while pages:
-            page = pages.pop()
-            self._users[page] -= 1
-            if not self._users[page]:
-                self._free[page] = None
-
-
-def names(tokens: Sequence[int]) -> list[bytes]:
-    """Returns, for each full page of a sequence, a hash of all tokens from the beginning to the end of the page."""
-    digest, digests = blake2b(digest_size=16), []
-    for start in range(0, len(tokens) - PAGE + 1, PAGE):
-        digest.update(np.asarray(tokens[start : start + PAGE], np.int32).tobytes())
-        digests.append(digest.digest())
-    return digests
+        """Removes all pages from the list `pages` of a sequence and frees them."""
+        self._free += pages
+        pages.clear()
 
 
 class Engine:
@@ -127,12 +72,11 @@ class Engine:
       pages: allocator of the KV cache pages.
       running: the requests that are being answered.
       preempted: number of times that a running request lost its pages to another one.
-      count: number of steps so far.
     """
 
     def __init__(self, steps: Steps, params: Any, sizes: EngineSizes):
         self.sizes, self.pages = sizes, Pages(sizes.pages)
-        self.preempted = self.count = 0
+        self.preempted = 0
         self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
         self.running: list[Running] = []
@@ -195,7 +139,7 @@ class Engine:
         """
         self.running.remove(one)
         self.pages.take(one.pages)
-        one.computed = one.known = 0
+        one.computed = 0
         self._waiting.appendleft(one)
         self.preempted += 1
 
@@ -215,7 +159,8 @@ class Engine:
             self._give_pages({one.number: len(one.tokens) for one in ready})
             return self._run_model([(one, one.computed) for one in ready if one in self.running], 1)
         self._waited = self._waited + 1 if ready else 0
-        width = self._choose_width(behind)
+        # The row width that fits the oldest prompt; shorter rows let a step compute more prompts at once.
+        width = next((width for width in self.sizes.widths if width >= behind[0].missing), self.sizes.chunk)
         wanted, left = {}, self.sizes.chunk // width
         for one in behind:
             taken = min(-(-one.missing // width), left)
@@ -228,34 +173,12 @@ class Engine:
                 pieces += [(one, start) for start in range(one.computed, wanted[one.number], width)]
         return self._run_model(pieces, width)
 
-    def _choose_width(self, behind: Sequence[Running]) -> int:
-        """Returns the number of tokens per row, one of `EngineSizes.widths`, for the next step of prompt tokens. It is
-        the width with which the step computes the most tokens.
-
-        If several widths are equally good, returns the largest, since the tokens of a row read the KV cache pages of
-        their sequence only once.
-
-        `behind`: the requests whose prompts are not computed yet.
-        """
-
-        def useful(width: int) -> int:
-            left, total = self.sizes.chunk // width, 0
-            for one in behind:
-                taken = min(-(-one.missing // width), left)
-                left, total = left - taken, total + min(one.missing, taken * width)
-            return total
-
-        return max(self.sizes.widths, key=lambda width: (useful(width), width))
-
     def _admit(self) -> None:
         while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
                 return
-            self._waiting.popleft()
-            one.pages = self.pages.begin(one.tokens)
-            one.known, one.computed = len(one.pages), len(one.pages) * PAGE
-            self.running.append(one)
+            self.running.append(self._waiting.popleft())
 
     def _give_pages(self, wanted: Mapping[int, int]) -> None:
         for one in list(self.running):
@@ -291,15 +214,11 @@ class Engine:
             last,
             _sampling_settings([one for one, _ in pieces], rows),
         )
-        self.count += 1
         more = []
         for row, (one, start) in enumerate(pieces):
             if start + last[row] + 1 == len(one.tokens):
                 more.append((one, int(chosen[row])))
         for one, token in more:
-            if one.computed // PAGE > one.known:  # a page is full
-                self.pages.computed(one.pages, one.tokens[: one.computed])
-                one.known = one.computed // PAGE
             one.take(token)
             if one.ended:
                 self.running.remove(one)

@@ -12,7 +12,7 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.user_errors import UserError
 
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
-KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
+KV = {"compute": "", "int8": "int8"}
 DTYPES = ("float32", "bfloat16", "float16")
 # Storage formats of block weights that export --awq writes: rows of FORMATS in model/quantized/quantized_formats.py.
 STORED_WEIGHTS = ("int4_g32", "int4_g64", "int4_g128")
@@ -97,7 +97,7 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         choices=tuple(KV),
         default="compute",
         metavar="DTYPE",
-        help="dtype of the KV cache: compute (the compute dtype), int8 or fp8; 8 bits halve the bytes per position "
+        help="dtype of the KV cache: compute (the compute dtype) or int8, which halves the bytes per position "
         "(default: compute)",
     )
 

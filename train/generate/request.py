@@ -45,7 +45,6 @@ class Running:
       tokens: token ids of the prompt and of the answer so far.
       pages: KV cache pages of the computed tokens.
       computed: number of tokens whose keys and values are in the KV cache.
-      known: number of full pages that other requests may share.
       ended: why the answer ended: "stop" (a stop token), "text" (a stop string, or the caller), "length" (the maximum
         number of new tokens); "" if it has not ended.
     """
@@ -55,7 +54,6 @@ class Running:
     tokens: list[int]
     pages: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
-    known: int = 0
     ended: str = ""
 
     @property

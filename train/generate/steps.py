@@ -153,7 +153,7 @@ class Steps:
 
     Args:
       model: the model. Its devices need not be present if the programs are only compiled.
-      stored: dtype of the KV cache. 8-bit dtypes have scales.
+      stored: dtype of the KV cache. int8 has scales.
       pool_bytes: bytes of jax's pool if the devices are described GPUs; None otherwise.
     """
 

@@ -76,13 +76,11 @@ class Growing:
         if stops:
             self.stopped, end = True, min(stops)
         elif not final:  # characters that may become a stop string are not shown yet
-            end -= max((_partial_stop_length(whole, stop) for stop in self.stops), default=0)
+            for size in range(1, max(map(len, self.stops), default=0)):
+                if whole.endswith(tuple(stop[:size] for stop in self.stops if size < len(stop))):
+                    end = len(whole) - size
         new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
         return new
-
-
-def _partial_stop_length(text: str, stop: str) -> int:
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Prompts:

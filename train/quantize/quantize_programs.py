@@ -21,6 +21,7 @@ from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import parse
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.names import collect_tagged
+from bytescope.model.quantized import groups
 from bytescope.train.quantize import scale_search
 from bytescope.train.quantize.folds import Fold, folds_of, shared
 from bytescope.train.step.optimizer.host_offload import device_bytes
@@ -221,7 +222,8 @@ class Programs:
 
         def run(gram_II, scale_I, w_IO, scaled_IO):
             codes, error = scale_search.quantize(gram_II, scale_I, scaled_IO, group, clip)
-            return codes, error, scale_search.rounding_error(gram_II, w_IO, group)
+            rounded_IO = groups.decode(*groups.encode(w_IO, group))  # without scales, for comparison
+            return codes, error, scale_search.share_of(gram_II, w_IO, rounded_IO)
 
         weight = self._array(*shape)
         return self._compiled(
