@@ -151,12 +151,10 @@ class ModelConfig(ModelKeys):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def __post_init__(self):
-        for name in POSITIVE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 1 or more")
-        for name in NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 0 or more")
+        for minimum, names in ((1, POSITIVE), (0, NOT_NEGATIVE)):
+            for name in names:
+                if getattr(self, name) < minimum:
+                    raise ValueError(f"model.{name}={getattr(self, name)} is too small: give {minimum} or more")
         if self.experts:
             self._check_experts()
         if self.attention_kind == "mla":

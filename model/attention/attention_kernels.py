@@ -112,7 +112,6 @@ def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, ke
     Takes the arguments and returns the context [B, L, H, V] of every attention kernel (see `naive`). There is no
     dropout, so `key_B` is not read.
     """
-    del key_B
     return chunked_attention(
         q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config)
     )
@@ -125,7 +124,6 @@ def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
     Takes the arguments and returns the context [B, L, H, V] of every attention kernel (see `naive`). There is no
     dropout, so `key_B` is not read.
     """
-    del key_B
     width, pad = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
     if pad:
         v_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, pad)])
@@ -151,7 +149,6 @@ def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
 
 
 def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
-    del precision, platform
     if config.dropout:
         return f"it has no dropout of the attention probabilities (model.dropout={config.dropout}); use naive"
     return None

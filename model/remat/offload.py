@@ -83,12 +83,7 @@ def _ordered(x, own):
     return x, own
 
 
-def _ordered_forward(x, own):
-    return (x, own), None
-
-
-def _ordered_backward(_, gradients):
-    return jax.lax.optimization_barrier(gradients)
-
-
-_ordered.defvjp(_ordered_forward, _ordered_backward)
+_ordered.defvjp(
+    lambda x, own: ((x, own), None),
+    lambda _, gradients: jax.lax.optimization_barrier(gradients),
+)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from bytescope.memory.view.console import safe
 from bytescope.train.data.chat_template import Renderer, find_template
 from bytescope.train.data.example_content import Chat, Malformed
-from bytescope.train.data.long_texts import encode_long
 from bytescope.train.data.tokenizer import Tokenizer
 from bytescope.train.generate.answers import read_rows, readable
 from bytescope.train.generate.engine import Engine
@@ -22,7 +18,6 @@ from bytescope.train.generate.model_source import Source
 from bytescope.train.generate.request import Running
 from bytescope.train.user_errors import UserError
 
-PIECE_CHARS = 1 << 16  # characters of a long text that are tokenized at a time
 TEXTS = "a file of text, or rows in a .jsonl file"
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 character
 
@@ -133,16 +128,6 @@ class Prompts:
             return self.of_messages([{"role": "user", "content": text}], "--chat")
         return (*self.source.begin, *map(int, self._tokenizer().encode(text)))
 
-    def of_long_text(self, pieces: Iterable[str]) -> np.ndarray:
-        """Returns the token ids of a text that is given in pieces, int32 [n], equal to the ids of the whole text. The
-        encoding of a text takes about 100 bytes per token, and only one piece at a time has it."""
-        tokenizer = self._tokenizer()
-        if tokenizer.cuts_anywhere:
-            parts: Iterable[np.ndarray] = map(tokenizer.encode, pieces)
-        else:
-            parts = encode_long(pieces, tokenizer.encode_spans)
-        return np.concatenate([np.asarray(ids, np.int32) for ids in chain([self.source.begin], parts)])
-
     def of_messages(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[int, ...]:
         """Returns the token ids of a conversation under the chat template, up to where the assistant's next answer
         begins.
@@ -173,19 +158,6 @@ class Prompts:
                 '{"tokens": [1, 2]} of a .jsonl file'
             )
         return self.source.tokenizer
-
-
-def read_tokens(prompts: Prompts, path: Path, flag: str) -> np.ndarray:
-    """Returns the token ids of the texts in a file, one after the other, int32 [n]. Each row of a .jsonl file is a
-    text; any other file is a single text, which is tokenized in pieces.
-
-    Raises:
-      UserError: the file cannot be read, or a row has no text. The error names the command-line flag `flag`.
-    """
-    if path.suffix == ".jsonl":
-        return np.concatenate([np.asarray(tokens, np.int32) for tokens in read_texts(prompts, path, flag)])
-    with readable(path, flag, TEXTS), open(path, encoding="utf-8") as file:
-        return prompts.of_long_text(iter(lambda: file.read(PIECE_CHARS), ""))
 
 
 def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]:

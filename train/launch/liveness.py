@@ -250,7 +250,21 @@ class Link:
 
     def _read(self, index: int, peer: Peer) -> None:
         while (message := peer.receive()) is not None:
-            self._take(index, peer, message)
+            match message:
+                case ["vote", value]:
+                    self._collect_vote(index, value)
+                case ["result", list(values)]:
+                    self._results.put(values)
+                case ["error", int(code), str(text)]:
+                    self._announce(code, f"process {index}: {text}")
+                case ["end", int(code), str(text)]:
+                    self._announce(code, text)
+                    self._deadline = 0.0
+                    self._changed.set()
+                case ["at", str(doing)]:
+                    self.stalls.hear(index, doing)
+                case ["bye"]:
+                    peer.said_bye = True
         if not peer.said_bye:
             self._announce(Lost.exit_code, f"process {index} died: {AGAIN}")
         self._changed.set()
@@ -258,20 +272,3 @@ class Link:
     def _close_connections(self) -> None:
         for peer in self._peers.values():
             peer.close()
-
-    def _take(self, index: int, peer: Peer, message: list[Any]) -> None:
-        match message:
-            case ["vote", value]:
-                self._collect_vote(index, value)
-            case ["result", list(values)]:
-                self._results.put(values)
-            case ["error", int(code), str(text)]:
-                self._announce(code, f"process {index}: {text}")
-            case ["end", int(code), str(text)]:
-                self._announce(code, text)
-                self._deadline = 0.0
-                self._changed.set()
-            case ["at", str(doing)]:
-                self.stalls.hear(index, doing)
-            case ["bye"]:
-                peer.said_bye = True

@@ -45,7 +45,6 @@ class Stop:
                 self._before[number] = signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: Any) -> None:
-        del frame
         if number == signal.SIGINT and self.names:
             self._at_once()
         self.names.append(signal.Signals(number).name)

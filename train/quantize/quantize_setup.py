@@ -21,7 +21,7 @@ from bytescope.memory.report.host_notice import expect_host, resident_term
 from bytescope.memory.units import human
 from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import local_limit
-from bytescope.train.generate.text import Prompts, read_tokens
+from bytescope.train.generate.text import Prompts, read_texts
 from bytescope.train.quantize.origin import open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
 from bytescope.train.quantize.quantize_programs import CallSizes, Programs
@@ -142,7 +142,7 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
 def _cut_into_windows(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
     # int32 [windows, length]; the texts of the file are joined without separators.
     with Prompts(source, chat=False) as prompts:
-        tokens = read_tokens(prompts, path, flag)
+        tokens = np.concatenate([np.asarray(text, np.int32) for text in read_texts(prompts, path, flag)])
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
