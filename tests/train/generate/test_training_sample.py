@@ -44,6 +44,7 @@ LENGTH = {**SMALL, "data.seq_len": 48, "model.max_seq_len": 64, "precision.prese
     [
         ({"mesh.fsdp": 2, "mesh.tensor": 2}, 4),
         *exhaustive(
+            ({"mesh.context": 2, "mesh.fsdp": 2}, 4),
             ({"lora.rank": 4}, 1),
             ({"model.scan": False}, 1),
         ),
