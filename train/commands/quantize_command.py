@@ -12,8 +12,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.host.process_memory import return_large_arrays
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
-from bytescope.train.generate.generate_flags import add_dtype
-from bytescope.train.launch.runtime import TRAIN_FRACTION
+from bytescope.train.generate.generate_flags import add_dtype, start_devices
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\
@@ -134,17 +133,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Quantizes a model; returns the exit code."""
-    from bytescope.memory.devices.platform import choose_platform, simulate_devices
     from bytescope.train.export.model_folder import disk_errors_explained
 
-    choose_platform(fraction=TRAIN_FRACTION.value)  # before jax is imported
     return_large_arrays()
-    simulate_devices(["cpu:1"])
-    from bytescope.configs import base
-    from bytescope.train.launch.runtime import prepare
-
-    defaults = base.get_config().train
-    prepare(deterministic=defaults.deterministic, cache_dir=defaults.cache_dir)
+    args.fsdp = args.tensor = 1  # one layer is on one device at a time
+    start_devices(args)
     with disk_errors_explained(args.out, "finished layers are kept, and the same command resumes"):
         quantize(args)
     return 0
