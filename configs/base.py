@@ -264,7 +264,8 @@ def _train_group() -> ConfigDict:
     train.keep = 3  # number of newest checkpoints to keep, in addition to the one with the best held-out loss
     train.stall_timeout = 120.0  # seconds without a step until the log names a straggler; 0: never
     train.deterministic = False  # bit-identical reruns on GPUs, at a cost in speed
-    train.sample_tokens = 200  # tokens generated at the end of the run; 0: none
+    # tokens generated at the end of the run; 0: none, as with pipeline stages or experts on several devices
+    train.sample_tokens = 200
     # prompt of the sample, for chats a user message; only its last data.seq_len tokens are used; empty: the beginning
     # of a held-out document, or a held-out prompt for chats and pairs
     train.sample_prompt = ""

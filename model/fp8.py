@@ -323,7 +323,6 @@ tile_product = Primitive("fp8_tile_product")
 
 @tile_product.def_abstract_eval
 def _(a, b, *, dimension_numbers):
-    del dimension_numbers
     return jax.core.ShapedArray((a.shape[0], b.shape[0]), jnp.float32)
 
 
@@ -338,7 +337,6 @@ mlir.register_lowering(tile_product, mlir.lower_fun(_multiply_in_float32, multip
 
 @triton.register_lowering(tile_product)
 def _on_gpu(context, a, b, *, dimension_numbers):
-    del dimension_numbers
     from jaxlib.mlir import ir
 
     shape = context.avals_out[0].shape

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.typing import DTypeLike
 
 from bytescope.model.transformer import Transformer
@@ -55,14 +56,10 @@ def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
     """
     if not names:
         return tree, None
-
-    def part(node: Any, path: tuple[Any, ...], inside: bool) -> Any:
-        if not isinstance(node, dict):
-            return node if (dotted(path) in names) == inside else None
-        kept_children = {key: part(value, (*path, key), inside) for key, value in node.items()}
-        return {key: value for key, value in kept_children.items() if value is not None} or None
-
-    return part(tree, (), False) or {}, part(tree, (), True)
+    trained, frozen = {}, {}
+    for path, value in flatten_dict(tree).items():
+        (frozen if dotted(path) in names else trained)[path] = value
+    return unflatten_dict(trained), unflatten_dict(frozen)
 
 
 def merge_parameters(trained: Any, frozen: Any) -> Any:
@@ -70,8 +67,4 @@ def merge_parameters(trained: Any, frozen: Any) -> Any:
     trained."""
     if frozen is None:
         return trained
-    keys = {**trained, **frozen}
-    return {
-        key: merge_parameters(trained[key], frozen[key]) if key in trained and key in frozen else keys[key]
-        for key in keys
-    }
+    return unflatten_dict({**flatten_dict(trained), **flatten_dict(frozen)})

@@ -25,7 +25,7 @@ POSITIVE = (
     "mla_d_rope",
     "mla_d_value",
 )
-NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_rank", "capacity_factor")
+NOT_NEGATIVE = ("experts", "d_expert", "shared_experts", "dense_layers", "mla_q_rank", "capacity_factor", "mlp_chunk")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +96,6 @@ class ModelConfig(ModelKeys):
     """
 
     @classmethod
-    def from_keys(cls, keys: ModelKeys) -> "ModelConfig":
-        """Returns the checked architecture for the config group `keys`."""
-        return cls(**{**vars(keys), "rope_scaling": tuple(keys.rope_scaling)})
-
-    @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """Returns the architecture from the dictionary `config.model`, which must have exactly the fields of this
         class.
@@ -156,12 +151,10 @@ class ModelConfig(ModelKeys):
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def __post_init__(self):
-        for name in POSITIVE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 1 or more")
-        for name in NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise ValueError(f"model.{name}={getattr(self, name)} is too small: give 0 or more")
+        for minimum, names in ((1, POSITIVE), (0, NOT_NEGATIVE)):
+            for name in names:
+                if getattr(self, name) < minimum:
+                    raise ValueError(f"model.{name}={getattr(self, name)} is too small: give {minimum} or more")
         if self.experts:
             self._check_experts()
         if self.attention_kind == "mla":
@@ -175,10 +168,6 @@ class ModelConfig(ModelKeys):
             raise ValueError(
                 f"model.unroll={self.unroll} cannot be combined with model.scan=false, which has no loop "
                 "over layers: set model.scan=true, or model.unroll=1"
-            )
-        if self.mlp_chunk < 0:
-            raise ValueError(
-                f"model.mlp_chunk={self.mlp_chunk} is negative: give a number of positions, or 0 for no tiles"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout={self.dropout} is out of range: give a probability from 0 to below 1")

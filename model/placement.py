@@ -138,7 +138,6 @@ class Placement:
 
     def __call__(self, x: jax.Array, axes: Axes) -> jax.Array:
         """Returns the activation `x` with the sharding of its logical axes. Values and shape do not change."""
-        del axes
         return x
 
     def by_rank(self, function: Callable, arrays: tuple[jax.Array, ...], weights: list[jax.Array]) -> tuple:
@@ -159,7 +158,6 @@ class Placement:
     def weight(self, w: jax.Array, axes: Axes) -> jax.Array:
         """Returns a parameter as a layer multiplies it: gathered along the axes that are sharded only in storage
         (ZeRO-3)."""
-        del axes
         return w
 
     def reduced(self, d_w: jax.Array) -> jax.Array:
@@ -176,7 +174,6 @@ class Placement:
 
         `axes`: the logical axes of the parameter.
         """
-        del axes
         return d_w
 
     def own(self, function: Callable, inputs: Any, outputs: Any, sums: Sequence[Axes] = ()) -> Callable:
@@ -187,7 +184,6 @@ class Placement:
           inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
           sums: for each output the logical axes over which the devices' partial results are summed.
         """
-        del inputs, outputs, sums
         return function
 
     def kernel(self, function: Callable, inputs: Any, outputs: Any) -> Callable:
@@ -197,7 +193,6 @@ class Placement:
         Args:
           inputs, outputs: trees of logical axes, with the structure of the arguments and of the result.
         """
-        del inputs, outputs
         return function
 
 

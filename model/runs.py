@@ -87,7 +87,6 @@ def read_from_stack(layer: jax.Array, leaf: jax.Array, whole_N: jax.Array) -> ja
     `leaf`: the same parameter, as the loop over part of the stack passes it. Its value is not read, and the compiler
     removes it, but it gets the gradient.
     """
-    del leaf
     return jax.lax.dynamic_index_in_dim(whole_N, layer, keepdims=False)
 
 

@@ -20,8 +20,7 @@ from bytescope.model.placement import ONE_DEVICE, Placement
 from bytescope.model.precision import Precision
 from bytescope.model.quantized.quantized_formats import FORMATS
 from bytescope.model.quantized.weight import quantized
-from bytescope.model.remat.gradient_order import LAYERS_LATER, finish_gradients
-from bytescope.model.remat.offload import order_offloads, to_device
+from bytescope.model.remat.offload import LAYERS_LATER, finish_gradients, order_offloads, to_device
 from bytescope.model.remat.policies import LayerPolicies, Segment
 from bytescope.model.runs import BLOCKS, DENSE, LayerRun, layers_of, read_from_stack, runs_of, split_layers, stack_loads
 from bytescope.model.segments import Packed, token_positions

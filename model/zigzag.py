@@ -35,14 +35,6 @@ def zigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
     return jnp.stack([early, jnp.flip(late, axis)], axis + 1).reshape(x.shape)
 
 
-def unzigzag(x: jax.Array, ranks: int, axis: int = 1) -> jax.Array:
-    """Inverts `zigzag`: reorders dimension `axis` of `x` from the zigzag order of `ranks` ranks to sequence order."""
-    n = chunk_length(x.shape[axis], ranks)
-    pairs = x.reshape(*x.shape[:axis], ranks, 2, n, *x.shape[axis + 1 :])
-    early, late = (jax.lax.index_in_dim(pairs, half, axis + 1, keepdims=False) for half in (0, 1))
-    return jnp.concatenate([early, jnp.flip(late, axis)], axis).reshape(x.shape)
-
-
 def zigzag_positions(length: int, ranks: int) -> jax.Array:
     """Returns the original position of each element of a sequence after `zigzag` (the reordering for ring attention),
     int32 [L].

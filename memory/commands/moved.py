@@ -31,7 +31,12 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "--config": _SUBJECT["--config"],
         "--target": "it trains on the devices of this machine: bytescope report CONFIG TARGET has the memory of others",
     },
-    "generate": _LIMIT | _CHUNK,
+    "generate": _LIMIT
+    | _CHUNK
+    | {
+        "--min-p": "use --top-p, which also drops unlikely tokens",
+        "--ignore-end": "leave it out: an answer ends with its end-of-text token",
+    },
     "report": _SUBJECT | _CHUNK | _SOURCE,
     "explain": {
         "--config --program --hlo --report": "give the subject after the log: bytescope explain LOG SUBJECT TARGET",
@@ -88,9 +93,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     | _LIMIT
     | _CHUNK,
     "quantize": {
-        "": "use bytescope export RUN_OR_FOLDER OUT --awq=TEXT; for the bytes alone, bytescope export SUBJECT TARGET "
-        "--awq",
-        "--target --plan": "give the target as the second word: bytescope export SUBJECT TARGET --awq",
+        "": "use bytescope export RUN_OR_FOLDER OUT --awq=TEXT",
+        "--target --plan": "leave it out: one layer is on the device at a time, and the bytes are printed first",
         "--html": "--json=FILE has the figures",
         "--calibrate": "--awq=TEXT",
         "--bits": "leave it out: weights have 4 bits",

@@ -112,7 +112,6 @@ def chunked(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, ke
     Takes the arguments and returns the context [B, L, H, V] of every attention kernel (see `naive`). There is no
     dropout, so `key_B` is not read.
     """
-    del key_B
     return chunked_attention(
         q_BLHK, k_BSGK, v_BSGK, segments_BL, min(config.attention_chunk, q_BLHK.shape[1]), scoring_of(config)
     )
@@ -125,7 +124,6 @@ def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
     Takes the arguments and returns the context [B, L, H, V] of every attention kernel (see `naive`). There is no
     dropout, so `key_B` is not read.
     """
-    del key_B
     width, pad = v_BSGK.shape[-1], k_BSGK.shape[-1] - v_BSGK.shape[-1]
     if pad:
         v_BSGK = jnp.pad(v_BSGK, [(0, 0)] * 3 + [(0, pad)])
@@ -151,7 +149,6 @@ def cudnn(q_BLHK, k_BSGK, v_BSGK, segments_BL=None, *, config: ModelConfig, key_
 
 
 def _needs_no_dropout(config: ModelConfig, precision: Precision, platform: str) -> str | None:
-    del precision, platform
     if config.dropout:
         return f"it has no dropout of the attention probabilities (model.dropout={config.dropout}); use naive"
     return None
@@ -219,11 +216,6 @@ def platform_of(device: jax.Device) -> str:
     return device.platform
 
 
-def _cudnn_mask_bytes(seq_len: int) -> int:
-    # A 16-bit bias and, in jax 0.10, its 16-bit gradient, [seq_len, seq_len] each.
-    return 2 * 2 * seq_len**2
-
-
 def _chunked_bytes_per_row(config: ModelConfig, seq_len: int, head_parts: int) -> int:
     # Float32 sums of the gradients, 16-bit query blocks and three float32 blocks of scores: within 4 % of what the
     # compiler allocated for models of 8B and 124M parameters on an H100 (jax 0.10.2). `head_parts` devices share
@@ -235,7 +227,8 @@ def _chunked_bytes_per_row(config: ModelConfig, seq_len: int, head_parts: int) -
 
 
 def _choose_packed_kernel(config: ModelConfig, seq_len: int, head_parts: int) -> tuple[str, str]:
-    mask, chunked = _cudnn_mask_bytes(seq_len), _chunked_bytes_per_row(config, seq_len, head_parts)
+    mask = 2 * 2 * seq_len**2  # a 16-bit bias and, in jax 0.10, its 16-bit gradient, [seq_len, seq_len] each
+    chunked = _chunked_bytes_per_row(config, seq_len, head_parts)
     sizes = f"a mask of {mask / 2**20:,.0f} MiB a row in cudnn, {chunked / 2**20:,.0f} MiB of sums in chunked"
     # cuDNN needs an even length for packed rows.
     return "cudnn" if mask <= chunked and not seq_len % 2 else "chunked", f"auto: packed rows, {sizes}"

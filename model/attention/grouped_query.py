@@ -57,21 +57,9 @@ class Attention(nnx.Module):
         """Returns queries [B, L, H, K] and keys and values [B, L, G, K] in the compute dtype, before rotation. `key_B`:
         dropout keys, which only the adapters use."""
         weights = {"q": self.w_q, "k": self.w_k, "v": self.w_v}
-        out = []
-        outs = add_adapter_outputs(
-            self, "bld,dhk->blhk", x_BLD, self._enter(x_BLD, weights), tuple(weights), fold(key_B, 2), "attn_norm_mask"
-        )
-        for which, y_BLHK in zip(weights, outs):
-            heads = "heads" if which == "q" else "kv_heads"
-            with jax.named_scope(which):
-                if self.config.bias or self.config.qkv_bias:
-                    y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), y_BLHK.dtype, self.place)[None, None]
-                out.append(tag(self.place(y_BLHK, ("batch", "length", heads, None)), which))
-        return out
-
-    def _enter(self, x_BLD: jax.Array, weights: dict[str, nnx.Param]) -> tuple[jax.Array, ...]:
-        return enter(
-            "bld,dhk->blhk",
+        spec, out = "bld,dhk->blhk", []
+        products = enter(
+            spec,
             x_BLD,
             weights,
             self.place,
@@ -79,6 +67,14 @@ class Attention(nnx.Module):
             matmul=self.precision.matmul,
             name="attn_norm",
         )
+        outs = add_adapter_outputs(self, spec, x_BLD, products, tuple(weights), fold(key_B, 2), "attn_norm_mask")
+        for which, y_BLHK in zip(weights, outs):
+            heads = "heads" if which == "q" else "kv_heads"
+            with jax.named_scope(which):
+                if self.config.bias or self.config.qkv_bias:
+                    y_BLHK = y_BLHK + read(getattr(self, f"b_{which}"), y_BLHK.dtype, self.place)[None, None]
+                out.append(tag(self.place(y_BLHK, ("batch", "length", heads, None)), which))
+        return out
 
     def inputs(
         self, x_BLD: jax.Array, packed: Packed | None, key_B: jax.Array | None = None

@@ -60,7 +60,6 @@ class LatentAttention(Attention):
         """Returns queries and keys [B, L, H, d_head + mla_d_rope] and values [B, L, H, mla_d_value] for the attention
         kernel. `packed`: token positions of packed rows, None if every row is one text. `key_B`: dropout keys, which
         only the adapters use."""
-        del key_B  # only adapters would use dropout in these projections, and latent attention has no adapters
         K = self.config.d_head
         with jax.named_scope("qkv"):
             q_BLHK = self._project_queries(x_BLD)

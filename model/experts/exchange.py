@@ -47,30 +47,25 @@ class Exchange:
     to_choices: Callable[..., jax.Array]
 
 
-def _max_rows_per_device(tokens: int, k: int, experts: int, factor: float, peers: Peers) -> int:
-    # The mean is tokens * k. In the worst case the tokens of all peers choose experts of this device.
-    max_rows = tokens * peers.size * min(k, experts // peers.size)
-    return min(int(factor * tokens * k), max_rows) if factor else max_rows
-
-
 # ---- on one device, and by gathering the tokens of all peers ---------------------------------------------------------
 
 
 def _shape_here(tokens: int, k: int, experts: int, factor: float, tile: int, peers: Peers) -> Shape:
-    tile = tile or rows.choose_tile(tokens * k * peers.size, experts)
-    rows_here = _max_rows_per_device(tokens, k, experts, factor if peers.size > 1 else 0.0, peers)
+    if not tile:  # a power of 2, at most the mean number of rows of an expert
+        mean = max(tokens * k * peers.size // experts, 1)
+        tile = min(max(2 ** (mean.bit_length() - 1), rows.SMALLEST_TILE), rows.LARGEST_TILE)
+    # The mean is tokens * k. In the worst case the tokens of all peers choose experts of this device.
+    rows_here = tokens * peers.size * min(k, experts // peers.size)
+    if factor and peers.size > 1:
+        rows_here = min(int(factor * tokens * k), rows_here)
     shape = rows.tiled_shape(rows_here, experts // peers.size, tile)
     return dataclasses.replace(shape, filled=min(tokens * k, rows_here))
 
 
-def _to_local_experts(expert_TK: jax.Array, shape: Shape, peers: Peers) -> jax.Array:
-    own_TK = expert_TK - peers.index() * shape.experts
-    # Experts of other devices get the index `shape.experts`.
-    return jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts)
-
-
 def _plan_gathered(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:
-    return rows.make_plan(_to_local_experts(peers.gather(expert_TK), shape, peers), shape)
+    own_TK = peers.gather(expert_TK) - peers.index() * shape.experts
+    # Experts of other devices get the index `shape.experts`.
+    return rows.make_plan(jnp.where((own_TK >= 0) & (own_TK < shape.experts), own_TK, shape.experts), shape)
 
 
 GATHERED: Mapping[str, Callable[..., Any]] = {
@@ -86,9 +81,8 @@ GATHERED: Mapping[str, Callable[..., Any]] = {
 
 
 def _shape_slots(tokens: int, k: int, experts: int, factor: float, tile: int, peers: Peers) -> Shape:
-    sent = rows.slotted_shape(tokens * k, experts, factor)
-    slots = sent.slots * peers.size
-    return Shape(experts // peers.size, sent.rows, slots, slots)
+    slots = max(-(-int(tokens * k * factor / experts) // 8) * 8, 8)  # `factor` times the mean, a multiple of 8
+    return Shape(experts // peers.size, experts * slots, slots * peers.size, slots * peers.size)
 
 
 def _plan_slots(expert_TK: jax.Array, shape: Shape, peers: Peers) -> Plan:

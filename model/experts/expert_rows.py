@@ -44,31 +44,11 @@ class Shape:
         return self.rows // self.tile
 
 
-def choose_tile(choices: int, experts: int) -> int:
-    """Returns the number of rows that a matrix product with one expert's weights processes at once (a tile). It is a
-    power of 2, at most the mean number of rows of an expert, and between SMALLEST_TILE and LARGEST_TILE.
-
-    `choices`: number of rows with tokens on the device, one per pair of token and expert.
-    """
-    mean = max(choices // experts, 1)
-    return min(max(2 ** (mean.bit_length() - 1), SMALLEST_TILE), LARGEST_TILE)
-
-
 def tiled_shape(rows: int, experts: int, tile: int) -> Shape:
     """Returns the sizes of the layout in which each expert's rows fill whole tiles of `tile` rows. There are `rows`
     rows that hold tokens, plus padding for the last tile of each expert. A tile of 1 row needs no padding."""
     padding = experts if tile > 1 else 0
     return Shape(experts, (-(-rows // tile) + padding) * tile, tile)
-
-
-def slotted_shape(choices: int, experts: int, factor: float) -> Shape:
-    """Returns the sizes of the slot layout: each expert has the same number of rows (slots), `factor` times the mean,
-    rounded up to a multiple of 8.
-
-    `choices`: number of pairs of token and expert on the device.
-    """
-    slots = max(-(-int(choices * factor / experts) // 8) * 8, 8)
-    return Shape(experts, experts * slots, slots, slots)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["expert", "first", "count"], meta_fields=["filled"])

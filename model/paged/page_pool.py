@@ -115,13 +115,9 @@ def _write_pages(
     Returns the pages and their scales. Pages in 8 bits have one scale per token and head; other pages have None."""
     if scales is None:
         return pool.at[at].set(new_BTGK.astype(pool.dtype)), None
-    integers = jnp.issubdtype(pool.dtype, jnp.integer)
-    max_stored = float(jnp.iinfo(pool.dtype).max if integers else jnp.finfo(pool.dtype).max)
     float32_BTGK = new_BTGK.astype(jnp.float32)
-    scale_BTG = jnp.maximum(jnp.abs(float32_BTGK).max(-1), 1e-30) / max_stored
-    narrow_BTGK = float32_BTGK / scale_BTG[..., None]
-    if integers:
-        narrow_BTGK = jnp.round(narrow_BTGK)
+    scale_BTG = jnp.maximum(jnp.abs(float32_BTGK).max(-1), 1e-30) / float(jnp.iinfo(pool.dtype).max)
+    narrow_BTGK = jnp.round(float32_BTGK / scale_BTG[..., None])
     return pool.at[at].set(narrow_BTGK.astype(pool.dtype)), scales.at[at].set(scale_BTG)
 
 

@@ -149,31 +149,19 @@ def _pairwise_mean(x: Any, numbers: Any) -> Any:
     return x[0] / np.float32(count)
 
 
-def encode_scales(scale_OB: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Quantizes the scales of quantized weights, [outputs, blocks], to 8 bits on the host (double quantization).
-    Returns codes uint8 [outputs, blocks], float32 scales (one per 256 codes) and the mean that was subtracted first,
-    float32 []."""
-    mean = _pairwise_mean(scale_OB, np)
+def encode_scales(scale_OB: Any, numbers: Any = np) -> tuple[Any, Any, Any]:
+    """Quantizes the scales of quantized weights, [outputs, blocks], to 8 bits (double quantization). Returns codes
+    uint8 [outputs, blocks], float32 scales (one per 256 codes) and the mean that was subtracted first, float32 [].
+
+    `numbers`: NumPy to compute on the host, jax.numpy to compute on a device.
+    """
+    mean = _pairwise_mean(scale_OB, numbers)
     x = (scale_OB - mean).reshape(-1)
-    x = np.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
-    largest = np.abs(x).max(-1)
-    x = x * (np.float32(1) / np.maximum(largest, SMALLEST))[:, None]
-    codes = np.searchsorted(SCALE_BOUNDS, x.reshape(-1))[: scale_OB.size]
-    return codes.astype(np.uint8).reshape(scale_OB.shape), largest, np.asarray(mean)
-
-
-def encode_scales_on_device(scale_BO: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes the scales of quantized weights, [blocks, outputs], to 8 bits on a device (double quantization).
-    Returns codes uint8 [blocks, outputs], float32 scales (one per 256 codes) and the mean that was subtracted first,
-    float32 []."""
-    blocks, outputs = scale_BO.shape
-    scale = scale_BO.T.reshape(-1)
-    mean = _pairwise_mean(scale, jnp)
-    x = jnp.pad(scale - mean, (0, -scale.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
-    largest = jnp.abs(x).max(-1)
-    x = x * (1 / jnp.maximum(largest, SMALLEST))[:, None]
-    codes = jnp.searchsorted(jnp.asarray(SCALE_BOUNDS), x.reshape(-1))[: scale.size]
-    return codes.astype(jnp.uint8).reshape(outputs, blocks).T, largest, mean
+    x = numbers.pad(x, (0, -x.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
+    largest = numbers.abs(x).max(-1)
+    x = x * (np.float32(1) / numbers.maximum(largest, SMALLEST))[:, None]
+    codes = numbers.searchsorted(numbers.asarray(SCALE_BOUNDS), x.reshape(-1))[: scale_OB.size]
+    return codes.astype(np.uint8).reshape(scale_OB.shape), largest, numbers.asarray(mean)
 
 
 def decode_scales(codes: jax.Array, largest: jax.Array, mean: jax.Array) -> jax.Array:

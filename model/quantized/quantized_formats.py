@@ -113,8 +113,9 @@ def _nf4_finish(codes_OP: np.ndarray, scale_OB: np.ndarray) -> dict[str, np.ndar
 
 
 def _nf4_on_device(w_IO: jax.Array) -> dict[str, jax.Array]:
-    codes, scale = nf4.encode_on_device(w_IO)
-    return {"codes": codes, **dict(zip(("scales", "scale_blocks", "scale_mean"), nf4.encode_scales_on_device(scale)))}
+    codes, scale_BO = nf4.encode_on_device(w_IO)
+    scales, largest, mean = nf4.encode_scales(scale_BO.T, jnp)
+    return {"codes": codes, "scales": scales.T, "scale_blocks": largest, "scale_mean": mean}
 
 
 def _nf4_decode(parts: Mapping[str, jax.Array]) -> jax.Array:

@@ -9,6 +9,7 @@ tile.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -93,8 +94,13 @@ def tiled(
 
     def gradients(place, x_BLD, d_BLD, weights):
         x = _split_into_tiles(x_BLD, place, tiles)
+
         # A checkpoint, so that reports recognize the recomputation.
-        recompute = jax.checkpoint(lambda x, own: tile(place, x, _replace_at(weights, trained, own)), prevent_cse=False)
+        @partial(jax.checkpoint, prevent_cse=False)
+        def recompute(x, own):
+            replaced = dict(zip(trained, own))
+            return tile(place, x, [replaced.get(at, weight) for at, weight in enumerate(weights)])
+
         own = [weights[at] for at in trained]
 
         def turn(carry, i):
@@ -108,11 +114,6 @@ def tiled(
 
     over.defvjp(forward, backward)
     return over(x_BLD, [state[...] for state in states])
-
-
-def _replace_at(values: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    replaced = dict(zip(places, new))
-    return [replaced.get(at, value) for at, value in enumerate(values)]
 
 
 def _split_into_tiles(x_BLD: jax.Array, place: Placement, tiles: int) -> jax.Array:

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from bytescope.model import transformer
-from bytescope.model.remat.gradient_order import LAYERS_LATER, finish_gradients
+from bytescope.model.remat.offload import LAYERS_LATER, finish_gradients
 from support.described import compile_described
 from support.toy import small_program
 

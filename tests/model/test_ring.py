@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from bytescope.memory.cost import flops
 from bytescope.model.attention.chunked import chunked_attention
 from bytescope.model.attention.ring import Ring, ring_attention
-from bytescope.model.zigzag import unzigzag, zigzag, zigzag_positions
+from bytescope.model.zigzag import zigzag, zigzag_positions
 from support.described import described
 from support.exhaustive import exhaustive
 
@@ -42,7 +42,8 @@ def softmax_attention(q, k, v):
 def in_order(ring, chunk, q, k, v):
     """Ring attention of arguments in the order of the sequence."""
     q, k, v = (zigzag(x, ring.size) for x in (q, k, v))
-    return unzigzag(ring_attention(q, k, v, ring=ring, chunk=chunk), ring.size)
+    context = ring_attention(q, k, v, ring=ring, chunk=chunk)
+    return context[:, jnp.argsort(zigzag_positions(context.shape[1], ring.size))]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -121,7 +122,6 @@ def test_zigzag_pairs_an_early_chunk_with_a_late_one(ranks):
     )
     x = jnp.arange(5 * length * 2).reshape(5, length, 2)
     np.testing.assert_array_equal(zigzag(x, ranks), x[:, order])
-    np.testing.assert_array_equal(unzigzag(zigzag(x, ranks), ranks), x)
     np.testing.assert_array_equal(zigzag(x.T, ranks, axis=1), x.T[:, order])
     np.testing.assert_array_equal(zigzag_positions(length, ranks), order)
     assert zigzag_positions(length, ranks).dtype == jnp.int32
@@ -130,22 +130,6 @@ def test_zigzag_pairs_an_early_chunk_with_a_late_one(ranks):
 def test_positions_are_no_constant_of_the_program():
     lowered = jax.jit(lambda: zigzag_positions(4096, 8)).lower()
     assert "stablehlo.iota" in lowered.as_text() and len(lowered.as_text()) < 8000
-
-
-def test_no_position_sees_a_later_one(devices):
-    """The gradient of each row's output reaches exactly the keys and values at or before it."""
-    length, ring = 16, ring_of(devices, context=4)
-    q, k, v, _ = inputs(length, batch=1)
-
-    def outputs(k, v):
-        return in_order(ring, 2, q, k, v).sum((0, 2, 3))
-
-    for jacobian in jax.jit(jax.jacrev(outputs, (0, 1)))(k, v):
-        reached = np.abs(jacobian).sum((1, 3, 4)) > 0
-        # The first row's softmax has one key: its value counts, the key itself changes nothing.
-        wanted = np.tril(np.ones((length, length), bool))
-        np.testing.assert_array_equal(reached[1:], wanted[1:])
-        assert not reached[0, 1:].any()
 
 
 @pytest.mark.parametrize("context", [2, *exhaustive(8)])

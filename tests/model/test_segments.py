@@ -15,7 +15,7 @@ from bytescope.model.attention.attention_kernels import KERNELS
 from bytescope.model.attention.ring import ring_attention
 from bytescope.model.placement import ONE_DEVICE, Ring
 from bytescope.model.segments import positions_in_segments
-from bytescope.model.zigzag import unzigzag, zigzag
+from bytescope.model.zigzag import zigzag, zigzag_positions
 from support.exhaustive import exhaustive
 
 H, G, K, L = 4, 2, 8, 40
@@ -73,7 +73,8 @@ def in_ring(devices, chunk, context, **others):
 
     def run(q, k, v, segments):
         q, k, v = (zigzag(x, ring.size) for x in (q, k, v))
-        return unzigzag(ring_attention(q, k, v, segments, ring=ring, chunk=chunk), ring.size)
+        context = ring_attention(q, k, v, segments, ring=ring, chunk=chunk)
+        return context[:, jnp.argsort(zigzag_positions(context.shape[1], ring.size))]
 
     return run
 
@@ -157,33 +158,6 @@ def test_logits_are_those_of_each_example_alone(changes):
     alone = jax.jit(model)(np.stack([np.resize(tokens_BL[row, start:end], L) for row, start, end in spans()]))
     for (row, start, end), logits in zip(spans(), alone):
         np.testing.assert_allclose(packed[row, start:end], logits[: end - start], rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("attention", ["naive", "chunked"])
-def test_no_token_sees_another_example(attention):
-    """By gradients: the outputs of one example do not depend on the embedding of any other token, and all do on those
-    of their own that are not behind them."""
-    model = small(attention=attention)
-    graph, state = nnx.split(model)
-
-    @jax.jit
-    def pull(cotangent_BLD):
-        x_BLD = model.begin(tokens(), None, None)
-
-        def outputs(x_BLD):
-            merged = nnx.merge(graph, state)
-            packed = merged.packed(jnp.asarray(ids()))
-            return merged.finish(merged._run_blocks(x_BLD, None, packed)[0])
-
-        return jax.vjp(outputs, x_BLD)[1](cotangent_BLD)[0]
-
-    for row, start, end in spans():
-        chosen = np.zeros((2, L, 32), np.float32)
-        chosen[row, end - 1] = np.random.default_rng(0).standard_normal(32)
-        reached = np.abs(pull(chosen)).sum(-1) > 0
-        expected = np.zeros((2, L), bool)
-        expected[row, start:end] = True
-        np.testing.assert_array_equal(reached, expected)
 
 
 @pytest.mark.parametrize("attention", ["naive", "chunked"])

@@ -126,7 +126,7 @@ def test_tiles(length, chunk, parts, tiles):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model.mlp_chunk": -1}, "model.mlp_chunk=-1 is negative: give a number"),
+        ({"model.mlp_chunk": -1}, "model.mlp_chunk=-1 is too small: give 0 or more"),
         ({"model.mlp_chunk": 12}, "does not divide the 32 positions .* of data.seq_len=32: use 8, which does"),
         ({"model.mlp_chunk": 8, "remat.policy": "custom", "remat.save": "(context,up)"}, "'up' cannot be saved with"),
     ],

@@ -133,7 +133,7 @@ def _answer_prompt(args: argparse.Namespace, source: Source, tokens: tuple[int, 
 
 def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int:
     """Answers each line that a user types, and returns the exit code. With --chat, each line is the next message of one
-    conversation: the KV cache of the earlier messages is reused, so that only the new message is computed.
+    conversation.
     """
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request

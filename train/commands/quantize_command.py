@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 
 from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path
 from bytescope.memory.commands.json_output import write_json
-from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.errors import ReportError
 from bytescope.memory.host.process_memory import return_large_arrays
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
-from bytescope.train.generate.generate_flags import add_dtype
-from bytescope.train.launch.runtime import TRAIN_FRACTION
+from bytescope.train.generate.generate_flags import add_dtype, start_devices
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\
@@ -21,7 +20,6 @@ examples:
   bytescope export smollm/ smollm-awq/ --awq=text.txt --group=64
   bytescope export runs/mine mine-4bit/ --awq=rows.jsonl
   bytescope export big/ out/ --awq=text.txt --format=compressed-tensors
-  bytescope export llama_70b h100 --awq    show only the memory, for any config
 
 Calibrate on text like the text that the model will read. Without --held-out,
 the end of the text is used to measure perplexity instead of to calibrate. Only
@@ -37,8 +35,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="bytescope export --awq",
         allow_abbrev=False,
         epilog=EPILOG,
-        usage="bytescope export RUN_OR_FOLDER OUT --awq=TEXT [...]\n"
-        "       bytescope export RUN_OR_FOLDER_OR_CONFIG TARGET --awq [...]",
+        usage="bytescope export RUN_OR_FOLDER OUT --awq=TEXT [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write a model with 4-bit weights, scaled by the activations of a calibration\ntext (AWQ).",
     )
@@ -48,19 +45,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="RUN_OR_FOLDER",
         help="run directory that bytescope train wrote, or a folder of Hugging Face weights",
     )
-    parser.add_argument(
-        "out",
-        type=user_path,
-        metavar="OUT|TARGET",
-        nargs="?",
-        help="OUT: folder to write, new or empty. TARGET, with --awq alone: show the memory use on this device, "
-        "which need not be present, and write nothing; a config is also accepted",
-    )
+    parser.add_argument("out", type=user_path, metavar="OUT", help="folder to write, new or empty")
     parser.add_argument(
         "--awq",
         dest="calibrate",
         type=user_path,
-        nargs="?",
+        required=True,
         metavar="TEXT",
         help="quantize to 4 bits, with scales that the activations of this text determine: each row of a .jsonl file "
         "is a text, any other file is one text",
@@ -125,19 +115,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
-    args.target = None
-    if args.calibrate is None and args.out is not None:
-        args.target, args.out = _check_target(str(args.out)), None
-    if args.target is not None:
-        for flag in ("out", "calibrate", "held_out", "json"):
-            if (value := getattr(args, flag)) is not None:
-                argument = "OUT" if flag == "out" else f"--{flag.replace('_', '-')}"
-                raise UserError(
-                    f"{argument}={value} cannot be used with the target {args.target}, because a target only shows the "
-                    "memory and writes nothing: leave one of them out"
-                )
-    elif args.out is None:
-        raise UserError("OUT or a target is missing: give OUT, a folder to write, or a target to show only the memory")
     for name, minimum in (("samples", 1), ("length", 2)):
         if (value := getattr(args, name)) < minimum:
             raise UserError(f"--{name}={value} is too small: give {minimum} or more")
@@ -154,52 +131,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _check_target(text: str) -> str:
-    # Without a text, the command only predicts memory for a target.
-    from bytescope.memory.devices.chips import base_name
-    from bytescope.memory.devices.targets import names
-
-    if base_name(text) not in names():
-        near = did_you_mean(text, names())
-        raise UserError(
-            f"{text} is not a target{f' ({near})' if near else ''}: to write it as a folder, give "
-            "--awq=TEXT, a file of text like what the model will read"
-        )
-    return text
-
-
 def run(args: argparse.Namespace) -> int:
-    """Quantizes a model; if a target is given, only prints the memory that this needs. Returns the exit code."""
-    from bytescope.memory.devices.platform import choose_platform, simulate_devices
+    """Quantizes a model; returns the exit code."""
     from bytescope.train.export.model_folder import disk_errors_explained
 
-    choose_platform(fraction=TRAIN_FRACTION.value)  # before jax is imported
     return_large_arrays()
-    simulate_devices([args.target or "cpu:1"])
-    from bytescope.configs import base
-    from bytescope.train.launch.runtime import prepare
-
-    defaults = base.get_config().train
-    prepare(deterministic=defaults.deterministic, cache_dir=defaults.cache_dir)
-    if args.target is not None:
-        return plan(args)
+    args.fsdp = args.tensor = 1  # one layer is on one device at a time
+    start_devices(args)
     with disk_errors_explained(args.out, "finished layers are kept, and the same command resumes"):
         quantize(args)
     return 0
-
-
-def plan(args: argparse.Namespace) -> int:
-    """Prints the memory that quantizing the model needs on the target. Returns the exit code, which is 0 if it fits
-    and 3 if not.
-    """
-    from bytescope.memory.view.console import put
-    from bytescope.train.quantize.quantize_setup import plan_memory
-    from bytescope.train.quantize.quantize_view import plan_view
-
-    with progress(None, "opening", "share") as bar:
-        title, memory = plan_memory(args, _progress_callback(bar))
-    put(plan_view(title, memory))
-    return 0 if memory.fits else 3
 
 
 def quantize(args: argparse.Namespace) -> None:
@@ -214,8 +155,8 @@ def quantize(args: argparse.Namespace) -> None:
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
     from bytescope.train.export.model_folder import refuse_used
+    from bytescope.train.quantize.quantize_result import memory_view, result_view
     from bytescope.train.quantize.quantize_setup import make_result, open_quantization
-    from bytescope.train.quantize.quantize_view import memory_view, result_view
 
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):

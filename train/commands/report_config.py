@@ -84,7 +84,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     check_files(args)
     check_program(args)
     other = args.program or args.hlo
-    generate_flags.check_pool(args)
+    generate_flags.check_ranges(args)
     for flag, value in generate_flags.given_pool_flags(args):
         if not args.generate:
             raise ReportError(f"--{flag}={value} is only valid with --generate: give both, or leave it out")
@@ -234,7 +234,7 @@ def with_tried_remedies(
 def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.memory.devices import targets
     from bytescope.memory.view.console import put
-    from bytescope.train.generate.budget_view import budget_view
+    from bytescope.train.generate.budget import budget_view
     from bytescope.train.generate.open_engine import plan
     from bytescope.train.program import config_files as configs
 

@@ -154,10 +154,10 @@ def _train(args: argparse.Namespace) -> int:
         index=address.index if address else 0,
     )
     processes = start(address, args, config.train.stall_timeout)
-    from bytescope.train.launch.failures import disk_explained
+    from bytescope.train.launch.failures import explained
     from bytescope.train.launch.signals import Stop
 
-    with processes.together(), disk_explained():
+    with processes.together(), explained():
         from bytescope.memory.devices.limits import node_memory_of
         from bytescope.memory.devices.targets import parse as parse_target
         from bytescope.memory.host.host_ledger import set_node

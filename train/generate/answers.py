@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,7 +38,20 @@ class PromptRow:
         answer to another request is noticed.
         """
         values = dataclasses.asdict(self.request) | {"stops": sorted(self.request.stops), "texts": self.stops}
+        values["min_p"] = 0.0  # a setting that requests once had: answers of that time are still recognized
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def readable(path: Path, flag: str, expected: str) -> Iterator[None]:
+    """A context manager for reading a text file. If the file cannot be read, it raises a UserError that names the
+    command-line flag `flag` and the kind of file that is `expected`."""
+    try:
+        check_readable(path, pipes=True)
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"{flag}={path} cannot be read ({reason}): give {expected}") from None
 
 
 def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
@@ -48,22 +61,17 @@ def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
       UserError: the file is empty, it cannot be read, or a line is not a JSON object.
     """
     rows = []
-    try:
-        check_readable(path, pipes=True)
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    row = None
-                if not isinstance(row, dict):
-                    raise UserError(f'{path} line {number} is not a JSON object: write rows such as {{"text": "Once"}}')
-                rows.append(row)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(f"{flag}={path} cannot be read ({reason}): give a file of JSON lines") from None
+    with readable(path, flag, "a file of JSON lines"), path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise UserError(f'{path} line {number} is not a JSON object: write rows such as {{"text": "Once"}}')
+            rows.append(row)
     if not rows:
         raise UserError(f'{flag}={path} is empty: give rows such as {{"text": "Once"}}')
     return rows

@@ -3,18 +3,24 @@
     pages = floor((limit - weights - largest step) / bytes of a page)
 
 The bytes of weights, steps and pages come from the compiler, not from estimates. Runtime overheads are counted in the
-steps. This module only does arithmetic.
+steps. `budget_view` shows them on the terminal.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
+from bytescope.memory.view.text_layout import Prose
+from bytescope.memory.view.text_table import FigureTable, figure, label, words
 from bytescope.train.user_errors import DoesNotFit
 
 # Fraction of the limit that the first guess reserves for the steps. A guess that wastes less than this is accepted.
 SLACK = 0.0075
+BAR = 40  # columns of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,16 +84,20 @@ class Budget:
         """Bytes of the limit that weights, KV cache and the largest step leave unused."""
         return self.limit - self.peak
 
+    @property
+    def sequences_of_length(self) -> dict[int, int]:
+        """Positions per sequence -> number of such sequences that fit in the KV cache, for several lengths."""
+        return {length: self.at_once(length) for length in lengths_of(self.length)}
+
     def to_json(self) -> dict[str, object]:
         """Returns the memory as values for the JSON file."""
-        lengths = {str(length): self.at_once(length) for length in lengths_of(self.length)}
         return {
             **dataclasses.asdict(self),
             "pool_bytes": self.pool,
             "peak_bytes": self.peak,
             "token_bytes": self.token_bytes,
             "positions": self.positions,
-            "sequences_of_length": lengths,
+            "sequences_of_length": {str(length): count for length, count in self.sequences_of_length.items()},
         }
 
 
@@ -149,3 +159,30 @@ def settle(
             return pages, steps
         # The bytes of a step hardly depend on the number of pages. If a step grows with it, more is reserved.
         slack, pages = 2 * slack, exact
+
+
+def budget_view(plan: GenerationPlan) -> RenderableType:
+    """Returns the memory of generation as a table for the terminal: bytes by part, and how many sequences fit."""
+    budget = plan.budget
+    parts = FigureTable(label(), figure(), words())
+    parts.add("weights", human(budget.weights), "")
+    pages = f"{budget.pages:,} pages of {budget.page} positions, {human(budget.token_bytes)} a position"
+    parts.add("pool", human(budget.pool), pages)
+    steps = "; ".join(f"{name} {human(size)}" for name, size in budget.steps.items())
+    parts.add("largest step", human(budget.step), steps)
+    parts.add("left", human(budget.left), "")
+    parts.add("limit", human(budget.limit), "")
+    counts = FigureTable(figure("positions"), figure("sequences"), label())
+    most = max(budget.sequences_of_length.values()) or 1
+    for length, count in budget.sequences_of_length.items():
+        counts.add(f"{length:,}", f"{count:,}", "█" * max(round(BAR * count / most), 1 if count else 0))
+    return Group(
+        Text(f"generation from {plan.title}", style="bold"),
+        *map(Prose, plan.facts),
+        Text(),
+        parts,
+        Text(),
+        Prose("sequences that fit the pool, by positions per sequence"),
+        counts,
+        Prose(f"at most {budget.sequences:,} sequences run at the same time (--sequences); others wait", "dim"),
+    )

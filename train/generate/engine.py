@@ -1,8 +1,8 @@
 """The generation engine: each step computes pieces of prompts, or the next token of each running sequence.
 
 Prompts are computed in chunks, so that a long prompt does not delay the other sequences for long (Agrawal et al. 2023,
-arXiv 2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca). If no page is free, the newest
-sequence gives its pages back and is recomputed later; its tokens do not change.
+arXiv 2308.16369). Sequences join and leave between steps (Yu et al. 2022, Orca). `Pages` assigns the pages of the KV
+cache. If no page is free, the newest sequence gives its pages back and is recomputed later; its tokens do not change.
 """
 
 from collections import deque
@@ -12,15 +12,51 @@ from typing import Any
 import numpy as np
 
 from bytescope.model.paged.page_pool import NOBODY, PAGE, View
-from bytescope.train.generate.pages import NoPages, Pages
 from bytescope.train.generate.request import Request, Running
-from bytescope.train.generate.sampling import Draws
-from bytescope.train.generate.steps import EngineSizes, Steps
+from bytescope.train.generate.steps import Draws, EngineSizes, Steps
 from bytescope.train.user_errors import UserError
 
 # Maximum number of prompt steps in a row while running sequences wait. With fewer, steps have few rows; with more,
 # running sequences stall.
 PATIENCE = 4
+
+
+class Pages:
+    """Assigns the pages of a KV cache to sequences. A page stores the keys and values of PAGE tokens.
+
+    The pages have the numbers 1 to count - 1. Page 0 (NOBODY) is the scratch page, which no sequence gets.
+    """
+
+    def __init__(self, count: int):
+        self.count = count
+        self._free = list(range(NOBODY + 1, count))
+
+    @property
+    def free(self) -> int:
+        """Number of pages of the KV cache that no sequence uses now. The scratch page is not counted."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Number of pages of the KV cache that a sequence uses now. The scratch page is not counted."""
+        return self.count - 1 - self.free
+
+    def give(self, pages: list[int], length: int) -> bool:
+        """Appends free pages to the list `pages` of a sequence until they have room for `length` positions.
+
+        Returns False if not enough pages are free; then no page is appended.
+        """
+        missing = -(-length // PAGE) - len(pages)
+        if missing > self.free:
+            return False
+        for _ in range(missing):
+            pages.append(self._free.pop())
+        return True
+
+    def take(self, pages: list[int]) -> None:
+        """Removes all pages from the list `pages` of a sequence and frees them."""
+        self._free += pages
+        pages.clear()
 
 
 class Engine:
@@ -36,12 +72,11 @@ class Engine:
       pages: allocator of the KV cache pages.
       running: the requests that are being answered.
       preempted: number of times that a running request lost its pages to another one.
-      count: number of steps so far.
     """
 
     def __init__(self, steps: Steps, params: Any, sizes: EngineSizes):
         self.sizes, self.pages = sizes, Pages(sizes.pages)
-        self.preempted = self.count = 0
+        self.preempted = 0
         self._steps, self._params, self._pools = steps, params, steps.make_pools(sizes.pages)
         self._waiting: deque[Running] = deque()
         self.running: list[Running] = []
@@ -104,7 +139,7 @@ class Engine:
         """
         self.running.remove(one)
         self.pages.take(one.pages)
-        one.computed = one.known = 0
+        one.computed = 0
         self._waiting.appendleft(one)
         self.preempted += 1
 
@@ -124,7 +159,8 @@ class Engine:
             self._give_pages({one.number: len(one.tokens) for one in ready})
             return self._run_model([(one, one.computed) for one in ready if one in self.running], 1)
         self._waited = self._waited + 1 if ready else 0
-        width = self._choose_width(behind)
+        # The row width that fits the oldest prompt; shorter rows let a step compute more prompts at once.
+        width = next((width for width in self.sizes.widths if width >= behind[0].missing), self.sizes.chunk)
         wanted, left = {}, self.sizes.chunk // width
         for one in behind:
             taken = min(-(-one.missing // width), left)
@@ -137,43 +173,19 @@ class Engine:
                 pieces += [(one, start) for start in range(one.computed, wanted[one.number], width)]
         return self._run_model(pieces, width)
 
-    def _choose_width(self, behind: Sequence[Running]) -> int:
-        """Returns the number of tokens per row, one of `EngineSizes.widths`, for the next step of prompt tokens. It is
-        the width with which the step computes the most tokens.
-
-        If several widths are equally good, returns the largest, since the tokens of a row read the KV cache pages of
-        their sequence only once.
-
-        `behind`: the requests whose prompts are not computed yet.
-        """
-
-        def useful(width: int) -> int:
-            left, total = self.sizes.chunk // width, 0
-            for one in behind:
-                taken = min(-(-one.missing // width), left)
-                left, total = left - taken, total + min(one.missing, taken * width)
-            return total
-
-        return max(self.sizes.widths, key=lambda width: (useful(width), width))
-
     def _admit(self) -> None:
         while self._waiting and len(self.running) < self.sizes.sequences:
             one = self._waiting[0]
             if -(-len(one.tokens) // PAGE) > self.pages.free:
                 return
-            self._waiting.popleft()
-            one.pages = self.pages.begin(one.tokens)
-            one.known, one.computed = len(one.pages), len(one.pages) * PAGE
-            self.running.append(one)
+            self.running.append(self._waiting.popleft())
 
     def _give_pages(self, wanted: Mapping[int, int]) -> None:
         for one in list(self.running):
             while one.number in wanted and one in self.running:  # an earlier sequence may have preempted it
-                try:
-                    self.pages.give(one.pages, wanted[one.number])
+                if self.pages.give(one.pages, wanted[one.number]):
                     break
-                except NoPages:
-                    self.preempt(self.running[-1])  # the newest request
+                self.preempt(self.running[-1])  # the newest request
 
     def _run_model(self, pieces: Sequence[tuple[Running, int]], width: int) -> list[Running]:
         """Runs the model once. For each (request, start index) in `pieces`, computes up to `width` tokens of the
@@ -202,15 +214,11 @@ class Engine:
             last,
             _sampling_settings([one for one, _ in pieces], rows),
         )
-        self.count += 1
         more = []
         for row, (one, start) in enumerate(pieces):
             if start + last[row] + 1 == len(one.tokens):
                 more.append((one, int(chosen[row])))
         for one, token in more:
-            if one.computed // PAGE > one.known:  # a page is full
-                self.pages.computed(one.pages, one.tokens[: one.computed])
-                one.known = one.computed // PAGE
             one.take(token)
             if one.ended:
                 self.running.remove(one)
@@ -229,6 +237,5 @@ def _sampling_settings(some: Sequence[Running], rows: int) -> Draws:
         column("temperature", np.float32),
         column("top_k", np.int32),
         column("top_p", np.float32),
-        column("min_p", np.float32),
         column("seed", np.uint32),
     )

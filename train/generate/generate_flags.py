@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 
 from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.devices.targets import MAX_CPU_DEVICES
@@ -13,17 +12,22 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.user_errors import UserError
 
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
-KV = {"compute": "", "int8": "int8", "fp8": "float8_e4m3fn"}
+KV = {"compute": "", "int8": "int8"}
 DTYPES = ("float32", "bfloat16", "float16")
 # Storage formats of block weights that export --awq writes: rows of FORMATS in model/quantized/quantized_formats.py.
 STORED_WEIGHTS = ("int4_g32", "int4_g64", "int4_g128")
 MAX_INT = 2**31 - 1
 # Flag -> (min value, max value).
-FLAGS = {
+FLAGS: dict[str, tuple[float, float]] = {
     "tensor": (1, MAX_CPU_DEVICES),
     "fsdp": (1, MAX_CPU_DEVICES),
     "sequences": (1, 2**16),
     "length": (2, MAX_INT),
+    "max_tokens": (1, MAX_INT),
+    "temperature": (0, MAX_INT),
+    "top_k": (0, MAX_INT),
+    "top_p": (0, 1),
+    "seed": (0, 2**32 - 1),
 }
 # TEMPERATURE is also used for the sample at the end of a run. At temperature 0, models that were trained for minutes
 # repeat their most likely token.
@@ -93,7 +97,7 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         choices=tuple(KV),
         default="compute",
         metavar="DTYPE",
-        help="dtype of the KV cache: compute (the compute dtype), int8 or fp8; 8 bits halve the bytes per position "
+        help="dtype of the KV cache: compute (the compute dtype) or int8, which halves the bytes per position "
         "(default: compute)",
     )
 
@@ -153,13 +157,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="sample from the most likely tokens whose probabilities add up to P (default 1: all tokens)",
     )
     parser.add_argument(
-        "--min-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="drop tokens below P times the top probability (default 0: drop none)",
-    )
-    parser.add_argument(
         "--seed",
         type=int,
         default=0,
@@ -173,17 +170,16 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="text that ends the answer; repeat the flag for several texts",
     )
-    parser.add_argument("--ignore-end", action="store_true", help="continue the answer after an end-of-text token")
 
 
-def check_pool(args: argparse.Namespace) -> None:
-    """Raises ReportError if the value of a flag for the devices or the KV cache is out of range."""
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raises ReportError if the value of a flag for the devices, the KV cache or the sampling is out of range."""
     for name, (minimum, maximum) in FLAGS.items():
-        value = getattr(args, name)
-        if value is not None and value < minimum:
-            raise ReportError(f"--{name}={value} is too small: give {minimum} or more")
+        value, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
+        if value is not None and not value >= minimum:  # nor nan
+            raise ReportError(f"{flag}={value} is too small: give {minimum} or more")
         if value is not None and value > maximum:
-            raise ReportError(f"--{name}={value} is too large: give at most {maximum}")
+            raise ReportError(f"{flag}={value} is too large: give at most {maximum}")
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
@@ -207,23 +203,7 @@ def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError or ReportError if the value of a flag is out of range."""
-    check_pool(args)
-    minimums = {"max_tokens": 1, "top_k": 0, "seed": 0}
-    for name, minimum in minimums.items():
-        value = getattr(args, name, None)
-        if value is not None and value < minimum:
-            raise UserError(f"--{name.replace('_', '-')}={value} is too small: give {minimum} or more")
-        if value is not None and value > MAX_INT and name != "seed":
-            raise UserError(f"--{name.replace('_', '-')}={value} is too large: give at most {MAX_INT}")
-    if getattr(args, "seed", 0) >= 2**32:
-        raise UserError(f"--seed={args.seed} is too large: give less than 2**32")
-    temperature = getattr(args, "temperature", 0.0)
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise UserError(f"--temperature={temperature} is not valid: give 0 or more")
-    for name in ("top_p", "min_p"):
-        share = getattr(args, name, 1.0)
-        if not 0 <= share <= 1:
-            raise UserError(f"--{name.replace('_', '-')}={share} is out of range: give a number from 0 to 1")
+    check_ranges(args)
     if any(not text for text in getattr(args, "stop", [])):
         raise UserError("--stop= is empty: give a text that ends an answer")
     if args.budget is not None:

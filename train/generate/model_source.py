@@ -15,9 +15,8 @@ import numpy as np
 from flax import nnx
 from ml_collections import ConfigDict
 
-from bytescope.configs import base as trainer
 from bytescope.memory.records.host_record import HostTerm
-from bytescope.model import ModelConfig, Precision, Transformer
+from bytescope.model import PRECISIONS, ModelConfig, Precision, Transformer
 from bytescope.model.experts.expert_kernels import choose_moe_kernel
 from bytescope.model.frozen import dotted
 from bytescope.model.transformer import logical_axes
@@ -144,8 +143,8 @@ def _source_of_run(run: SavedRun) -> Source:
         arrays: list[jax.Array | None] = [None] * len(flat)
         names, bytes_read = [dotted(path) for path, _ in flat], 0
         # Layers that the checkpoint stores in one stack are read one after the other, so that only one stack is in
-        # memory. A stack can only be decoded as a whole.
-        for number in sorted(range(len(flat)), key=lambda number: _without_layer(names[number])):
+        # memory. A stack can only be decoded as a whole. The key is blocks.attention.w_q for blocks.3.attention.w_q.
+        for number in sorted(range(len(flat)), key=lambda number: re.sub(r"^blocks\.\d+\.", "blocks.", names[number])):
             like = flat[number][1]
             filled = np.zeros(like.shape, like.dtype)
             for index, name in places[names[number]].items():
@@ -166,11 +165,6 @@ def _source_of_run(run: SavedRun) -> Source:
         ends=frozenset(() if text.end is None else [text.end]),
         length=run.config.model.max_seq_len,
     )
-
-
-def _without_layer(path: str) -> str:
-    # blocks.attention.w_q for blocks.3.attention.w_q. `sorted` keeps the order of the layers.
-    return re.sub(r"^blocks\.\d+\.", "blocks.", path)
 
 
 def _source_of_folder(path: Path) -> Source:
@@ -269,6 +263,4 @@ def precision_of(dtype: str, platform: str) -> Precision:
 
     `dtype` is a key of DTYPES; "" means float32 on a CPU and bfloat16 elsewhere.
     """
-    settings = trainer.get_config().precision
-    settings.preset = DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]
-    return Precision.from_config(settings)
+    return PRECISIONS[DTYPES[dtype or ("float32" if platform == "cpu" else "bfloat16")]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,24 +101,17 @@ def budget(
 
     def measure(pages: int) -> dict[str, int]:
         extra_bytes = {}
+        tried = dataclasses.replace(sizes, pages=pages)
         for name, (rows, width, drawn) in shapes.items():
             tell(name)
-            reports[name] = steps.report(with_pages(sizes, pages), rows, width, drawn, target)
-            extra_bytes[name] = steps.extra_bytes(with_pages(sizes, pages), reports[name])
+            reports[name] = steps.report(tried, rows, width, drawn, target)
+            extra_bytes[name] = steps.extra_bytes(tried, reports[name])
         return extra_bytes
 
     most = sizes.sequences * sizes.table + 1
     pages, extra = settle(limit, steps.weight_bytes, steps.page_bytes, most, measure)
     result = Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
     return result, reports
-
-
-def with_pages(sizes: EngineSizes, pages: int) -> EngineSizes:
-    return dataclasses.replace(sizes, pages=pages)
-
-
-def _local_steps(args: argparse.Namespace, source: Source) -> Steps:
-    return _steps(args, source.config, jax.devices(), source.base)
 
 
 def _steps(
@@ -179,19 +171,18 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
       DoesNotFit: the weights leave no memory for the KV cache.
       UserError: a flag or the weights are wrong.
     """
-    steps, device = _local_steps(args, source), jax.local_devices()[0]
+    steps, device = _steps(args, source.config, jax.devices(), source.base), jax.local_devices()[0]
     limit = local_limit(args, device)
     sizes = sizes_of(args, device.platform, source.length, needed, count)
     console = Console(stderr=True)
-    with contextlib.ExitStack() as stack:
-        status = stack.enter_context(console.status("compiling")) if console.is_terminal else None
+    with console.status("compiling") as status:
         planned, _ = budget(
             steps,
             sizes,
             limit,
             (drawing,),
             targets.parse("local"),
-            lambda name: status.update(f"compiling the step of {name}") if status else None,
+            lambda name: status.update(f"compiling the step of {name}"),
         )
     if console.is_terminal:
         console.print(
@@ -219,7 +210,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
     with host_phase("load"), progress(None, "reading weights", "bytes", console) as bar:
         params = source.read(steps.model, bar.show)
     release_free_memory()
-    return Engine(steps, params, with_pages(sizes, planned.pages))
+    return Engine(steps, params, dataclasses.replace(sizes, pages=planned.pages))
 
 
 def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple[Scorer, Any]:
@@ -229,7 +220,7 @@ def open_scorer(args: argparse.Namespace, source: Source, longest: int) -> tuple
       DoesNotFit: weights, KV cache and temporary buffers do not fit.
       UserError: a flag or the weights are wrong.
     """
-    steps, device = _local_steps(args, source), jax.local_devices()[0]
+    steps, device = _steps(args, source.config, jax.devices(), source.base), jax.local_devices()[0]
     limit = local_limit(args, device)
     scorer = Scorer(steps, longest, _chunk(device.platform, longest))
     if scorer.bytes > limit:

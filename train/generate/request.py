@@ -22,7 +22,7 @@ class Request:
       most: maximum number of new tokens.
       stops: token ids that end the answer and are not part of it.
       temperature: sampling temperature; 0 takes the most likely token.
-      top_k, top_p, min_p: sampling filters; the values 0, 1 and 0 switch them off.
+      top_k, top_p: sampling filters; the values 0 and 1 switch them off.
       seed: random seed, 0 to 2**32 - 1.
     """
 
@@ -32,7 +32,6 @@ class Request:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
 
 
@@ -46,7 +45,6 @@ class Running:
       tokens: token ids of the prompt and of the answer so far.
       pages: KV cache pages of the computed tokens.
       computed: number of tokens whose keys and values are in the KV cache.
-      known: number of full pages that other requests may share.
       ended: why the answer ended: "stop" (a stop token), "text" (a stop string, or the caller), "length" (the maximum
         number of new tokens); "" if it has not ended.
     """
@@ -56,7 +54,6 @@ class Running:
     tokens: list[int]
     pages: list[int] = dataclasses.field(default_factory=list)
     computed: int = 0
-    known: int = 0
     ended: str = ""
 
     @property
@@ -87,10 +84,9 @@ def make_request(args: argparse.Namespace, tokens: tuple[int, ...], source: Sour
     return Request(
         tokens,
         max_tokens,
-        frozenset() if args.ignore_end else source.ends,
+        source.ends,
         args.temperature,
         args.top_k,
         args.top_p,
-        args.min_p,
         args.seed if seed is None else seed,
     )

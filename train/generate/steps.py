@@ -1,4 +1,10 @@
-"""The compiled step programs of an engine: a few static shapes, each compiled once. The devices need not be present."""
+"""The compiled step programs of an engine: a few static shapes, each compiled once. The devices need not be present.
+
+A step ends with the choice of the next token of each sequence: the most likely token, or a sample with the request's
+random key. A sampled token depends only on the logits, the request's seed and the token's position, never on other
+sequences of the batch. Temperature is applied first, then top-k, and then top-p to the tokens that top-k kept, as in
+transformers.
+"""
 
 import contextlib
 import dataclasses
@@ -22,7 +28,6 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.model.paged import paged_step as decode
 from bytescope.model.paged.page_pool import PAGE, View
 from bytescope.train.generate.model_source import Model
-from bytescope.train.generate.sampling import Draws, choose
 from bytescope.train.parallel.xla_options import for_pallas
 from bytescope.train.step.optimizer.host_offload import device_bytes
 
@@ -70,36 +75,67 @@ class EngineSizes:
         return min(rows, self.sequences)
 
 
-def run_step(
-    graph: nnx.GraphDef,
-    drawing: bool,
-    params: Any,
-    pools: Sequence[Any],
-    tokens_BT: jax.Array,
-    view: View,
-    last_B: jax.Array,
-    draws: Draws,
-) -> tuple[jax.Array, list[Any]]:
-    """Computes the tokens of a step. Returns the next token of each row, int32 [B], and the new KV cache.
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["temperature_B", "top_k_B", "top_p_B", "seed_B"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Sampling settings of each row of a batch. All arrays have the shape [B], where B is the number of rows.
+
+    Fields:
+      temperature_B: float32; 0 takes the most likely token.
+      top_k_B: int32, keeps only the k most likely tokens; 0 keeps all tokens.
+      top_p_B: float32, keeps the most likely tokens until their total probability is p; 1 keeps all tokens.
+      seed_B: uint32, the random seed.
+    """
+
+    temperature_B: Any  # each field is a jax.Array in a step, an np.ndarray on the host, or a ShapeDtypeStruct
+    top_k_B: Any
+    top_p_B: Any
+    seed_B: Any
+
+
+def filtered(logits_BV: jax.Array, draws: Draws) -> jax.Array:
+    """Divides the logits by the temperature and applies top-k and top-p. Returns logits, float32 [B, V] (B sequences, V
+    tokens of the vocabulary).
+
+    Tokens that a filter drops get the lowest float32. The most likely token is never dropped.
+    """
+    dropped = jnp.finfo(jnp.float32).min
+    scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(draws.temperature_B > 0, draws.temperature_B, 1.0)[:, None]
+    order_BV = jnp.argsort(-scaled_BV, axis=-1, stable=True)
+    sorted_BV = jnp.take_along_axis(scaled_BV, order_BV, axis=-1)
+    # Ties with the k-th token are kept.
+    last_B1 = jnp.clip(draws.top_k_B, 1, scaled_BV.shape[-1])[:, None] - 1
+    kept_BV = (draws.top_k_B[:, None] == 0) | (sorted_BV >= jnp.take_along_axis(sorted_BV, last_B1, axis=-1))
+    probs_BV = jax.nn.softmax(jnp.where(kept_BV, sorted_BV, dropped), axis=-1)
+    # A token is kept while the tokens before it sum to less than top_p.
+    kept_BV &= (jnp.cumsum(probs_BV, axis=-1) - probs_BV < draws.top_p_B[:, None]) | (draws.top_p_B[:, None] >= 1)
+    kept_BV = kept_BV.at[:, 0].set(True)
+    sorted_BV = jnp.where(kept_BV, sorted_BV, dropped)
+    return jnp.zeros_like(sorted_BV).at[jnp.arange(len(order_BV))[:, None], order_BV].set(sorted_BV)
+
+
+def choose(logits_BV: jax.Array, draws: Draws, places_B: jax.Array, drawing: bool) -> jax.Array:
+    """Returns the next token of each sequence, int32 [B].
 
     Args:
-      graph: the nnx graph of the model.
-      drawing: True to sample the next token, False to take the most likely one.
-      params: the parameters of the model.
-      pools: the KV cache of each layer.
-      tokens_BT: token ids, int32: T tokens of each of B rows.
-      view: position of each token in its sequence, and the KV cache pages of each sequence.
-      last_B: index of the token in each row that the next token follows, int32.
-      draws: sampling settings of each row.
+      logits_BV: the model's output for the last token of each sequence, one value for each token of the vocabulary.
+      draws: temperature, top-k, top-p and seed of each sequence. Temperature 0 takes the most likely token.
+      places_B: position of the next token in its sequence. With the seed it determines the random numbers.
+      drawing: False if all rows take the most likely token, so that nothing has to be sorted.
     """
-    model = nnx.merge(graph, params)
-    x_BTD, new_pools = decode.step(model, tokens_BT, view, pools)
-    x_B1D = jnp.take_along_axis(x_BTD, last_B[:, None, None], axis=1)
-    with jax.named_scope("head"):
-        logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
-    places_B = jnp.take_along_axis(view.positions_BT, last_B[:, None], axis=1)[:, 0] + 1
-    with jax.named_scope("sampling"):
-        return choose(logits_BV, draws, places_B, drawing), new_pools
+    likeliest_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    if not drawing:
+        return likeliest_B
+
+    def draw(logits_V: jax.Array, seed: jax.Array, place: jax.Array) -> jax.Array:
+        return jax.random.categorical(jax.random.fold_in(jax.random.key(seed), place), logits_V)
+
+    drawn_B = jax.vmap(draw)(filtered(logits_BV, draws), draws.seed_B, places_B).astype(jnp.int32)
+    return jnp.where(draws.temperature_B > 0, drawn_B, likeliest_B)
 
 
 def own_bytes(compiled: CompiledStage) -> int:
@@ -117,7 +153,7 @@ class Steps:
 
     Args:
       model: the model. Its devices need not be present if the programs are only compiled.
-      stored: dtype of the KV cache. 8-bit dtypes have scales.
+      stored: dtype of the KV cache. int8 has scales.
       pool_bytes: bytes of jax's pool if the devices are described GPUs; None otherwise.
     """
 
@@ -157,24 +193,17 @@ class Steps:
         )
         return jax.tree.map(one, shapes)
 
-    def make_pools(self, pages: int) -> list[Any]:
-        """Allocates an empty KV cache of this many pages on the devices. Returns the cache of each layer."""
-        return self._zeros(pages)
-
     @functools.cached_property
-    def _zeros(self) -> Callable[[int], list[Any]]:
-        # Compiled once for a number of pages, not for each engine.
+    def make_pools(self) -> Callable[[int], list[Any]]:
+        """A function that allocates an empty KV cache of a number of pages on the devices, and returns the cache of
+        each layer. It is compiled once for a number of pages, not for each engine."""
         return jax.jit(
             lambda pages: decode.make_pools(self.model.config, pages, self.stored, self.model.precision.compute),
             static_argnums=0,
             out_shardings=jax.tree.map(lambda leaf: leaf.sharding, self.pool_shapes(1)),
         )
 
-    def traced(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
-        """Traces the step program for a batch of `rows` sequences with `width` tokens each.
-
-        `drawing`: True if the next tokens are sampled, False for the most likely tokens.
-        """
+    def _trace(self, sizes: EngineSizes, rows: int, width: int, drawing: bool) -> jax.stages.Traced:
         everywhere = self.model.layout.sharding()
 
         def array(*shape: int, dtype: DTypeLike = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -185,12 +214,20 @@ class Steps:
             array(rows, dtype=jnp.float32),
             array(rows),
             array(rows, dtype=jnp.float32),
-            array(rows, dtype=jnp.float32),
             array(rows, dtype=jnp.uint32),
         )
 
-        def step(params, pools, tokens, view, last, draws):  # reports show the names of these arguments
-            return run_step(self.model.graph, drawing, params, pools, tokens, view, last, draws)
+        # Reports show the names of these arguments. `last`: the index in each row of the token that the next one
+        # follows.
+        def step(params, pools, tokens, view, last, draws):
+            model = nnx.merge(self.model.graph, params)
+            x_BTD, new_pools = decode.step(model, tokens, view, pools)
+            x_B1D = jnp.take_along_axis(x_BTD, last[:, None, None], axis=1)
+            with jax.named_scope("head"):
+                logits_BV = model.logits(x_B1D, jnp.float32)[:, 0]
+            places_B = jnp.take_along_axis(view.positions_BT, last[:, None], axis=1)[:, 0] + 1
+            with jax.named_scope("sampling"):
+                return choose(logits_BV, draws, places_B, drawing), new_pools
 
         places = jax.tree.map(lambda leaf: leaf.sharding, pools)
         run = jax.jit(step, donate_argnums=1, out_shardings=(everywhere, places))
@@ -211,7 +248,7 @@ class Steps:
         key = sizes.pages, sizes.table, rows, width, drawing
         if key not in self._compilations:
             with self.for_kernels():
-                traced = self.traced(sizes, rows, width, drawing)
+                traced = self._trace(sizes, rows, width, drawing)
                 self._compilations[key] = compile_lowered(
                     traced.lower(), exact=False, jaxpr=traced.jaxpr, device_memory_bytes=self._pool_bytes
                 )

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from bytescope.memory.errors import check_readable
 from bytescope.memory.view.console import safe
 from bytescope.train.data.chat_template import Renderer, find_template
-from bytescope.train.data.long_texts import encode_long
 from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.data.tokenizer import Tokenizer
-from bytescope.train.generate.answers import read_rows
+from bytescope.train.generate.answers import read_rows, readable
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Source
 from bytescope.train.generate.request import Running
 from bytescope.train.user_errors import UserError
 
-PIECE_CHARS = 1 << 16  # characters of a long text that are tokenized at a time
+TEXTS = "a file of text, or rows in a .jsonl file"
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 character
 
 
@@ -77,13 +71,11 @@ class Growing:
         if stops:
             self.stopped, end = True, min(stops)
         elif not final:  # characters that may become a stop string are not shown yet
-            end -= max((_partial_stop_length(whole, stop) for stop in self.stops), default=0)
+            for size in range(1, max(map(len, self.stops), default=0)):
+                if whole.endswith(tuple(stop[:size] for stop in self.stops if size < len(stop))):
+                    end = len(whole) - size
         new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
         return new
-
-
-def _partial_stop_length(text: str, stop: str) -> int:
-    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class Prompts:
@@ -128,16 +120,6 @@ class Prompts:
             return self.of_messages([{"role": "user", "content": text}], "--chat")
         return (*self.source.begin, *map(int, self._tokenizer().encode(text)))
 
-    def of_long_text(self, pieces: Iterable[str]) -> np.ndarray:
-        """Returns the token ids of a text that is given in pieces, int32 [n], equal to the ids of the whole text. The
-        encoding of a text takes about 100 bytes per token, and only one piece at a time has it."""
-        tokenizer = self._tokenizer()
-        if tokenizer.cuts_anywhere:
-            parts: Iterable[np.ndarray] = map(tokenizer.encode, pieces)
-        else:
-            parts = encode_long(pieces, tokenizer.encode_spans)
-        return np.concatenate([np.asarray(ids, np.int32) for ids in chain([self.source.begin], parts)])
-
     def of_messages(self, messages: Sequence[Mapping[str, Any]], where: str) -> tuple[int, ...]:
         """Returns the token ids of a conversation under the chat template, up to where the assistant's next answer
         begins.
@@ -170,19 +152,6 @@ class Prompts:
         return self.source.tokenizer
 
 
-def read_tokens(prompts: Prompts, path: Path, flag: str) -> np.ndarray:
-    """Returns the token ids of the texts in a file, one after the other, int32 [n]. Each row of a .jsonl file is a
-    text; any other file is a single text, which is tokenized in pieces.
-
-    Raises:
-      UserError: the file cannot be read, or a row has no text. The error names the command-line flag `flag`.
-    """
-    if path.suffix == ".jsonl":
-        return np.concatenate([np.asarray(tokens, np.int32) for tokens in read_texts(prompts, path, flag)])
-    with _reading(path, flag), open(path, encoding="utf-8") as file:
-        return prompts.of_long_text(iter(lambda: file.read(PIECE_CHARS), ""))
-
-
 def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]:
     """Returns the token ids of the texts in a file. Each row of a .jsonl file is a text; any other file is a single
     text.
@@ -192,20 +161,8 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
     """
     if path.suffix == ".jsonl":
         return [prompts.of_row(row, f"{path} row {number}") for number, row in enumerate(read_rows(path, flag))]
-    with _reading(path, flag):
+    with readable(path, flag, TEXTS):
         return [prompts.of_row({"text": path.read_text(encoding="utf-8")}, str(path))]
-
-
-@contextlib.contextmanager
-def _reading(path: Path, flag: str) -> Iterator[None]:
-    try:
-        check_readable(path, pipes=True)
-        yield
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UserError(
-            f"{flag}={path} cannot be read ({reason}): give a file of text, or rows in a .jsonl file"
-        ) from None
 
 
 def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:

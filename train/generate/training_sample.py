@@ -1,22 +1,19 @@
 """Generates text with the model in training, at the end of a run.
 
-The engine of train/generate is used, with the parameters in their training layout. If the layers are divided into
-pipeline stages, or experts over several devices, each token is computed by a pass over the whole buffer instead, with
-one program of static length. The model is causal, so the positions after the last token do not matter.
+The engine of train/generate is used, with the parameters in their training layout. Runs whose layers are divided into
+pipeline stages, or whose experts are divided over several devices, generate nothing.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.model import ModelConfig
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.paged.paged_step import unstack_layers
@@ -31,68 +28,11 @@ from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Model
 from bytescope.train.generate.request import Request
 from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
-from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.program.program import Program
 
 CHUNK = 4 * PAGE  # maximum prompt tokens per step
 SEQUENCES = 8  # maximum concurrent prompts
 PROMPT_TOKENS = 32  # maximum tokens of a held-out document in the prompt of the sample
-
-
-def _generate(program: Program, temperature: float, params: Any, tokens_BL: jax.Array, span: jax.Array) -> jax.Array:
-    """Generates the tokens at the positions span[0] to span[1] - 1, one after the other, by a forward pass over the
-    whole sequence for each token.
-
-    Returns `tokens_BL`, int32, in which these positions are filled (B rows, L positions).
-
-    Args:
-      program: the training program, which has the model and the seed.
-      temperature: sampling temperature; 0 takes the most likely token.
-      params: the parameters.
-      tokens_BL: the token ids of the prompt in each row.
-      span: int32 [2].
-    """
-    transformer, hidden = nnx.merge(program.graph, params), _hidden(program, params)
-    # A layout that shards sequences may order them differently: positions_L[i] is the position stored at index i.
-    positions_L = program.layout.positions(tokens_BL.shape[1])
-    key = jax.random.key(program.config.seed)
-
-    def extend(place: jax.Array, tokens_BL: jax.Array) -> jax.Array:
-        x_BLD = hidden(jnp.take(tokens_BL, positions_L, axis=1))
-        last = jnp.argmax(positions_L == place - 1)
-        x_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, last, 1, axis=1)
-        logits_BV = transformer.logits(x_B1D.astype(jnp.float32), jnp.float32)[:, 0]
-        if temperature:
-            chosen_B = jax.random.categorical(jax.random.fold_in(key, place), logits_BV / temperature)
-        else:
-            chosen_B = jnp.argmax(logits_BV, axis=-1)
-        return jax.lax.dynamic_update_slice_in_dim(tokens_BL, chosen_B.astype(tokens_BL.dtype)[:, None], place, axis=1)
-
-    return jax.lax.fori_loop(span[0], span[1], extend, tokens_BL)
-
-
-def _hidden(program: Program, params: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function from token ids, int32 [B, L], to the normalized output of the last block."""
-    if (stages := program.parts.pipeline) is None:
-        return nnx.merge(program.graph, params).hidden
-    return partial(PipelineForward(stages.graph, stages.schedule, stages.units).hidden, params)
-
-
-def _jitted(program: Program, temperature: float) -> Any:
-    # Replicated, so that every process can read the result.
-    return jax.jit(partial(_generate, program, temperature), out_shardings=program.layout.sharding())
-
-
-def lower_generate(program: Program) -> jax.stages.Lowered:
-    """Lowers the program that generates without a KV cache, by a forward pass over the whole sequence for each token.
-    Its devices need not be present.
-    """
-    # One row per rank, since a batch of one row cannot be sharded over the mesh.
-    tokens = jax.ShapeDtypeStruct(
-        (program.batch.ranks, program.batch.seq_len), jnp.int32, sharding=program.layout.sharding(("batch", None))
-    )
-    span = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return _jitted(program, program.config.train.sample_temperature).lower(program.state.model_params, tokens, span)
 
 
 def read_part(prompt: list[int], count: int, length: int) -> list[int]:
@@ -106,12 +46,9 @@ def read_part(prompt: list[int], count: int, length: int) -> list[int]:
     return prompt[-min(max(length - count, length // 2), length - 1) :]
 
 
-def over_pages(program: Program) -> bool:
-    """Returns True if the engine with its paged KV cache can generate samples.
-
-    It cannot with pipeline stages, or with experts on several devices. Then each token needs a forward pass over the
-    whole sequence.
-    """
+def can_generate(program: Program) -> bool:
+    """Returns True if the engine can generate with the parameters as the program shards them. It cannot with pipeline
+    stages, or with experts on several devices."""
     spread = program.model.experts and program.mesh.size > 1
     return program.parts.pipeline is None and not spread
 
@@ -207,11 +144,8 @@ class Sampler:
 def sample_bytes(program: Program) -> int:
     """Returns the bytes on a device that the sample at the end of a run needs in addition to the training state."""
     config = program.config.train
-    if over_pages(program):
-        longest = program.batch.seq_len - 1 - config.sample_tokens  # tokens of the longest prompt
-        return Sampler(program, config.sample_tokens, max(longest, 1)).own_bytes(config.sample_temperature > 0)
-    with hold_back_log():
-        return own_bytes(lower_generate(program).compile())
+    longest = program.batch.seq_len - 1 - config.sample_tokens  # tokens of the longest prompt
+    return Sampler(program, config.sample_tokens, max(longest, 1)).own_bytes(config.sample_temperature > 0)
 
 
 def generate(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
@@ -220,37 +154,7 @@ def generate(program: Program, params: Any, prompt: list[int], count: int, tempe
 
     `temperature`: sampling temperature; 0 takes the most likely token.
     """
-    length = program.batch.seq_len
-    prompt = read_part(prompt, count, length) or [0]
-    if over_pages(program):
-        return Sampler(program, count, len(prompt)).answers(params, [prompt], temperature)[0]
-    return by_whole_passes(program, params, prompt, count, temperature)
-
-
-def by_whole_passes(program: Program, params: Any, prompt: list[int], count: int, temperature: float) -> list[int]:
-    """Generates an answer without a KV cache: computes each token by a forward pass over the whole sequence. It is for
-    programs that the engine cannot run, such as pipelines.
-
-    Returns up to `count` tokens that follow the prompt. Prompt and answer have at most `data.seq_len` tokens.
-
-    Args:
-      program: the training program.
-      params: the parameters.
-      prompt: token ids of the prompt, shorter than `data.seq_len`.
-      count: maximum number of tokens of the answer.
-      temperature: sampling temperature; 0 takes the most likely token.
-    """
-    length = program.batch.seq_len
-    # Only the first row is used; see lower_generate.
-    tokens = np.zeros((program.batch.ranks, length), np.int32)
-    tokens[:, : len(prompt)] = prompt
-    end = min(len(prompt) + count, length)
-    out = _jitted(program, temperature)(
-        params,
-        jax.device_put(tokens, program.layout.sharding(("batch", None))),
-        np.asarray([len(prompt), end], np.int32),
-    )
-    return np.asarray(out)[0, len(prompt) : end].tolist()
+    return Sampler(program, count, len(prompt)).answers(params, [prompt], temperature)[0]
 
 
 def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
@@ -282,9 +186,10 @@ def sample_prompt(config: ConfigDict, data: Data) -> list[int]:
 
 
 def sample_text(program: Program, data: Data, params: Any) -> str:
-    """Generates a sample and returns the text of prompt and answer, or "" if `train.sample_tokens` is 0."""
+    """Generates a sample and returns the text of prompt and answer, or "" if `train.sample_tokens` is 0 or the engine
+    cannot generate."""
     config = program.config.train
-    if not config.sample_tokens:
+    if not config.sample_tokens or not can_generate(program):
         return ""
     prompt = sample_prompt(program.config, data)
     return data.decode(prompt + generate(program, params, prompt, config.sample_tokens, config.sample_temperature))

@@ -59,7 +59,7 @@ def _out_of_memory_error(error: BaseException, report: ReportRecord | None, devi
     return DoesNotFit(f"out of device memory: {', '.join(known)}", ["", *lines, "", *advice()])
 
 
-def explain_disk(error: BaseException | None) -> UserError | None:
+def _explain_disk(error: BaseException | None) -> UserError | None:
     """Returns a one-line error if `error`, or an error that caused it, is about a full or failing disk. Returns None
     for other errors."""
     while error is not None:
@@ -95,7 +95,7 @@ def explain(error: BaseException, report: ReportRecord | None, device: Any, advi
       advice: function that returns lines of advice. It is called if the device is out of memory.
     """
     # Checked first, since Orbax also reports a full disk or too many open files as RESOURCE_EXHAUSTED.
-    if disk := explain_disk(error):
+    if disk := _explain_disk(error):
         return disk
     if os.strerror(errno.EMFILE) in str(error) or _disk_failure(error)[0] == errno.EMFILE:
         return UserError(
@@ -108,45 +108,28 @@ def explain(error: BaseException, report: ReportRecord | None, device: Any, advi
 
 
 @contextlib.contextmanager
-def explained(report: ReportRecord | None, device: Any, advice: Advice = tuple) -> Iterator[None]:
+def explained(report: ReportRecord | None = None, device: Any = None, advice: Advice = tuple) -> Iterator[None]:
     """A context manager that converts errors that the user can fix, such as a full disk or too little device memory, to
     a one-line UserError. Other errors are re-raised.
 
     Args:
       report: memory report of the running step; None if there is none.
-      device: the device whose memory use is shown.
+      device: the device whose memory use is shown; None if it is not known yet.
       advice: function that returns lines of advice. It is called if the device is out of memory.
     """
-    with _converted(lambda error: explain(error, report, device, advice)):
-        yield
-
-
-def disk_explained() -> contextlib.AbstractContextManager[None]:
-    """A context manager that converts errors of a full or failing disk to UserError. Other errors are re-raised."""
-    return _converted(explain_disk)
-
-
-@contextlib.contextmanager
-def _converted(convert: Callable[[BaseException], UserError | None]) -> Iterator[None]:
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        known = convert(error)
+        known = explain(error, report, device, advice)
         if known is None:
             raise
         raise known from error
 
 
 def silence_library_log() -> None:
-    """Drops Orbax's log records from now on: a single full disk logs 364 lines or more, and its error is raised anyway.
+    """Drops the log of Orbax from now on: a single full disk logs 364 lines or more, and its error is raised anyway.
     May be called more than once."""
-    logger = logging.getLogger("absl")  # the logger that Orbax uses
-    logger.setLevel(logging.ERROR)
-    logger.addFilter(_is_not_orbax)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # the logger that Orbax uses
     silence_abandoned()
-
-
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.pathname

@@ -135,6 +135,9 @@ class Link:
       peers: process number -> connection.
       leave: function that ends the process.
       stall_timeout: seconds without progress after which a line names the straggler; 0 for never.
+
+    Attributes:
+      stalls: names the straggler. Call `stalls.at` when this process makes progress.
     """
 
     def __init__(
@@ -149,20 +152,14 @@ class Link:
         self._lock = threading.RLock()  # guards the connections, the votes and the exit code
         self._results: queue.SimpleQueue[list[Any]] = queue.SimpleQueue()
         self._votes: list[deque[Any]] = [deque() for _ in range(count)]
-        self._stalls = Stalls(index, stall_timeout, self._tell)
+        self.stalls = Stalls(index, stall_timeout, self._tell)
+        self._label = f"[process {index}] " if index else ""  # the prefix of messages
         self._host, self._beat = socket.gethostname(), 0.0
         self._code: int | None = None  # the exit code, as soon as all processes must end
         self._deadline = math.inf
         self._changed = threading.Event()  # a connection has ended, or all processes must end
         self._reader = threading.Thread(target=self._watch, name="link", daemon=True)
         self._reader.start()
-
-    def at(self, doing: str) -> None:
-        """Records that this process makes progress, and its current activity, such as "in step 12".
-
-        `doing`: the activity; "" if no other process can be waiting for this one.
-        """
-        self._stalls.at(doing)
 
     def gather(self, value: Any) -> list[Any]:
         """Sends a JSON value to all processes and waits for theirs. Returns the values in order of process number."""
@@ -197,11 +194,6 @@ class Link:
         self._reader.join(LINGER_S)
         self._close_connections()  # not earlier: a connection that is closed without a `bye` counts as a dead process
 
-    @property
-    def label(self) -> str:
-        """The prefix of this process's error messages; "" for process 0."""
-        return f"[process {self.index}] " if self.index else ""
-
     def _send(self, *message: Any) -> None:
         with self._lock:
             for peer in self._peers.values():
@@ -209,18 +201,18 @@ class Link:
 
     def _tell(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            print(f"{self.label}warning: {line}", file=sys.stderr, flush=True)
+            print(f"{self._label}warning: {line}", file=sys.stderr, flush=True)
 
     def _tick(self) -> None:
         """Every BEAT_S seconds, sends what this process is doing and checks for stalls."""
         if (now := time.monotonic()) < self._beat + BEAT_S:
             return
-        self._beat, silent = now, self._stalls.silent()
+        self._beat, silent = now, self.stalls.silent()
         with self._lock:
             for index, peer in self._peers.items():
                 if index not in silent:  # sending to a process that does not read would block in the end
-                    peer.send("at", f"{self._stalls.doing} on {self._host}")
-        self._stalls.check()
+                    peer.send("at", f"{self.stalls.doing} on {self._host}")
+        self.stalls.check()
 
     def _collect_vote(self, index: int, value: Any) -> None:
         # Process 0 collects one value from each process.
@@ -240,7 +232,7 @@ class Link:
                 if sys.stdout.isatty():
                     sys.stdout.write("\x1b[?25h")  # the progress display may have hidden the cursor
                 sys.stdout.flush()
-                print(f"{self.label}error: {text}", file=sys.stderr, flush=True)
+                print(f"{self._label}error: {text}", file=sys.stderr, flush=True)
             self._send("end" if self.index == 0 else "error", code, text)
 
     def _watch(self) -> None:
@@ -258,7 +250,21 @@ class Link:
 
     def _read(self, index: int, peer: Peer) -> None:
         while (message := peer.receive()) is not None:
-            self._take(index, peer, message)
+            match message:
+                case ["vote", value]:
+                    self._collect_vote(index, value)
+                case ["result", list(values)]:
+                    self._results.put(values)
+                case ["error", int(code), str(text)]:
+                    self._announce(code, f"process {index}: {text}")
+                case ["end", int(code), str(text)]:
+                    self._announce(code, text)
+                    self._deadline = 0.0
+                    self._changed.set()
+                case ["at", str(doing)]:
+                    self.stalls.hear(index, doing)
+                case ["bye"]:
+                    peer.said_bye = True
         if not peer.said_bye:
             self._announce(Lost.exit_code, f"process {index} died: {AGAIN}")
         self._changed.set()
@@ -266,20 +272,3 @@ class Link:
     def _close_connections(self) -> None:
         for peer in self._peers.values():
             peer.close()
-
-    def _take(self, index: int, peer: Peer, message: list[Any]) -> None:
-        match message:
-            case ["vote", value]:
-                self._collect_vote(index, value)
-            case ["result", list(values)]:
-                self._results.put(values)
-            case ["error", int(code), str(text)]:
-                self._announce(code, f"process {index}: {text}")
-            case ["end", int(code), str(text)]:
-                self._announce(code, text)
-                self._deadline = 0.0
-                self._changed.set()
-            case ["at", str(doing)]:
-                self._stalls.hear(index, doing)
-            case ["bye"]:
-                peer.said_bye = True

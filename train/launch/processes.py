@@ -7,16 +7,15 @@ directory and prints. Every process reads its own rows of the data and writes it
 import argparse
 import contextlib
 import dataclasses
-import ipaddress
 import os
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from bytescope.train.launch.liveness import Link
-from bytescope.train.launch.rendezvous import Token, meet, own_address
+from bytescope.train.launch.rendezvous import LOOPBACK, Token, meet
 from bytescope.train.launch.signals import INTERRUPTED, leave_at_once
 from bytescope.train.user_errors import UserError
 
@@ -103,23 +102,16 @@ def find(args: argparse.Namespace) -> Address | None:
 
 
 def _host_port(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not _is_host(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+    try:
+        url = urlsplit(f"//{text}")
+        host, port = url.hostname, url.port
+    except ValueError:  # the port is out of range, or the brackets have no IPv6 address
+        host = port = None
+    if not host or not port or url.path or url.username:
         raise UserError(
             f"--coordinator={text} is not an address: give HOST:PORT, such as node1:4567, or [ADDRESS]:PORT for IPv6"
         )
-    return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def _is_host(text: str) -> bool:
-    # The name of a machine, an IPv4 address, or an IPv6 address with or without brackets.
-    if re.fullmatch(r"[\w.-]+", text):
-        return True
-    try:
-        ipaddress.IPv6Address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
-    except ValueError:
-        return False
-    return True
+    return host, port
 
 
 def _launched(timeout: float) -> Address | None:
@@ -178,7 +170,7 @@ class Processes:
         `doing`: the activity; "" if no other process can be waiting for this one.
         """
         if self._link is not None:
-            self._link.at(doing)
+            self._link.stalls.at(doing)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -253,8 +245,8 @@ def _start_jax(address: Address, timeout: float) -> None:
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM itself
     # jax's heartbeat would abort all processes when one of them is stopped for 100 seconds. The link finds what the
     # heartbeat finds, a dead process or a lost machine (rendezvous.KEEPALIVE), and Stalls names a stopped process.
-    # jax's coordinator admits every client, so it listens only at the address that the others use.
-    own = own_address(address.host)
+    # jax's coordinator admits every client, so it listens only on this machine if all processes are on it.
+    own = LOOPBACK.get(address.host)
     jax.distributed.initialize(
         str(address),
         address.count,

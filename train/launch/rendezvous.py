@@ -1,7 +1,7 @@
 """Connects the processes of one run before it starts: either all processes connect, or none starts.
 
 Messages are JSON lines: `hello index count token`, `stranger` and `go`. The messages of a run in progress are in
-train/launch/liveness.py. Process 0 listens at the address that the others connect to. It closes connections that send
+train/launch/liveness.py. Process 0 listens for the others. It closes connections that send
 a wrong token or nothing. The token is BYTESCOPE_TOKEN if a launcher sets it. Otherwise process 0 creates a token for
 this start and, while it waits, stores it in a file that only its user may read, in the run directory that all
 processes share.
@@ -9,13 +9,11 @@ processes share.
 
 import contextlib
 import hmac
-import ipaddress
 import json
 import os
 import secrets
 import socket
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,13 @@ from bytescope.train.user_errors import Lost, UserError
 # four probes, 10 s apart.
 KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))
 RETRY_S = 0.05
-HELLO_S = 10.0  # seconds within which a connection has to send its hello
-GREETERS = 64  # number of connections whose hello is read at the same time
+HELLO_S = 1.0  # seconds within which a connection has to send its hello; the others wait meanwhile
 HELLO_BYTES = 4096  # maximum bytes of a hello
 TOKEN_VARIABLE = "BYTESCOPE_TOKEN"
 TOKEN_FILE = ".rendezvous"
+# Process 0 listens only on this machine if the processes are all on it, else on all addresses: the name by which other
+# machines know this one may be another address here, and a router may translate addresses.
+LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 LINGER_S = 10.0  # seconds that a process which fails waits for the others to end
 
 
@@ -82,7 +82,6 @@ class Token:
         self._given = os.environ.get(TOKEN_VARIABLE, "")
         # Inside the run directory if it exists, since it may be the only directory that the machines share.
         self._files = (place / TOKEN_FILE, place.parent / f"{TOKEN_FILE}-{port}")
-        self._created: Path | None = None
 
     def make(self) -> str:
         """Creates the secret and the file. Returns the secret that process 0 requires of other processes. Returns ""
@@ -98,7 +97,6 @@ class Token:
                 file.write(word)
         except OSError:
             return ""
-        self._created = path
         return word
 
     def read(self) -> str:
@@ -113,15 +111,11 @@ class Token:
         return ""
 
     def remove(self) -> None:
-        """Removes the file with the secret, if this process created it."""
-        if self._created is not None:
-            with contextlib.suppress(OSError):
-                self._created.unlink(missing_ok=True)
-
-
-def token_matches(given: str, wanted: str) -> bool:
-    """Returns True if a token equals the expected one. The comparison takes the same time for every wrong token."""
-    return not wanted or hmac.compare_digest(given.encode(), wanted.encode())
+        """Removes the file with the secret that `make` created."""
+        if not self._given:
+            for path in self._files:
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
 
 
 def meet(host: str, port: int, index: int, count: int, timeout: float, token: Token) -> dict[int, Peer]:
@@ -141,37 +135,31 @@ def meet(host: str, port: int, index: int, count: int, timeout: float, token: To
         token.remove()
 
 
-def own_address(host: str) -> str:
-    """Returns the address on which this machine must listen so that other machines can connect to `host`. "" means all
-    addresses.
-
-    All addresses are needed in two cases. Either `host` resolves to the loopback address here, as a machine's own name
-    often does, but not on other machines. Or the address does not belong to this machine, because a router translates
-    it.
-    """
-    try:
-        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return ""
-    for family, _, _, _, (name, *_) in infos:
-        address = str(name)
-        if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host not in ("localhost", address):
-            return ""
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address, 0))
-            return address
-    return ""
-
-
 def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> dict[int, Peer]:
     peers: dict[int, Peer] = {}
+    rejected, deadline = 0, time.monotonic() + timeout
     try:
         with _listen(host, port) as listener:
-            rejected = _admit_all(listener, count, token, time.monotonic() + timeout, peers)
+            while len(peers) < count - 1 and time.monotonic() < deadline:
+                try:
+                    connection = listener.accept()[0]
+                    connection.settimeout(HELLO_S)
+                    peer = Peer(connection)
+                except OSError:  # nobody has connected, or the connection is already closed
+                    continue
+                match peer.receive(HELLO_BYTES):
+                    case ["hello", int(index), int(theirs), str(given)] if _token_matches(given, token):
+                        connection.settimeout(None)
+                        _admit(peer, index, theirs, count, peers)
+                    case _:
+                        rejected += 1
+                        peer.send("stranger")
+                        peer.close()
         if missing := sorted(set(range(1, count)) - set(peers)):
             others = f" ({rejected} connections without the right token were rejected)" if rejected else ""
+            names = f"{'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing))}"
             raise Lost(
-                f"{_name(missing)} of {count} did not connect within {timeout:g} s{others}: look at their "
+                f"{names} of {count} did not connect within {timeout:g} s{others}: look at their "
                 "output, or give a longer --timeout"
             )
     except UserError as error:
@@ -184,48 +172,9 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
     return peers
 
 
-def _admit_all(listener: socket.socket, count: int, token: str, deadline: float, peers: dict[int, Peer]) -> int:
-    """Accepts connections on process 0 until all other processes of the run have connected or the deadline has passed.
-
-    `peers` gets the connections that send the token of the run (process number -> connection); others are closed.
-    Returns the number of closed connections.
-    """
-    rejected = 0
-    unknown: dict[Future[tuple[Peer, int, int] | None], socket.socket] = {}  # their hello is being read
-    with ThreadPoolExecutor(GREETERS) as pool:
-        try:
-            while len(peers) < count - 1 and time.monotonic() < deadline:
-                with contextlib.suppress(OSError):  # a timeout, or the connection is already closed
-                    connection = listener.accept()[0]
-                    unknown[pool.submit(_read_hello, connection, token)] = connection
-                for future in [future for future in unknown if future.done()]:
-                    del unknown[future]
-                    hello = future.result()
-                    if hello is None:
-                        rejected += 1
-                    else:
-                        _admit(*hello, count, peers)
-        finally:  # connections without a hello must not keep this process waiting
-            for connection in unknown.values():
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
-    return rejected
-
-
-def _read_hello(connection: socket.socket, token: str) -> tuple[Peer, int, int] | None:
-    """Returns (connection, process number, number of processes); None for a connection without the token."""
-    try:
-        connection.settimeout(HELLO_S)
-        peer = Peer(connection)
-    except OSError:  # already closed
-        return None
-    match peer.receive(HELLO_BYTES):
-        case ["hello", int(index), int(count), str(given)] if token_matches(given, token):
-            connection.settimeout(None)
-            return peer, index, count
-    peer.send("stranger")
-    peer.close()
-    return None
+def _token_matches(given: str, wanted: str) -> bool:
+    # The comparison takes the same time for every wrong token.
+    return not wanted or hmac.compare_digest(given.encode("utf-8", "surrogatepass"), wanted.encode())
 
 
 def _admit(peer: Peer, index: int, theirs: int, count: int, peers: dict[int, Peer]) -> None:
@@ -245,10 +194,9 @@ def _admit(peer: Peer, index: int, theirs: int, count: int, peers: dict[int, Pee
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    address = own_address(host)
-    family, dual = socket.AF_INET, not address and socket.has_dualstack_ipv6()
-    if ":" in address or dual:
-        family = socket.AF_INET6
+    address = LOOPBACK.get(host, "")
+    dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if ":" in address or dual else socket.AF_INET
     try:
         listener = socket.create_server((address, port), family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
@@ -290,7 +238,3 @@ def _join(host: str, port: int, index: int, count: int, timeout: float, token: T
         f"process 0 did not answer at {host}:{port} within {timeout:g} s{detail}: check that it runs and that "
         "the address is right"
     )
-
-
-def _name(indices: list[int]) -> str:
-    return f"{'process' if len(indices) == 1 else 'processes'} {', '.join(map(str, indices))}"

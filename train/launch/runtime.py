@@ -4,25 +4,21 @@ import contextlib
 import gc
 import inspect
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 from bytescope.memory.devices.platform import MEMORY_FRACTION, MemoryFraction, choose_platform, give_threads, simulated
 from bytescope.memory.host.node_memory import address_space_limit, cgroup_room
 from bytescope.memory.units import human
 from bytescope.train.user_errors import DoesNotFit
-
-resource: ModuleType | None
-try:
-    import resource
-except ImportError:  # not a Unix
-    resource = None
 
 # The part of a GPU's memory that this trainer gives to jax's pool, when it runs and when a program is only compiled.
 TRAIN_FRACTION = MemoryFraction(MEMORY_FRACTION, "the trainer's default")
@@ -58,28 +54,20 @@ def check_limits() -> None:
             f"{human(START_BYTES)} in addition to the step: raise the limit of the container or job"
         )
     limit = address_space_limit()
-    if limit is not None and not _can_start_jax():
+    if limit is None:
+        return
+    # In a subprocess, because jax may abort.
+    probe = [sys.executable, "-c", _PROBE, str(THREADS_BYTES)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if subprocess.run(probe, capture_output=True, check=False, env=environment).returncode:
         raise DoesNotFit(
             f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
             "threads: remove the limit with ulimit -v unlimited"
         )
 
 
-def _can_start_jax() -> bool:
-    # In a subprocess, because jax may abort.
-    done = subprocess.run(
-        [sys.executable, "-c", _PROBE, str(THREADS_BYTES)],
-        capture_output=True,
-        check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    return done.returncode == 0
-
-
 def raise_file_limit() -> None:
     """Raises the soft limit of open files as far as allowed, up to MAX_FILES."""
-    if resource is None:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -118,22 +106,16 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
-class CapturedStderr:
-    """Controls the standard error captured by `captured_stderr`. It is printed at the end of the `with` block unless
-    `drop` is set to True."""
-
-    drop = False
-
-
 @contextlib.contextmanager
-def captured_stderr() -> Iterator[CapturedStderr]:
-    """A context manager that captures standard error, for calls whose failure is reported in one line.
+def captured_stderr() -> Iterator[SimpleNamespace]:
+    """A context manager that captures standard error, for calls whose failure is reported in one line. At the end it
+    prints what was captured, unless the attribute `drop` of its value was set to True.
 
     If one of several concurrent reads fails, library threads print tracebacks of the other reads too, some only when a
     coroutine is garbage-collected.
     """
     sys.stderr.flush()
-    captured, screen = CapturedStderr(), os.dup(2)
+    captured, screen = SimpleNamespace(drop=False), os.dup(2)
     with tempfile.TemporaryFile() as file:
         os.dup2(file.fileno(), 2)
         try:
@@ -158,22 +140,14 @@ def silence_abandoned() -> None:
     The errors come from coroutines that are garbage-collected unfinished, and from tensorstore writes whose event loop
     is already closed.
     """
-    if not isinstance(sys.unraisablehook, _AbandonedFilter):
-        sys.unraisablehook = _AbandonedFilter(sys.unraisablehook)
+    if getattr(sys.unraisablehook, "func", None) is not _skip_abandoned:
+        sys.unraisablehook = partial(_skip_abandoned, sys.unraisablehook)
 
 
-class _AbandonedFilter:
-    """A hook for sys.unraisablehook that ignores errors of garbage-collected coroutines and of writes whose event loop
-    is closed.
-
-    Other errors go to the hook that was installed before.
-    """
-
-    def __init__(self, before: Callable[[Any], Any]):
-        self._before = before
-
-    def __call__(self, unraisable: Any) -> None:
-        error = unraisable.exc_value
-        late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not late and not inspect.iscoroutine(unraisable.object):
-            self._before(unraisable)
+def _skip_abandoned(before: Callable[[Any], Any], unraisable: Any) -> None:
+    """A hook for sys.unraisablehook. Errors that do not come from abandoned reads and writes go to the hook `before`,
+    which was installed earlier."""
+    error = unraisable.exc_value
+    late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+    if not late and not inspect.iscoroutine(unraisable.object):
+        before(unraisable)

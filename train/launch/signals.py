@@ -45,7 +45,6 @@ class Stop:
                 self._before[number] = signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: Any) -> None:
-        del frame
         if number == signal.SIGINT and self.names:
             self._at_once()
         self.names.append(signal.Signals(number).name)
@@ -103,6 +102,8 @@ class Surviving:
                 return
             if error.errno not in _GONE:
                 raise
-            _to_nowhere(self._stream.fileno())
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
             if error.errno == errno.EPIPE:
                 signal.raise_signal(signal.SIGTERM)

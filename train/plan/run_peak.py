@@ -50,10 +50,11 @@ def other_programs(program: Program) -> list[ProgramCall]:
     ]
     if program.config.train.sample_tokens:
         # Imported here, because it imports generation and the data pipeline, which a report does not need.
-        from bytescope.train.generate.training_sample import sample_bytes
+        from bytescope.train.generate.training_sample import can_generate, sample_bytes
 
-        params = tuple(device_sizes(program.state.model_params))
-        out.append(ProgramCall("sample", state=params, temp=sample_bytes(program)))
+        if can_generate(program):
+            params = tuple(device_sizes(program.state.model_params))
+            out.append(ProgramCall("sample", state=params, temp=sample_bytes(program)))
     return out
 
 

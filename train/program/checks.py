@@ -200,7 +200,7 @@ def _choose_kernels(
 ) -> tuple[ModelConfig, tuple[str, str], tuple[str, str]]:
     """Chooses the attention and expert kernels if the settings leave the choice. Returns (model config with the
     kernels, (attention kernel, reason), (expert kernel, reason))."""
-    model, platform = ModelConfig.from_keys(settings.model), platform_of(layout.mesh.devices.flat[0])
+    model, platform = ModelConfig.from_dict(vars(settings.model)), platform_of(layout.mesh.devices.flat[0])
     if settings.seq_len > model.max_seq_len:
         raise ValueError(
             f"data.seq_len={settings.seq_len} is longer than model.max_seq_len="

@@ -92,8 +92,7 @@ def bytes_by_component(tensors: Sequence[Stored], origin: Origin) -> dict[str, t
 
 
 def _component(path: str) -> str:
-    within = path.split(".", 2)[2] if path.startswith("blocks.") else path
-    return next(name for begin, name in COMPONENTS if within.startswith(begin))
+    return next(name for begin, name in COMPONENTS if _path_in_block(path).startswith(begin))
 
 
 class Output:

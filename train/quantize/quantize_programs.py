@@ -1,6 +1,6 @@
 """The device programs of a quantization: embedding, one block, head, and scale search. Each is compiled once.
 
-The device need not be present. Then nothing can be run, but `peak_bytes` returns the predicted memory.
+`peak_bytes` predicts their memory before anything is run.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from jax.sharding import SingleDeviceSharding
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
-from bytescope.memory.devices.targets import Target
+from bytescope.memory.devices.targets import parse
 from bytescope.model import ModelConfig, Precision, Transformer
 from bytescope.model.names import collect_tagged
+from bytescope.model.quantized import groups
 from bytescope.train.quantize import scale_search
 from bytescope.train.quantize.folds import Fold, folds_of, shared
 from bytescope.train.step.optimizer.host_offload import device_bytes
@@ -53,7 +54,6 @@ class Programs:
       precision: float32 parameters, and the compute dtype.
       sizes: the sizes of the arrays for which the programs are compiled.
       device: the device that runs the programs.
-      pool_bytes: bytes of jax's memory pool if the device is described but not present; None otherwise.
     """
 
     def __init__(
@@ -62,7 +62,6 @@ class Programs:
         precision: Precision,
         sizes: CallSizes,
         device: jax.Device,
-        pool_bytes: int | None = None,
     ):
         # A single layer, with the attention kernel that gives its context a checkpoint name.
         self.config = dataclasses.replace(
@@ -71,7 +70,6 @@ class Programs:
         self.sizes, self.precision = sizes, precision
         self.folds, self.matrices = folds_of(config), matrices(config)
         self._place = SingleDeviceSharding(device)
-        self._pool_bytes = pool_bytes
         self._compilations: dict[Any, Compilation] = {}
         model = nnx.eval_shape(lambda: Transformer(self.config, precision, rngs=nnx.Rngs(params=0)))
         block, model.blocks = model.blocks[0], nnx.List([])
@@ -118,15 +116,12 @@ class Programs:
             lambda like: jax.device_put(np.zeros(like.shape, like.dtype), self._place), self._sum_shapes
         )
 
-    def _weight(self, path: str) -> jax.ShapeDtypeStruct:
-        return self._array(*self.matrices[path].sizes)
-
     # ---- programs ---------------------------------------------------------------------------------------------
 
     def _compiled(self, key: tuple, run: Callable, *shapes: Any, **options: Any) -> Compilation:
         if key not in self._compilations:
             lowered = jax.jit(run, **options).lower(*shapes)
-            self._compilations[key] = compile_lowered(lowered, exact=False, device_memory_bytes=self._pool_bytes)
+            self._compilations[key] = compile_lowered(lowered, exact=False)
         return self._compilations[key]
 
     def embed(self) -> Compilation:
@@ -206,7 +201,7 @@ class Programs:
         the scales [I], the exponent of the magnitudes |x| in them, and the error of each exponent that was tried.
         """
         size = self.inputs_of(fold)
-        weights = tuple(map(self._weight, fold.weights))
+        weights = tuple(self._array(*self.matrices[path].sizes) for path in fold.weights)
 
         def run(gram_II, magnitudes_I, weights):
             return scale_search.search_scale(
@@ -227,7 +222,8 @@ class Programs:
 
         def run(gram_II, scale_I, w_IO, scaled_IO):
             codes, error = scale_search.quantize(gram_II, scale_I, scaled_IO, group, clip)
-            return codes, error, scale_search.rounding_error(gram_II, w_IO, group)
+            rounded_IO = groups.decode(*groups.encode(w_IO, group))  # without scales, for comparison
+            return codes, error, scale_search.share_of(gram_II, w_IO, rounded_IO)
 
         weight = self._array(*shape)
         return self._compiled(
@@ -236,21 +232,15 @@ class Programs:
 
     # ---- memory -----------------------------------------------------------------------------------------------
 
-    @property
-    def parameter_bytes(self) -> int:
-        """Bytes of the parameters of a block on the device."""
-        return device_bytes(self.block_shapes)
-
-    def peak_bytes(
-        self, target: Target | None = None, tell: Callable[[str], None] = lambda name: None
-    ) -> dict[str, int]:
+    def peak_bytes(self, tell: Callable[[str], None]) -> dict[str, int]:
         """Compiles the programs. Returns program -> bytes on the device while it runs, including arrays that other
         programs keep there.
 
         Args:
-          target: the target to compile for; None for the devices of this process.
           tell: function that is called with the name of each program.
         """
+
+        target = parse("local")
 
         def measure(name: str, compilation: Compilation, beside: int = 0) -> int:
             tell(name)

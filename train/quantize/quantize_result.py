@@ -1,4 +1,4 @@
-"""Records of a quantization, its memory and its results, for the terminal and JSON."""
+"""Records of a quantization, its memory and its results, for JSON, and the tables that show them on the terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from bytescope.memory.records.host_record import HostMemory
+from bytescope.memory.units import human
+from bytescope.memory.view.text_layout import Prose
+from bytescope.memory.view.text_table import FigureTable, figure, label, words
+
+BAR = 24  # columns of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +96,60 @@ class QuantizationResult:
         """Returns the result as JSON values."""
         fields = dataclasses.asdict(self) | {"host_memory": self.host_memory.to_json()}
         return {**fields, "perplexity": {"before": self.before, "after": self.after}}
+
+
+def memory_view(memory: Memory) -> RenderableType:
+    """Returns the table of memory that is printed before a quantization starts."""
+    name, peak = memory.peak
+    rows = FigureTable(label(), figure(), words())
+    rows.add("device", human(peak), f"of {human(memory.limit)}, in the program '{name}'")
+    checkpoint = f", the checkpoint {human(memory.held)}" if memory.held else ""
+    rows.add(
+        "host",
+        human(memory.host),
+        f"activations {human(memory.streams)}, a layer or the tables {human(memory.layer)}{checkpoint}",
+    )
+    rows.add("folder", human(memory.folder), "")
+    return Group(rows, Text())
+
+
+def result_view(result: QuantizationResult) -> RenderableType:
+    """Returns the result for the terminal: perplexity, bytes by component, and errors by layer."""
+    sizes = FigureTable(label(), figure("16 bits"), figure("here"), figure("share"))
+    whole = result.bytes
+    for name, (unquantized, quantized) in [*result.components.items(), ("all", whole)]:
+        fraction = f"{quantized / unquantized:.0%}" if unquantized else ""
+        sizes.add(name, human(unquantized), human(quantized), fraction)
+    layers = FigureTable(figure("layer"), figure("rounding"), figure("here"), figure("stream"), label())
+    means = [mean_error(row) for row in result.layers]
+    most = max(error for _, error in means) or 1.0
+    for row, (rounding, error) in zip(result.layers, means):
+        layers.add(
+            str(row["layer"]),
+            f"{rounding:.2%}",
+            f"{error:.2%}",
+            f"{row['stream']:.2%}",
+            "█" * max(round(BAR * error / most), 1),
+        )
+    return Group(
+        Text(f"{result.out}: {result.title} in 4 bits", style="bold"),
+        *map(Prose, result.facts),
+        Text(f"perplexity {result.before:.4f} before, {result.after:.4f} after"),
+        Text(),
+        sizes,
+        Text(),
+        Prose(
+            "mean square error of a layer's matrix products and of the residual stream after the layer, each as a "
+            "percentage of the mean square of the original"
+        ),
+        layers,
+    )
+
+
+def mean_error(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Returns (mean error of plain rounding, mean error of the stored weights) over the weights of a layer. `row` is a
+    row of `QuantizationResult.layers`.
+    """
+    products = row["weights"]
+    rounding = sum(product["rounding"] for product in products) / len(products)
+    return rounding, sum(product["error"] for product in products) / len(products)

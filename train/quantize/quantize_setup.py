@@ -13,32 +13,24 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import versions
-from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.host.host_ledger import ledger
 from bytescope.memory.host.process_memory import release_free_memory
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.report.host_notice import expect_host, resident_term
 from bytescope.memory.units import human
-from bytescope.model import ModelConfig
-from bytescope.train.checkpoints.saved_run import SavedRun
 from bytescope.train.generate.model_source import Source, precision_of
 from bytescope.train.generate.open_engine import local_limit
-from bytescope.train.generate.text import Prompts, read_tokens
-from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.program.config_files import load
-from bytescope.train.quantize.origin import check_model, open_origin
+from bytescope.train.generate.text import Prompts, read_texts
+from bytescope.train.quantize.origin import open_origin
 from bytescope.train.quantize.output import Output, bytes_by_component, plan
 from bytescope.train.quantize.quantize_programs import CallSizes, Programs
 from bytescope.train.quantize.quantize_result import Memory, QuantizationResult
-from bytescope.train.quantize.quantize_work import Outcome, Quantization, Tell
-from bytescope.train.source import ConfigPath, RunPath, WeightsPath, find_source
+from bytescope.train.quantize.quantize_work import Quantization, Tell
+from bytescope.train.step.optimizer.host_offload import device_bytes
 from bytescope.train.user_errors import DoesNotFit, UserError
-from bytescope.train.weights.finetune import config_of
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import parameters_of
-from bytescope.train.weights.packed import packed_paths
 
 HELD_OUT = 32  # maximum number of held-out windows
 SHARE = 4  # without --held-out, the last 1/SHARE of the calibration text is held out
@@ -91,11 +83,16 @@ def open_quantization(args: argparse.Namespace, tell: Tell) -> PreparedQuantizat
         "windows": len(calibration),
         "text": digest.hexdigest()[:16],
     }
-    peaks = programs.peak_bytes(targets.parse("local"), lambda name: tell(0, 0, f"compiling {name}"))
+    peaks = programs.peak_bytes(lambda name: tell(0, 0, f"compiling {name}"))
     limit = local_limit(args, device)
     tokens = calibration.size, held_out.size
     folder = sum(tensor.nbytes for tensor in plan(origin, args.format, args.group))
-    memory = _count_memory(origin.model, programs, tokens, peaks, limit, folder, origin.held)
+    streams = (tokens[0] + 2 * tokens[1]) * origin.model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
+    # Three float32 copies of a layer: as read, scaled, and decoded from the written codes. Two copies of the tables.
+    parameters = parameters_of(origin.model).items()
+    tables = sum(math.prod(shape) for path, shape in parameters if not path.startswith("blocks."))
+    layer = max(3 * device_bytes(programs.block_shapes), 2 * 4 * tables)
+    memory = Memory(peaks, limit, streams, layer, origin.held, folder)
     name, peak = memory.peak
     if not memory.fits:  # before disk space is reserved
         raise DoesNotFit(
@@ -144,7 +141,8 @@ def _rows_per_call(calibration: int, held_out: int) -> int:
 
 def _cut_into_windows(source: Source, path: Path, flag: str, length: int) -> np.ndarray:
     # int32 [windows, length]; the texts of the file are joined without separators.
-    tokens = read_tokens(Prompts(source, chat=False), path, flag)
+    texts = read_texts(Prompts(source, chat=False), path, flag)
+    tokens = np.concatenate([np.asarray(text, np.int32) for text in texts])
     return tokens[: len(tokens) // length * length].reshape(-1, length)
 
 
@@ -156,78 +154,11 @@ def _require(windows: np.ndarray, needed: int, path: Path, length: int) -> None:
         )
 
 
-def plan_memory(args: argparse.Namespace, tell: Tell) -> tuple[str, Memory]:
-    """Returns (title of a model, memory that quantizing it on a target device needs). The device need not be present.
-
-    Args:
-      args: the parsed command line.
-      tell: function that shows the progress.
-
-    Raises:
-      UserError: the model does not exist or cannot be quantized.
-    """
-    target, model = targets.parse(args.target, TRAIN_FRACTION), _read_model_config(args)
-    check_model(str(args.source), model, args.group)
-    rows = min(ROWS, args.samples)
-    device = target.devices()[0]
-    sizes = CallSizes(rows, min(args.length, model.max_seq_len), args.group)
-    precision = precision_of(args.dtype, device.platform)
-    programs = Programs(model, precision, sizes, device, target.pool_bytes)
-    peaks = programs.peak_bytes(target, lambda name: tell(0, 0, f"compiling {name}"))
-    tokens = args.samples // rows * rows * sizes.length, HELD_OUT // rows * rows * sizes.length
-    limit = budget_of(args.budget or "", target.limit_bytes, "--budget")
-    weights = sum(math.prod(shape) for shape in parameters_of(model).values())
-    packed = sum(inputs * outputs for inputs, outputs in packed_paths(model).values())
-    bits = 4 + 20 / args.group  # a scale of 16 bits and a zero point of 4 for each group
-    folder = int(2 * (weights - packed) + packed * bits / 8)
-    return (
-        f"quantizing {args.source} on {target.name}, {args.samples} windows of {sizes.length} tokens",
-        _count_memory(model, programs, tokens, peaks, limit, folder),
-    )
-
-
-def _read_model_config(args: argparse.Namespace) -> ModelConfig:
-    source = find_source(args.source, RunPath, WeightsPath, ConfigPath)
-    if isinstance(source, RunPath):
-        config = SavedRun.open(source.path, args.step).config
-    elif isinstance(source, WeightsPath):
-        config = config_of(str(source.path))
-    else:
-        config = load(str(args.source))
-    return ModelConfig.from_dict(config.model)
-
-
-def _count_memory(
-    model: ModelConfig,
-    programs: Programs,
-    tokens: tuple[int, int],
-    peaks: dict[str, int],
-    limit: int,
-    folder: int,
-    held: int = 0,
-) -> Memory:
-    """Returns the memory that a quantization needs.
-
-    Args:
-      tokens: (number of calibration tokens, number of held-out tokens).
-      peaks: program -> bytes on the device while it runs.
-      limit: bytes of the device that may be used.
-      folder: bytes of the weights to write.
-      held: host bytes of a run's checkpoint that stay in memory, because stacked layers can only be read together.
-    """
-    calibration, held_out = tokens
-    streams = (calibration + 2 * held_out) * model.d_model * jax.numpy.dtype(programs.precision.compute).itemsize
-    # Three float32 copies of a layer: as read, scaled, and decoded from the written codes. Two copies of the tables.
-    tables = sum(math.prod(shape) for path, shape in parameters_of(model).items() if not path.startswith("blocks."))
-    layer = max(3 * programs.parameter_bytes, 2 * 4 * tables)
-    return Memory(peaks, limit, streams, layer, held, folder)
-
-
 def host_terms(memory: Memory, programs: Programs, device: jax.Device, layer_on_disk: int) -> list[HostTerm]:
     """Returns the host memory that the layer-by-layer quantization needs.
 
     Args:
-      memory: the memory that `_count_memory` has computed.
+      memory: the memory of the quantization.
       programs: the programs, which know the sizes of a layer's weights.
       device: the device that runs the programs. The memory of a CPU is host memory.
       layer_on_disk: bytes of a layer in the files of a folder of weights; 0 for a run.
@@ -245,9 +176,11 @@ def host_terms(memory: Memory, programs: Programs, device: jax.Device, layer_on_
     return [term for term in terms if term.bytes]
 
 
-def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcome: Outcome) -> QuantizationResult:
-    """Collects the figures of a finished quantization (`outcome`) for its summary: settings, memory, bytes by
-    component, perplexity before and after, and the errors of each layer."""
+def make_result(
+    args: argparse.Namespace, prepared: PreparedQuantization, perplexity: tuple[float, float]
+) -> QuantizationResult:
+    """Collects the figures of a finished quantization for its summary: settings, memory, bytes by component, perplexity
+    before and after, and the errors of each layer."""
     quantization = prepared.quantization
     calibration, held_out = prepared.tokens
     facts = (
@@ -262,10 +195,10 @@ def make_result(args: argparse.Namespace, prepared: PreparedQuantization, outcom
         facts=facts,
         memory=prepared.memory,
         components=bytes_by_component(quantization.output.tensors, quantization.origin),
-        before=outcome.before,
-        after=outcome.after,
+        before=perplexity[0],
+        after=perplexity[1],
         tokens=prepared.tokens,
-        layers=outcome.layers,
+        layers=quantization.output.done,
         versions=versions(),
         host_memory=ledger(prepared.host),
     )

@@ -7,7 +7,6 @@ end both perplexities are known, and the device never holds more than one layer.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,36 +27,6 @@ from bytescope.train.weights.leaves import parameters_of
 from bytescope.train.weights.packed import Codes
 
 Tell = Callable[[int, int, str], None]  # called with (finished program calls, total calls, description of the next)
-
-
-@dataclasses.dataclass
-class Streams:
-    """The residual streams between two layers, in host memory and in the compute dtype, each [windows, tokens,
-    d_model].
-
-    Attributes:
-      calibration: the calibration text in the original model.
-      original: the held-out text in the original model.
-      written: the held-out text in the quantized model.
-    """
-
-    calibration: np.ndarray
-    original: np.ndarray
-    written: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The result of `Quantization.run`.
-
-    Fields:
-      layers: a record of quantization errors for each layer, a row of `QuantizationResult.layers`.
-      before, after: perplexity of the held-out text with the original and with the quantized weights.
-    """
-
-    layers: list[dict[str, Any]]
-    before: float
-    after: float
 
 
 class Quantization:
@@ -95,34 +64,38 @@ class Quantization:
         rows = self.programs.sizes.rows
         return self.origin.model.n_layers * (len(self._calibration) + 2 * len(self._held_out)) // rows
 
-    def run(self) -> Outcome:
+    def run(self) -> tuple[float, float]:
         """Quantizes and writes all layers. A layer that an interrupted command has finished is read instead of
-        quantized again.
+        quantized again. Returns the perplexity of the held-out text with the original and with the quantized weights.
         """
         self.output.write(-1, self._outside_parameters(), {})
         shell = put(self._outside_parameters(), self.programs.shell_shapes)
         calibration, original = (self._embed(shell, tokens) for tokens in (self._calibration, self._held_out))
         del shell  # frees the device: the tables are read again at the end
-        streams = Streams(calibration, original, self._embed(self._load_written_non_layer_parameters(), self._held_out))
+        written = self._embed(self._load_written_non_layer_parameters(), self._held_out)
         for layer in range(self.origin.model.n_layers):
-            self._layer(layer, streams)
+            self._layer(layer, calibration, original, written)
             folders.close()  # otherwise all pages that were read would count as memory of this process
             release_free_memory()
-        before = self._perplexity(put(self._outside_parameters(), self.programs.shell_shapes), streams.original)
-        return Outcome(
-            self.output.done, before, self._perplexity(self._load_written_non_layer_parameters(), streams.written)
-        )
+        before = self._perplexity(put(self._outside_parameters(), self.programs.shell_shapes), original)
+        return before, self._perplexity(self._load_written_non_layer_parameters(), written)
 
     # ---- a layer ----------------------------------------------------------------------------------------------
 
-    def _layer(self, layer: int, streams: Streams) -> None:
+    def _layer(self, layer: int, calibration: np.ndarray, original: np.ndarray, written: np.ndarray) -> None:
+        """Quantizes and writes a layer, and moves the three residual streams [windows, tokens, d_model] through it.
+
+        Args:
+          calibration, original: the calibration text and the held-out text in the original model.
+          written: the held-out text in the quantized model.
+        """
         params = {path: self._parameter(f"blocks.{layer}.{path}").astype(np.float32) for path in self._within}
-        written = layer < len(self.output.done)
+        finished = layer < len(self.output.done)
         on_device = put(params, self.programs.block_shapes)
-        sums = self._run_block_in_place(layer, on_device, streams.calibration, "calibration", watch=not written)
-        self._run_block_in_place(layer, on_device, streams.original, "held-out text")
+        sums = self._run_block_in_place(layer, on_device, calibration, "calibration", watch=not finished)
+        self._run_block_in_place(layer, on_device, original, "held-out text")
         del on_device
-        if written:
+        if finished:
             kept, codes = self.output.read(layer)
         else:
             kept, codes, errors = self._quantize_layer(layer, params, sums)
@@ -130,9 +103,9 @@ class Quantization:
         del sums
         rounded = {path: array.astype(np.float16).astype(np.float32) for path, array in kept.items()}
         rounded |= {path: decoded(one).reshape(params[path].shape) for path, one in codes.items()}
-        self._run_block_in_place(layer, put(rounded, self.programs.block_shapes), streams.written, "what was written")
-        if not written:
-            self.output.note({"layer": layer, "stream": drift(streams), "weights": errors})
+        self._run_block_in_place(layer, put(rounded, self.programs.block_shapes), written, "what was written")
+        if not finished:
+            self.output.note({"layer": layer, "stream": drift(written, original), "weights": errors})
 
     def _run_block_in_place(self, layer: int, params: Any, x_NLD: np.ndarray, what: str, watch: bool = False) -> Any:
         """Runs the residual stream x_NLD (N windows, L tokens, D `d_model`) through a block, in batches of windows, and
@@ -244,11 +217,11 @@ def decoded(one: Codes) -> np.ndarray:
     return np.asarray(groups.decode(*map(jnp.asarray, (one.codes_IO, one.zeros_GO, one.scales_GO))))
 
 
-def drift(streams: Streams) -> float:
+def drift(written: np.ndarray, original: np.ndarray) -> float:
     """Returns how far the quantized model is from the original: the mean square difference between their residual
     streams of the held-out text, as a fraction of the original stream's mean square."""
     difference = power = 0.0
-    for mine, theirs in zip(streams.written, streams.original):
+    for mine, theirs in zip(written, original):
         mine, theirs = mine.astype(np.float32), theirs.astype(np.float32)
         difference += float(np.square(mine - theirs).sum())
         power += float(np.square(theirs).sum())

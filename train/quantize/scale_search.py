@@ -113,11 +113,3 @@ def _best_clip_ratios(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Ar
 
     start = jnp.full((count, outputs), jnp.inf), jnp.ones((count, outputs))
     return jax.lax.scan(better, start, jnp.asarray(SHARES, jnp.float32))[0][1]
-
-
-@partial(jax.jit, static_argnames="group")
-def rounding_error(gram_II: jax.Array, w_IO: jax.Array, group: int) -> jax.Array:
-    """Returns the error of rounding the weight without scales, as a fraction of the outputs' mean square. `gram_II`:
-    X'X of the weight's inputs X [tokens, inputs]. `group`: number of inputs whose 4-bit codes share a quantization
-    scale."""
-    return share_of(gram_II, w_IO, groups.decode(*groups.encode(w_IO, group)))

@@ -35,7 +35,7 @@ from bytescope.train.checkpoints.workdir import claimed, recordable
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.data.tokenizer import IdTokenizer
 from bytescope.train.export.config_json import config_json
-from bytescope.train.generate.training_sample import over_pages, sample_text
+from bytescope.train.generate.training_sample import can_generate, sample_text
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import ALONE, Processes
 from bytescope.train.launch.signals import Stop
@@ -523,7 +523,7 @@ def _show_end(
     text = ""
     if run.config.train.sample_tokens and not run.agreed:
         release_free_memory()  # temporaries of updates
-        if over_pages(program):
+        if can_generate(program):
             _expect_compile_of_sample()
         with host_phase("sample"):
             text = sample_text(program, run.data, state.model_params)

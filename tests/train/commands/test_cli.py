@@ -49,7 +49,7 @@ STAYING = {
     "prepare": ("--source --out --tokenizer --special-tokens --field --skip-bad --shard-tokens", ""),
     "generate": (
         "--step --dtype --tensor --fsdp --sequences --length --kv --budget --prompt --prompts --out --chat "
-        "--max-tokens --temperature --top-k --top-p --min-p --seed --stop --ignore-end",
+        "--max-tokens --temperature --top-k --top-p --seed --stop",
         "--score --json",
     ),
     "export": (

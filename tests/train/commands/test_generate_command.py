@@ -28,14 +28,17 @@ ROWS = [
     {"text": "def x", "seed": 7},
     {"text": "return the model of the train"},
 ]
-SHORT = ["--max-tokens=12", "--ignore-end"]
+SHORT = ["--max-tokens=12"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     require("transformers")  # which makes it
     made = checkpoints.model("llama", max_position_embeddings=128)
-    return checkpoints.save(made, tmp_path_factory.mktemp("generate") / "llama")
+    folder = checkpoints.save(made, tmp_path_factory.mktemp("generate") / "llama")
+    config = json.loads((folder / "config.json").read_text())  # no token ends an answer
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    return folder
 
 
 @pytest.fixture
@@ -151,7 +154,7 @@ def test_a_run_without_a_prompt_file_reads_what_is_piped(folder, sampled, capsys
 
 def test_without_flags_an_answer_is_sampled_and_fits_the_model(folder, capsys):
     """Greedy text of a model that was trained for minutes is one token again and again."""
-    command = [folder, "--prompt=the model is", "--ignore-end"]
+    command = [folder, "--prompt=the model is"]
     code, out, err = generate(capsys, *command)
     assert code == 0, err
     assert generate(capsys, *command, "--temperature=0.8", "--max-tokens=121") == (0, out, "")
@@ -227,7 +230,7 @@ def test_a_run_generates_what_its_export_generates(tmp_path, capsys, monkeypatch
     assert cli.main(["train", "--workdir=run", *(f"--config.{key}={value}" for key, value in settings.items())]) == 0
     assert cli.main(["export", "run", "folder"]) == 0
     capsys.readouterr()
-    command = ["--prompt=def train(", "--max-tokens=20", "--ignore-end"]
+    command = ["--prompt=def train(", "--max-tokens=20"]
     decoded, read = [], Parameters.read
 
     def watched(parameters, name):

@@ -90,7 +90,7 @@ def test_many_answers_are_what_they_are_alone(count):
         if engine.running and rng.random() < 0.1:
             engine.preempt(rng.choice(engine.running))
             by_chance += 1
-    assert for_room > count / 20 and by_chance > count / 10 and engine.pages.reused > count and engine.pages.used == 0
+    assert for_room > count / 20 and by_chance > count / 10 and engine.pages.used == 0
     single = random_engine({"model.n_layers": 1}, pages=14, sequences=1)
     assert [list(one.answer) for one in running] == alone(single, asked)
 
@@ -111,15 +111,6 @@ def test_pages_are_hardly_wasted():
     assert stored > 0.96 * held and engine.preempted > 0 and engine.pages.used == 0
 
 
-def test_a_beginning_is_computed_once():
-    engine = random_engine()
-    prompt = tuple(range(40))
-    first = alone(engine, [Request(prompt, 4)])
-    steps = engine.count
-    assert alone(engine, [Request(prompt, 4)]) == first
-    assert engine.pages.reused == 2 * PAGE and engine.count - steps == steps - 2  # of three pieces one is left
-
-
 def test_prompts_do_not_hold_up_the_others():
     engine = random_engine()
     first = engine.submit(Request((1, 2, 3), 20))
@@ -132,19 +123,18 @@ def test_prompts_do_not_hold_up_the_others():
     assert grown == [4] * PATIENCE + [5] + [5] * 3 + [6, 7]
 
 
-@pytest.mark.parametrize(("stored", "close"), [(jnp.int8, 0.02), (jnp.float8_e4m3fn, 0.08)])
-def test_eight_bits_are_close(stored, close):
+def test_eight_bits_are_close():
     model, params = random_model()
     tokens_BT = jnp.asarray(np.random.default_rng(1).integers(0, 64, (2, 48)), jnp.int32)
     whole = nnx.merge(model.graph, params).hidden(tokens_BT)
-    pools = decode.make_pools(model.config, 7, stored, jnp.float32)
+    pools = decode.make_pools(model.config, 7, jnp.int8, jnp.float32)
     places = jnp.tile(jnp.arange(48)[None], (2, 1)).astype(jnp.int32)
     view = View(places, jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32))
     x_BTD, _ = decode.step(nnx.merge(model.graph, params), tokens_BT, view, pools)
     error = float(jnp.sqrt(jnp.mean((x_BTD - whole) ** 2) / jnp.mean(whole**2)))
-    assert 0 < error < close
+    assert 0 < error < 0.02
     # Positions, layers, keys and values, width and a scale.
-    assert Steps(model, stored).page_bytes == PAGE * 2 * 2 * (8 + 4)
+    assert Steps(model, jnp.int8).page_bytes == PAGE * 2 * 2 * (8 + 4)
 
 
 @pytest.mark.oracle("transformers")

@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 
 from bytescope.train.generate.request import Request
-from bytescope.train.generate.sampling import Draws, choose, filtered
+from bytescope.train.generate.steps import Draws, choose, filtered
 from support.models.generating import random_engine, together
 
-SETTINGS = [(1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.1), (0.8, 20, 0.9, 0.05)]
+SETTINGS = [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.8), (0.8, 20, 0.9)]
 
 
 def draws(rows, seed=0, setting=SETTINGS[0]):
-    temperature, top_k, top_p, min_p = setting
+    temperature, top_k, top_p = setting
     return Draws(
         jnp.full(rows, temperature, jnp.float32),
         jnp.full(rows, top_k, jnp.int32),
         jnp.full(rows, top_p, jnp.float32),
-        jnp.full(rows, min_p, jnp.float32),
         jnp.arange(seed, seed + rows, dtype=jnp.uint32),
     )
 
@@ -31,14 +30,13 @@ def test_filters_are_those_of_transformers(setting):
     import torch
     from transformers.generation import logits_process as theirs
 
-    temperature, top_k, top_p, min_p = setting
+    temperature, top_k, top_p = setting
     logits = np.random.default_rng(0).normal(0, 3, (6, 50)).astype(np.float32)
     if top_p == 1:  # of equal ones at the limit of top-p the order decides
         logits = logits.round()
     found = torch.tensor(logits) / temperature
     used = [theirs.TopKLogitsWarper(top_k)] if top_k else []
     used += [theirs.TopPLogitsWarper(top_p)] if top_p < 1 else []
-    used += [theirs.MinPLogitsWarper(min_p)] if min_p else []
     for warper in used:
         found = warper(None, found)
     ours = jax.nn.softmax(filtered(jnp.asarray(logits), draws(6, setting=setting)), axis=-1)
@@ -57,14 +55,13 @@ def test_draws_follow_the_distribution(setting):
     number = jnp.arange(count)
     how = dataclasses.replace(draws(count, setting=setting), seed_B=(number // 200).astype(jnp.uint32))
     drawn = np.asarray(jax.jit(lambda rows, how: choose(rows, how, number % 200, True))(rows, how))
-    temperature, top_k, top_p, min_p = setting  # a direct computation, token by token
+    temperature, top_k, top_p = setting  # a direct computation, token by token
     order = np.argsort(-logits, kind="stable")
     scaled = logits[order].astype(np.float64) / temperature
     kept = scaled[: top_k or None]
     probs = np.exp(kept - kept[0]) / np.exp(kept - kept[0]).sum()
     kept = kept[np.cumsum(probs) - probs < top_p] if top_p < 1 else kept
     probs = np.exp(kept - kept[0]) / np.exp(kept - kept[0]).sum()
-    probs = probs[probs >= min_p * probs[0]]
     expected = count * probs / probs.sum()
     seen = np.array([np.sum(drawn == token) for token in order[: len(probs)]])
     assert seen.sum() == count  # nothing that a filter leaves out

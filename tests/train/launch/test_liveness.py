@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bytescope.train.launch.liveness import SILENT_S, Link, Stalls
-from bytescope.train.launch.rendezvous import Token, meet, own_address, token_matches
+from bytescope.train.launch.rendezvous import Token, meet
 from bytescope.train.user_errors import Lost, UserError
 from support.ports import free_port
 
@@ -81,10 +81,11 @@ STRANGERS = (
     b'["end", 2, "over"]\n',
     b'["hello", 1, 2, 3]\n',
     b'["hello", -1, 2, "guess"]\n',
+    b'["hello", 1, 2, "\\ud800"]\n',
 )
 
 
-def test_strangers_at_the_port_change_nothing(tmp_path):
+def test_strangers_at_the_port_change_nothing(tmp_path, monkeypatch):
     """Those who say something else, take a place with another token, say half a word, or nothing at all."""
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
@@ -92,18 +93,18 @@ def test_strangers_at_the_port_change_nothing(tmp_path):
         for content in STRANGERS:
             with contextlib.suppress(ConnectionError), knock(port, content) as stranger:
                 assert stranger.recv(100) in (b'["stranger"]\n', b"")
+        monkeypatch.setattr("bytescope.train.launch.rendezvous.HELLO_S", 0.1)
         silent, half = knock(port), knock(port, b'["hello", 1, ')
         assert (tmp_path / ".rendezvous").stat().st_mode & 0o777 == 0o600
         second = pool.submit(meet, "127.0.0.1", port, 1, 2, 10.0, Token(tmp_path, port)).result()
         assert list(second) == [0] and list(first.result()) == [1]
-    assert silent.recv(10) == b"" and half.recv(10) == b"" and not list(tmp_path.iterdir())
+    assert silent.recv(20) == half.recv(20) == b'["stranger"]\n' and not list(tmp_path.iterdir())
     for each in (silent, half, *(peer for peers in (second, first.result()) for peer in peers.values())):
         each.close()
 
 
-def test_silent_connections_are_closed_and_too_many_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("bytescope.train.launch.rendezvous.HELLO_S", 0.3)
-    monkeypatch.setattr("bytescope.train.launch.rendezvous.GREETERS", 3)
+def test_silent_connections_are_closed(tmp_path, monkeypatch):
+    monkeypatch.setattr("bytescope.train.launch.rendezvous.HELLO_S", 0.05)
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, "127.0.0.1", port, 0, 2, 10.0, Token(tmp_path, port))
@@ -130,8 +131,6 @@ def test_one_with_another_token_is_told_why(tmp_path, monkeypatch):
             first.result()
     monkeypatch.setenv("BYTESCOPE_TOKEN", "secret")
     assert Token(None, port).make() == Token(tmp_path, port).read() == "secret" and not (tmp_path / "runs").exists()
-    assert token_matches("secret", "secret") and token_matches("any", "") and not token_matches("", "secret")
-    assert not token_matches("é", "secret")
 
 
 def test_a_place_that_cannot_be_written_asks_for_no_token(tmp_path):
@@ -140,26 +139,12 @@ def test_a_place_that_cannot_be_written_asks_for_no_token(tmp_path):
     assert Token(tmp_path / "file" / "run", 1).read() == ""
 
 
-@pytest.mark.parametrize(
-    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", None), ("node.invalid", ""), ("192.0.2.7", "")]
-)
-def test_process_0_listens_where_the_others_look(host, address):
-    """A name that is not this machine's is reached through another machine: then it listens on all addresses."""
-    found = own_address(host)
-    assert found == address if address is not None else found in ("127.0.0.1", "::1")
-
-
-def test_a_name_that_means_the_loopback_here_is_another_address_elsewhere(monkeypatch):
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
-    assert own_address("node1") == ""
-
-
 def test_a_port_in_use_is_one_line(tmp_path):
     with socket.create_server(("", 0)) as taken, pytest.raises(UserError, match="choose another port"):
         meet("127.0.0.1", taken.getsockname()[1], 0, 2, 5.0, Token(tmp_path, 1))
 
 
-def test_nobody_can_knock_at_another_address():
+def test_nobody_can_knock_from_another_machine_if_all_processes_are_on_one():
     """What listens on all addresses is found on each of them."""
     port, found = free_port(), []
     with ThreadPoolExecutor(1) as pool, tempfile.TemporaryDirectory() as folder:
@@ -231,7 +216,7 @@ def test_a_process_that_says_nothing_is_named(capsys, monkeypatch):
     codes = []
     links = {index: Link(index, 3, peers[index], codes.append, stall_timeout=0.9) for index in (0, 2)}
     for link in links.values():
-        link.at("in step 7")
+        link.stalls.at("in step 7")
     said, deadline = "", time.monotonic() + 20
     while "no step for" not in said and time.monotonic() < deadline:
         time.sleep(0.05)

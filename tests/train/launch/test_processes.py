@@ -366,14 +366,6 @@ def test_the_accumulation_for_other_devices_is_named(tmp_path):
         claim(tmp_path, Identity({"train.steps": 1, "batch.accumulation": 2}, 16, "abc"), extend=False)
 
 
-def test_the_sample_is_the_same_on_a_mesh():
-    texts = []
-    for overrides, devices in (({}, 1), ({"mesh.context": 2, "mesh.fsdp": 2}, 4)):
-        program = small_program(overrides, devices)
-        texts.append(generate(program, first_state(program).params, [1, 2, 3], 12, 0.8))
-    assert texts[0] == texts[1] and len(set(texts[0])) > 4
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("tokens", "count", "kept"),

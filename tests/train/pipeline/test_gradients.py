@@ -11,7 +11,6 @@ from rich.console import Console
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.data.batch_algebra import IGNORE
-from bytescope.train.generate.training_sample import generate
 from bytescope.train.parallel.axes import AXES, make_mesh
 from bytescope.train.pipeline.stages import reorder
 from bytescope.train.program.step_checks import check_collectives
@@ -181,7 +180,7 @@ def test_a_run_goes_on_under_other_stages_and_schedules(tmp_path):
     np.testing.assert_allclose(*(jax.tree.leaves(each.params["blocks"])[0] for each in (state, alone)), atol=1e-6)
 
 
-def test_evaluation_and_samples_pass_through_the_stages():
+def test_evaluation_passes_through_the_stages():
     programs = [small_program({**DEEP, "batch.micro": 4}), pipelined(2, **{"pipeline.schedule": "v"})]
     host = next(fixed_batches(4, 32, 64, 1))
     states = [first_state(program) for program in programs]
@@ -189,8 +188,6 @@ def test_evaluation_and_samples_pass_through_the_stages():
         program.evaluate(state.params, put(host, program.eval_shapes), None) for program, state in zip(programs, states)
     ]
     np.testing.assert_allclose(tallies[1].loss, tallies[0].loss, rtol=1e-6)
-    texts = [generate(program, state.params, [1, 2, 3], 5, 0.0) for program, state in zip(programs, states)]
-    assert texts[0] == texts[1] and len(texts[0]) == 5
 
 
 @pytest.mark.exhaustive

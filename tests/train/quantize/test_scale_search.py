@@ -66,7 +66,7 @@ def test_clipping_helps_each_group_and_the_error_is_told(problem):
     clipped, told = scale_search.quantize(gram_II, scale_I, w_IO, GROUP, True)
     assert float(told_plain) == pytest.approx(error(x_TI, w_IO, groups.decode(*plain)) / whole, rel=1e-3)
     assert float(told) == pytest.approx(error(x_TI, w_IO, groups.decode(*clipped)) / whole, rel=1e-3)
-    assert float(told_plain) == pytest.approx(float(scale_search.rounding_error(gram_II, w_IO, GROUP)), rel=1e-5)
+    assert float(told_plain) == pytest.approx(float(scale_search.share_of(gram_II, w_IO, rounded(w_IO))), rel=1e-5)
     for group in range(2):  # by itself no group is worse off
         own = slice(GROUP * group, GROUP * group + GROUP)
         mine, theirs = (
