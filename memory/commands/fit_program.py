@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.remat.layer_discovery import Layer
     from bytescope.memory.remat.recognition import Value
-    from bytescope.memory.report.remat_planning import Built
-    from bytescope.memory.report.step_planning import StepCompiler
+    from bytescope.memory.report.remat_planning import Built, StepCompiler
     from bytescope.memory.view.progress_bar import ProgressBar
 
 AS_WRITTEN = "as written"
@@ -123,9 +122,8 @@ class ProgramSearch:
         make: function that makes the program. Each call traces the program again.
         """
         from bytescope.memory.commands.report_command import make_report
-        from bytescope.memory.report.remat_planning import Built
+        from bytescope.memory.report.remat_planning import Built, StepCompiler
         from bytescope.memory.report.report_object import Report
-        from bytescope.memory.report.step_planning import StepCompiler
         from bytescope.memory.view.progress_bar import progress
 
         def trace() -> Any:
@@ -151,8 +149,7 @@ class ProgramSearch:
 
     def _search(self, compiler: StepCompiler) -> None:
         from bytescope.memory.remat.remat_problem import CompiledPlan
-        from bytescope.memory.report.remat_planning import policy_name
-        from bytescope.memory.report.step_planning import plan_step
+        from bytescope.memory.report.remat_planning import plan_step, policy_name
 
         def tell(tried: CompiledPlan) -> None:
             name = policy_name(tried.plan) or str(tried.plan)

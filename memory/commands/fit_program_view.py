@@ -16,8 +16,8 @@ from rich.text import Text
 from bytescope.memory.compare.compare_columns import COST_AXES, RECOMPUTED_SHARE, Record
 from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.records.report_record import ROWS
-from bytescope.memory.report.remat_plan import format_flops, relative_place
-from bytescope.memory.units import column_unit, human
+from bytescope.memory.report.remat_plan import relative_place
+from bytescope.memory.units import column_unit, flops, human
 from bytescope.memory.view.console import safe
 from bytescope.memory.view.elements import (
     HeaderFigure,
@@ -130,7 +130,7 @@ def figures_of_best(out: Mapping[str, Any]) -> str:
     parts_of_text = [
         f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}",
         f"{percent(best['recompute_flops_fraction'])} of the other FLOPs recomputed "
-        f"({format_flops(best['recomputed_flops'])})",
+        f"({flops(best['recomputed_flops'])})",
     ]
     if best["predicted_seconds"] is not None:
         ends = within(best["predicted_seconds_low"], best["predicted_seconds_high"])

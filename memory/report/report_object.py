@@ -1,8 +1,7 @@
 """`Report`, a report that prints, shows, saves and compares itself, and the public functions that return one.
 
     report = memory.analyze(step, state, batch, target="h200")
-    report                        # at a prompt, one screen; in a notebook, the bar and the timeline
-    print(report)                 # the same screen with the remedies of findings
+    report                        # at a prompt, one screen; in a notebook, the whole report
     report.show()                 # everything that `bytescope report` prints
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
@@ -18,14 +17,16 @@ Commands and the trainer use the plain `ReportRecord`. Modules that draw are imp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.analysis import judge, pool_notes, report_of
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import GuardError, ReportError, disk_remedy
+from bytescope.memory.files import write_whole
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
@@ -67,30 +68,24 @@ class Report(report_record.ReportRecord):
     __hash__ = None  # type: ignore[assignment]  # its mappings have none either
 
     def __repr__(self) -> str:
-        """Returns a summary of at most 80 columns and less than 2,000 characters."""
-        from bytescope.memory.report.report_text import summary
+        """Returns what the command `bytescope report` prints, as wide as the terminal: the verdict, the findings with
+        their remedies, and the breakdown."""
+        from bytescope.memory.report.report_text import METHODS_OF_A_REPORT, render
+        from bytescope.memory.view.console import plain_text, prompt_width
 
-        return summary(self)
-
-    def __str__(self) -> str:
-        """Returns a summary of at most 80 columns, with the full text of the findings and their remedies."""
-        from bytescope.memory.report.report_text import summary
-
-        return summary(self, remedies=True)
+        return plain_text(render(self, verbose=False, more=METHODS_OF_A_REPORT), prompt_width())
 
     def _repr_html_(self) -> str:
-        from bytescope.memory.report import notebook_summary
+        from bytescope.memory.report.report_text import render
+        from bytescope.memory.view.console import notebook_html
 
-        return notebook_summary.render(self)
+        return notebook_html(render(self))
 
     def show(self) -> None:
-        """Prints the whole report, like the command `bytescope report`, in the width of the terminal. In a notebook,
-        displays it.
-        """
+        """Prints the whole report, like the command `bytescope report --verbose`, in the width of the terminal."""
         from bytescope.memory.report import report_text
-        from bytescope.memory.view.output_file import put_or_display
 
-        put_or_display(self, report_text.render(self))
+        report_text.show(self)
 
     def table(self, n: int = 10) -> Table:
         """Returns a table of the `n` largest buffers in device memory at the peak, with bytes, dtype, shape,
@@ -107,9 +102,10 @@ class Report(report_record.ReportRecord):
         Raises ReportError if the file cannot be written.
         """
         from bytescope.memory.report import report_page
-        from bytescope.memory.view.output_file import write
 
-        write(path, report_page.render(self))
+        page = report_page.render(self)
+        with _one_line_errors(path):
+            write_whole(Path(path), page)
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON, which `memory.load` and `bytescope diff` can read. If the name of the file ends
@@ -119,18 +115,22 @@ class Report(report_record.ReportRecord):
         """
         if Path(path).suffix.lower() in (".html", ".htm"):
             return self.to_html(path)
-        try:
+        with _one_line_errors(path):
             super().save(path)
-        except OSError as error:
-            raise ReportError(
-                f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another path"
-            ) from error
 
     def diff(self, other: report_record.ReportRecord | str | Path) -> Difference:
         """Returns the changes from this report to `other`, which is a report or the path of a saved report."""
         from bytescope.memory.report.difference import diff
 
         return diff(self, other)
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ReportError(f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another path") from error
 
 
 def analyze(

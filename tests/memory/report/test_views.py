@@ -32,7 +32,7 @@ from bytescope.memory.records.report_record import (
     XlaStats,
     ZeroRow,
 )
-from bytescope.memory.report import diff_view, report_text
+from bytescope.memory.report import difference, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, names_command
@@ -305,7 +305,7 @@ def show_formulas(console, name):
 
 def show_diff(console, name):
     before, after = report(name), dataclasses.replace(report(f"{name}'", 23_456_789_012), versions={"jax": name})
-    put(diff_view.render_text(before, after, report_diff.diff(before, after)), console)
+    put(difference.render_text(before, after, report_diff.diff(before, after)), console)
 
 
 def show_trace(console, name):
