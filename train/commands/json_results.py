@@ -14,8 +14,8 @@ from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.cost.named_tensors import NamedTensor
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.records.audit_record import AuditRow
-from bytescope.memory.records.json_schema import object_schema, schema_of
 from bytescope.memory.records.report_diff import Change, Measure
+from bytescope.memory.records.report_json import object_schema, schema_of
 from bytescope.memory.records.report_record import KEYS, ReportRecord
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
 from bytescope.memory.seconds.rate_records import DeviceRates

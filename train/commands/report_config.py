@@ -273,7 +273,7 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
     from rich.console import Group
     from rich.text import Text
 
-    from bytescope.memory.compare import formulas_text
+    from bytescope.memory.compare import compare_text
     from bytescope.memory.cost import flops
     from bytescope.memory.formulas import reconcile
     from bytescope.memory.view.console import put
@@ -284,7 +284,7 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
         put(Group(Text(), Prose(f"no formula: {formula}")))
         return None
     counted = flops.count(jaxpr)
-    formulas_text.show_report(
+    compare_text.show_formulas(
         formula,
         reconcile.lines(
             formula,

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from bytescope.memory.commands import targets_command
-from bytescope.memory.compare import compare_rows, compare_text, formulas_text
+from bytescope.memory.compare import compare_rows, compare_text
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
 from bytescope.memory.profile import profile_text
@@ -297,8 +297,8 @@ def show_formulas(console, name):
     lines = reconcile.lines(
         formula, 60 * GIB, {"params": 11 * GIB, "residuals": 6 * GIB}, {"model_flops": 6e9, "hardware_flops": 9e9}
     )
-    formulas_text.show_report(formula, lines, console)
-    formulas_text.show_rows(
+    compare_text.show_formulas(formula, lines, console)
+    compare_text.show_row_formulas(
         [row(name, 60, 0.1, formula=dataclasses.asdict(formula)), row("full", 30, 0.2, keys={"config": name})], console
     )
 

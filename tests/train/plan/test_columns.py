@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text, formulas_text
+from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text
 from bytescope.memory.records import report_diff
 from bytescope.memory.report import difference as report_difference
 from bytescope.memory.view.console import make_console
@@ -59,7 +59,7 @@ ROWS = compare_rows.mark_pareto(
 def comparison():
     out = compare_rows.to_json(ROWS, TARGET, VERSIONS)
     compare_text.render(ROWS, TARGET, VERSIONS)
-    formulas_text.show_rows(ROWS, make_console(file=io.StringIO()))
+    compare_text.show_row_formulas(ROWS, make_console(file=io.StringIO()))
     keys = compare_columns.key_columns(compare_rows.varying(ROWS))
     tables = [
         ((*keys, compare_columns.MARKED_VERDICT, *compare_columns.COLUMNS), BOTH),
