@@ -72,11 +72,11 @@ def test_a_buffer_is_found_in_its_cell(outputs):
 
 
 @pytest.mark.exhaustive
-def test_a_mistake_is_its_message_and_the_line_of_the_cell(outputs):
-    for name, kind, message, line in (
-        ("error", "ReportError", "unknown target 'h2000': did you mean h200?", "  line 1: memory.analyze("),
-        ("guard", "GuardError", "jit_step takes ", "  line 1: memory.assert_fits(report, '1KiB')"),
+def test_a_mistake_is_its_message(outputs):
+    for name, kind, message in (
+        ("error", "ReportError", "unknown target 'h2000': did you mean h200?"),
+        ("guard", "GuardError", "jit_step takes "),
     ):
         (output,) = outputs[name]
         said = "\n".join(output.traceback).splitlines()
-        assert output.ename == kind and said[0].startswith(f"{kind}: {message}") and said[1:] == [line]
+        assert output.ename == kind and said[0].startswith(f"{kind}: {message}") and len(said) == 1
