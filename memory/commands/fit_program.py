@@ -315,7 +315,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
         kept: the values that the policy keeps.
         layer: the layer that gets the policy.
     """
-    from bytescope.memory.report.remat_plan import relative_place
+    from bytescope.memory.report.buffer_tables import line
 
     lines = []
     names: dict[str, None] = {}
@@ -327,7 +327,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
         own = value.name or re.sub(r"\W+", "_", value.label)
         names[own] = None
         if not value.name:
-            place = f" at {relative_place(value.where)}" if value.where else ""
+            place = f" at {line(value.where)}" if value.where else ""
             lines += [f"# x: {value.label}, {value.type}{place}", f'x = checkpoint_name(x, "{own}")']
     policy = f"jax.checkpoint_policies.{name}"
     if not name:
@@ -344,7 +344,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
         lines.append("# the checkpoint of the program: jax.checkpoint, nn.remat, nnx.remat or eqx.filter_checkpoint")
     cse = ", prevent_cse=False" if layer.how == "scan" else ""
     if layer.where:
-        lines.append(f"# {relative_place(layer.where)}")
+        lines.append(f"# {line(layer.where)}")
     lines.append(f"jax.checkpoint({block}, policy=policy{cse})")
     return policy, lines
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from bytescope.memory.compare.compare_columns import COST_AXES, RECOMPUTED_SHARE, Record
 from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.records.report_record import ROWS
-from bytescope.memory.report.remat_plan import relative_place
+from bytescope.memory.report.buffer_tables import line
 from bytescope.memory.units import column_unit, flops, human
 from bytescope.memory.view.console import safe
 from bytescope.memory.view.elements import (
@@ -72,7 +72,7 @@ KEPT_COLUMNS = (
     ColumnView("label", "kept by every layer"),
     ColumnView("bytes", "all layers", "bytes"),
     ColumnView("type", "type", "text"),
-    ColumnView("where", "where", "text", read=lambda row: relative_place(row["where"])),
+    ColumnView("where", "where", "text", read=lambda row: line(row["where"])),
 )
 
 
@@ -172,7 +172,7 @@ def render_page(out: Mapping[str, Any]) -> str:
         _page_data(out, chosen["what"]),
         heading=f"{out['program']} within {human(budget)}",
         where=where(out["target"]),
-        facts=[f"{one['times']} x {one['name'] or 'layer'} {relative_place(one['where'])}" for one in out["layers"]],
+        facts=[f"{one['times']} x {one['name'] or 'layer'} {line(one['where'])}" for one in out["layers"]],
         versions=versions(out["versions"]),
         verdict=verdict,
         figures=_header_figures(out),

@@ -38,7 +38,6 @@ from bytescope.memory.compare.compare_rows import (
     task_keys,
     unit_of,
     varying,
-    why_slower,
     workload,
 )
 from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
@@ -140,7 +139,6 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
             *(f"{line}." for line in sentences(comparison.get("unchanged", ()), comparison.get("left_out", {}))),
             *limit_notes(target, target.get("limit_bytes")),
             *rates_notes(comparison["rows"]),
-            *(f"{name}: {reason}." for name, reason in why_slower(rows).items()),
             *(f"{sentence}." for sentence in filter(None, [beyond_xla_limit(rows)])),
             *NOTES,
             *([FORMULA_NOTE] if with_formulas else []),

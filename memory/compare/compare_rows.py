@@ -29,14 +29,8 @@ from bytescope.memory.units import column_unit
 MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recompute_flops_fraction"
 
 
-# Terms of predicted seconds whose names need explanation -> explanation.
 # Rows that a note names; it counts the others.
 _NAMED = 3
-TERM_WORDS = {
-    "collectives": "waiting for collectives",
-    "host_link": "waiting for host memory",
-    "memory": "moving memory",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,34 +268,6 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
     ]
     name, cost = cost_of(fitting)
     return [row for row in ranking.ties(fitting, cost) if row is not winner] if name == PREDICTED else []
-
-
-def why_slower(rows: Sequence[Row]) -> dict[str, str]:
-    """Explains why rows that recompute no more than the best row are still predicted to be slower.
-
-    Returns a dict from the row's label to an explanation. It names the part of the predicted time that exceeds the best
-    row's part most. Example: "0.31 s slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that
-    do not fit are included. Returns {} if there is no best row or no prediction.
-    """
-    winner = best(rows)
-    if winner is None or not winner.predicted_by_term or winner.predicted_seconds is None:
-        return {}
-    keys = varying(rows)
-    reasons = {}
-    for row in rows:
-        seconds, terms = row.predicted_seconds, row.predicted_by_term
-        if row is winner or not seconds or not terms or workload(row) != workload(winner):
-            continue
-        recomputes_more = (row.recompute_flops_fraction or 0.0) > (winner.recompute_flops_fraction or 0.0) + 0.005
-        if recomputes_more or seconds <= (1 + ranking.TIE) * winner.predicted_seconds:
-            continue
-        term = max(terms, key=lambda name: terms[name] - winner.predicted_by_term.get(name, 0.0))
-        words = TERM_WORDS.get(term, term.replace("_", " "))
-        reasons[label(row, keys)] = (
-            f"{seconds - winner.predicted_seconds:.3g} s slower than {label(winner, keys)}: "
-            f"{words} {terms[term]:.3g} s instead of {winner.predicted_by_term.get(term, 0.0):.3g} s"
-        )
-    return reasons
 
 
 def beyond_xla_limit(rows: Sequence[Row]) -> str:

@@ -30,7 +30,6 @@ from bytescope.memory.compare.compare_rows import (
     tied,
     unit_of,
     varying,
-    why_slower,
 )
 from bytescope.memory.formulas.reconcile import Formula, FormulaLine
 from bytescope.memory.report.report_text import limit_line, versions_text
@@ -152,10 +151,6 @@ def _below(
         ),
     ]
     out += sources_of_rates("predicted s, with its spread, tokens/s and MFU", (row.rates for row in rows))
-    out += [
-        Prose(Text.assemble((f"{one_line(name)}: ", "bold"), reason, style="dim"))
-        for name, reason in why_slower(rows).items()
-    ]
     if sentence := beyond_xla_limit(rows):
         out.append(Prose(sentence, "yellow"))
     if any(row.pareto for row in rows):

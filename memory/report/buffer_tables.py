@@ -137,14 +137,16 @@ def _short(dtype: re.Match[str]) -> str:
 
 
 def line(source: str) -> str:
-    """Returns a source place as `file.py:line`. The path is relative to the working directory; for a file outside of
-    it, only the last folder is shown. A line of a notebook cell becomes `In[3]:line`.
+    """Returns a source place as `file.py:line`. The path is relative to the working directory or to the installed
+    packages; for any other file, only the last folder is shown. A line of a notebook cell becomes `In[3]:line`.
     """
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source
     if cell := notebook_cell(path):
         return f"{cell}:{number}"
+    if "/site-packages/" in path:
+        return source.rsplit("/site-packages/", 1)[1]
     inside = os.path.relpath(path)
     if inside.startswith(os.pardir):
         inside = os.path.join(*path.split(os.sep)[-2:])

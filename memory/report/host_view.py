@@ -124,22 +124,9 @@ def term_rows(host: HostMemory) -> Sequence[dict[str, Any]]:
             phases.setdefault((term.name, term.bytes), []).append(term)
     rows = []
     for (name, size), terms in sorted(phases.items(), key=lambda item: -item[0][1]):
-        where = _phase_range(
-            [term.phase for term in terms], [phase for phase in host.phases() if host.predicted(phase)]
-        )
+        where = ", ".join(term.phase for term in terms)
         rows.append({"name": name, "bytes": size, "phases": where, "source": terms[0].source})
     return rows
-
-
-def _phase_range(found: Sequence[str], every: Sequence[str]) -> str:
-    """Returns the phases `found` as text: "all phases" if they are the phases `every`; "trace to save" if they are more
-    than two phases that follow each other in `every`; otherwise all their names."""
-    if found == every and len(found) > 1:
-        return "all phases"
-    first = every.index(found[0])
-    if len(found) > 2 and list(every[first : first + len(found)]) == list(found):
-        return f"{found[0]} to {found[-1]}"
-    return ", ".join(found)
 
 
 def page_rows(host: HostMemory | None) -> PageTable | None:

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.hlo.sources import notebook_cell, short_place
 from bytescope.memory.remat.layer_discovery import Layer
 from bytescope.memory.remat.loss_gradient import Loss
 from bytescope.memory.remat.recognition import RematPolicy, Value
+from bytescope.memory.report.buffer_tables import line
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import flops, human
 from bytescope.memory.view.console import columns, notebook_html, one_line, plain_text
@@ -136,7 +135,7 @@ def _account(plan: RematPlan) -> RenderableType:
         for value in plan.kept:
             several = value.count // sum(plan.layers[kind].times for kind in value.kinds)
             name = f"{value.label} ({several} of them)" if several > 1 else value.label
-            kept.add(name, human(value.bytes), value.type, relative_place(value.where))
+            kept.add(name, human(value.bytes), value.type, line(value.where))
     return blocks(Group(head, *map(Prose, describe_layers(plan.layers))), kept, _policies(plan), Prose(USE))
 
 
@@ -158,7 +157,7 @@ def describe_layers(layers: Sequence[Layer]) -> list[str]:
     """Returns one line for each kind of layer: its number, its name, its source line, and how it is checkpointed."""
     return [
         f"{layer.times} x {one_line(layer.name) or 'layer'}"
-        f"{f' at {relative_place(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
+        f"{f' at {line(layer.where)}' if layer.where else ''}, {_HOW[layer.how]}"
         for layer in layers
     ]
 
@@ -166,14 +165,3 @@ def describe_layers(layers: Sequence[Layer]) -> list[str]:
 def _share_of_model(recomputed: int, plan: RematPlan) -> str:
     share = f" ({recomputed / plan.model_flops:.1%})" if recomputed and plan.model_flops else ""
     return flops(recomputed) + share
-
-
-def relative_place(where: str) -> str:
-    """Returns the place "file:line" with a short file name: relative to the current folder or to the installed
-    packages, or the cell of a notebook."""
-    if notebook_cell(where.rpartition(":")[0]):
-        return short_place(where)
-    if "/site-packages/" in where:
-        return where.rsplit("/site-packages/", 1)[1]
-    short = os.path.relpath(where) if where else ""
-    return where if short.startswith("..") else short

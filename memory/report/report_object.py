@@ -177,19 +177,14 @@ def analyze(
       TypeError: an option is not an option of `jax.jit`.
     """
     check_options(options, "analyze", _KEYWORDS)
-    return _compile_and_report(
-        program,
-        args,
-        predict=True,
-        target=target,
-        kwargs=kwargs,
-        config=config,
-        facts=facts,
-        roles=roles,
-        names=names,
-        compiler_options=compiler_options,
-        **options,
+    roles = checked_roles(roles)
+    compilation, compiled_target = compiled_for(
+        program, args, kwargs, target=target, options=options, compiler_options=compiler_options
     )
+    record = report_of(
+        compilation, target=compiled_target, config=config, facts=facts, roles=roles, names=names, seconds=True
+    )
+    return Report.of(record)
 
 
 def assert_fits(program: Any, *args: Any, budget: int | str | None = None, **options: Any) -> Report:
@@ -224,7 +219,7 @@ def assert_fits(program: Any, *args: Any, budget: int | str | None = None, **opt
     if isinstance(program, report_record.ReportRecord):
         report = Report.of(program)
     else:
-        report = _compile_and_report(program, args, predict=False, **options)
+        report = analyze(program, *args, **options)
     limit = report.limit_bytes if limit is None else limit
     if limit is None:
         raise ReportError(
@@ -242,30 +237,6 @@ def assert_fits(program: Any, *args: Any, budget: int | str | None = None, **opt
     )
     error.report = Report.of(judge(report, limit))
     raise error
-
-
-def _compile_and_report(
-    program: Any,
-    args: tuple[Any, ...],
-    *,
-    predict: bool,
-    target: Target | str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    facts: ModelFacts | None = None,
-    roles: Iterable[tuple[str, str]] = (),
-    names: Iterable[str] = (),
-    compiler_options: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Report:
-    roles = checked_roles(roles)
-    compilation, compiled_target = compiled_for(
-        program, args, kwargs, target=target, options=options, compiler_options=compiler_options
-    )
-    record = report_of(
-        compilation, target=compiled_target, config=config, facts=facts, roles=roles, names=names, seconds=predict
-    )
-    return Report.of(record)
 
 
 def _largest_parts(report: Report) -> str:

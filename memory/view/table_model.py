@@ -62,20 +62,12 @@ def _seconds(value: Any, digits: int) -> str:
     return seconds(value)
 
 
-def _percent(value: Any, digits: int) -> str:
-    return percent(value, digits)
-
-
 def _fixed_point(value: Any, digits: int) -> str:
     return f"{value:.{digits}f}"
 
 
 def _signed_bytes(value: Any, digits: int) -> str:
     return ("+" if value > 0 else "-" if value < 0 else "") + human(abs(value))
-
-
-def _gap(value: Any, digits: int) -> str:
-    return written_gap(value, digits)
 
 
 KINDS: Mapping[str, ValueKind] = {
@@ -97,8 +89,8 @@ KINDS: Mapping[str, ValueKind] = {
     "seconds": ValueKind("figure", "num", rounded, _seconds, digits=4),
     "duration": ValueKind("figure", "num", _seconds, _seconds),
     # Other figures.
-    "share": ValueKind("figure", "num", lambda value, digits: f"{value:.{digits}%}", _percent, digits=1),
-    "gap": ValueKind("figure", "num", _gap, _gap, digits=1),
+    "share": ValueKind("figure", "num", lambda value, digits: f"{value:.{digits}%}", percent, digits=1),
+    "gap": ValueKind("figure", "num", written_gap, written_gap, digits=1),
     "ratio": ValueKind("figure", "num", _fixed_point, _fixed_point, digits=3),
     "count": ValueKind("figure", "num", _count, _count),
     "number": ValueKind("figure", "num", _plain, _plain),
