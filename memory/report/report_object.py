@@ -62,8 +62,7 @@ class Report(report_record.ReportRecord):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, report_record.ReportRecord):
             return NotImplemented
-        fields = [field.name for field in dataclasses.fields(self) if field.compare]
-        return all(getattr(self, name) == getattr(other, name) for name in fields)
+        return all(getattr(self, field.name) == getattr(other, field.name) for field in dataclasses.fields(self))
 
     __hash__ = None  # type: ignore[assignment]  # its mappings have none either
 

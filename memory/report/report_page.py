@@ -85,11 +85,10 @@ def render(
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.fold_labels(report.buffers)
-    data = page_data(report)
     return page(
         "report",
         " · ".join((f"{name} on {target}" if target else name, "memory")),
-        data,
+        page_data(report),
         heading=name,
         failure=_failure_section(post_mortem) if post_mortem else None,
         where=where(report.target),
@@ -98,7 +97,6 @@ def render(
         figures=figures(report),
         facts=program_facts(report),
         extra_lines=_lines_below_figures(report),
-        timed=data["time"] is not None,
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.predicted_bytes / limit if limit else None,
         communication=_table(report_tables.communication(report)),

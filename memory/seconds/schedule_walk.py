@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from bytescope.memory.records.report_record import STEP_PHASES
-from bytescope.memory.records.schedule_records import InstructionSteps
 from bytescope.memory.seconds import constants, operation_seconds
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.seconds.step_schedule import (
@@ -93,58 +92,6 @@ def walk(steps: Steps, rates: DeviceRates) -> Walked:
         by_phase[phase] = by_phase.get(phase, 0.0) + taken
         by_term[term] += taken
     return Walked(clock.now, by_phase, by_term, clock.busy)
-
-
-def start_seconds(
-    order: Sequence[InstructionSteps], settle: Callable[[Steps], Steps], rates: DeviceRates
-) -> tuple[dict[str, float], float]:
-    """Simulates a schedule to find when each instruction starts, for example to draw a timeline. Returns (name of the
-    instruction -> seconds from the start of the step to its start, seconds of the whole step).
-
-    A loop body is listed once in `order`, although it runs many times. Its single iteration is drawn as long as the
-    whole loop: start times in the body are scaled to the seconds of all iterations.
-
-    Args:
-        order: the schedule of one device and one call with one record per instruction, as in
-            `reading.CompiledSchedule`. Kernels of unknown work, such as library calls, have no FLOPs yet.
-        settle: function that adds these FLOPs (`reading.CompiledSchedule.settle`).
-    """
-    clock, walk_of_starts = _DeviceClock(), _StartWalk(settle, rates)
-    starts = walk_of_starts.place(order, clock)
-    clock.wait_for_all_streams()
-    return starts, clock.now
-
-
-class _StartWalk:
-    """Simulates a schedule and records when each instruction starts. `visited`: number of instructions so far, which is
-    limited because a damaged module may nest calls endlessly.
-    """
-
-    def __init__(self, settle: Callable[[Steps], Steps], rates: DeviceRates):
-        self.settle, self.prices, self.visited = settle, _Prices(rates), 0
-
-    def place(self, order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
-        """Simulates the instructions of `order` from the current time of `clock`, the state of the simulation. Returns
-        name of the instruction -> time in seconds on this clock at which it starts, also for instructions in loop
-        bodies.
-        """
-        starts: dict[str, float] = {}
-        self.visited += len(order)
-        for one in order:
-            began = clock.now
-            starts.setdefault(one.name, began)
-            inside: dict[str, float] = {}
-            length = 0.0
-            if (
-                one.inside and self.visited <= _MAX_STEPS
-            ):  # ends the walk of a damaged module with endlessly nested calls
-                once = clock.copy_without_totals()
-                inside, length = self.place(one.inside, once), once.now - began
-            clock.walk(self.prices.priced(self.settle(one.steps)))
-            stretch = (clock.now - began) / length if length else 0.0
-            for name, at in inside.items():
-                starts.setdefault(name, began + (at - began) * stretch)
-        return starts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,12 +189,6 @@ class _DeviceClock:
         self.started: dict[str, tuple[float, _PricedTransfer]] = {}  # name -> (end of the transfer, the transfer)
         self.spent: dict[tuple[str, str], float] = {}
         self.steps = 0
-
-    def copy_without_totals(self) -> _DeviceClock:
-        other = _DeviceClock()
-        other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
-        other.last, other.steps = dict(self.last), self.steps
-        return other
 
     def walk(self, steps: tuple[_Priced, ...]) -> None:
         self.steps += len(steps)

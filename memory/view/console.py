@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from importlib import resources
 from typing import IO, Any
 
 from rich.cells import cell_len
@@ -140,7 +141,7 @@ def notebook_html(renderable: RenderableType) -> str:
     """
     console = make_console(file=io.StringIO(), width=DEFAULT_WIDTH, record=True)
     put(renderable, console)
-    block = '<pre style="white-space: pre; overflow-x: auto; line-height: 1.2">{code}</pre>'
+    block = (resources.files("bytescope.memory.view") / "templates" / "notebook.html").read_text(encoding="utf-8")
     return console.export_html(theme=DIMMED_MONOKAI, code_format=block, inline_styles=True)
 
 

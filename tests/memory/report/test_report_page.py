@@ -249,30 +249,6 @@ def test_phase_bands_cover_the_schedule_once():
     assert report_data_page.phase_bands([]) == []
 
 
-def test_the_time_axis_is_there_where_seconds_are_known(report):
-    seconds = tuple(k * 2e-5 for k in range(121))
-    known = dataclasses.replace(report, point_seconds=seconds)
-    found = report_data_page.page_data(known)["time"]
-    assert found["unit"] == "ms" and found["end"] == 2.4 and found["points"][:3] == [0, 0.02, 0.04]
-    assert found["bands"][0][0] == 0 and found["bands"][-1][1] == 2.4 and len(found["bands"]) == 4
-    assert 'data-axis="time"' in report_page.render(known) and known == report
-    loaded = ReportRecord.from_json(known.to_json())
-    for unknown in (report, loaded, dataclasses.replace(report, point_seconds=(0.0,) * 121)):
-        assert report_data_page.page_data(unknown)["time"] is None and 'data-axis="' not in report_page.render(unknown)
-
-
-@pytest.mark.parametrize("whole, unit, end", [(90.0, "s", 90), (1.0, "s", 1), (0.5, "ms", 500), (2e-7, "µs", 0.2)])
-def test_the_unit_of_the_time_axis(whole, unit, end):
-    timeline = (TimelinePoint(0, 1, "forward", "a"), TimelinePoint(1, 2, "forward", "b"))
-    report = ReportRecord(2, 2, {}, timeline, point_seconds=(0.0, whole / 2, whole))
-    assert report_data_page.time_axis(report, [1], [(0, 1, "forward")]) == {
-        "unit": unit,
-        "points": [end / 2],
-        "bands": [(0, end)],
-        "end": end,
-    }
-
-
 @pytest.mark.parametrize("most", [5, 1000])
 def test_tiles_add_up_to_the_breakdown(report, most):
     rows = {id(buffer): row for row, buffer in enumerate(report.buffers)}
