@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.compare import feasibility_grid
 from bytescope.memory.compare.compare_columns import (
     ALLOCATED,
     BY_FORMULA,
@@ -134,7 +133,6 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
         each=_best_row_per_task(comparison, rows) if several else None,
         none_fits=bool(rows) and not any(row.fits is not False for row in rows if row.ok),
         interrupted=comparison.get("interrupted", False),
-        grid=feasibility_grid.grid(rows),
         notes=[
             *(f"{line}." for line in sentences(comparison.get("unchanged", ()), comparison.get("left_out", {}))),
             *limit_notes(target, target.get("limit_bytes")),
