@@ -218,12 +218,9 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
 
     The cost is measured or predicted seconds per token, or recomputation if no time is known (`cost_of`).
     """
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        if row.ok and row.fits is not False and row.allocated_bytes is not None:
-            groups.setdefault(workload(row), []).append(row)
+    rivals = [row for row in rows if row.ok and row.fits is not False and row.allocated_bytes is not None]
     optimal = set()
-    for group in groups.values():
+    for group in tasks(rivals).values():
         optimal |= _pareto_optimal_ids(group)
     return [dataclasses.replace(row, pareto=id(row) in optimal) for row in rows]
 
@@ -306,10 +303,15 @@ def thrift(row: Row) -> tuple[float, int, bool]:
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
     """Returns the best row of each task (rows that compute the same). Tasks without a fitting row are left out."""
+    return [winner for group in tasks(rows).values() if (winner := best(group))]
+
+
+def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the rows by what their programs compute: `workload` -> its rows."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(workload(row), []).append(row)
-    return [winner for group in groups.values() if (winner := best(group))]
+    return groups
 
 
 def flags(row: Row) -> str:
@@ -341,12 +343,12 @@ def to_json(
         left_out: variant of a what-if -> the reason why it was not compiled.
     """
     rows = mark_pareto(rows)
-    winner, tasks = best(rows), task_keys(rows)
+    winner, keys = best(rows), task_keys(rows)
     return {
         "rows": [dataclasses.asdict(row) for row in rows],
         "best": dataclasses.asdict(winner) | {"flags": flags(winner)} if winner else None,
         "best_of_each": [
-            dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, tasks) if tasks else ""}
+            dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, keys) if keys else ""}
             for row in best_of_each(rows)
         ],
         "config": config,
