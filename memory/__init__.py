@@ -2,7 +2,7 @@
 
     from bytescope import memory
     report = memory.analyze(step, state, batch, target="h200", donate_argnums=0)
-    report                                                    # in a notebook or at a prompt: shows a summary
+    report                                                    # in a notebook or at a prompt: shows itself
     memory.assert_fits(step, state, batch, target="h200", donate_argnums=0)
 
 `bytescope report --help` describes the same function as a command. Importing this package imports none of its modules.

@@ -50,7 +50,7 @@ from bytescope.memory.records.parallel_records import Collective, Communication,
 from bytescope.memory.records.report_record import JudgedProgram, ReportRecord, Subject, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
-from bytescope.memory.seconds import rates, reading, schedule_walk, step_prediction
+from bytescope.memory.seconds import rates, reading, step_prediction
 from bytescope.memory.seconds.reading import CompiledSchedule
 
 # Above this fraction of the limit, the verdict of a program that fits is "tight".
@@ -139,7 +139,6 @@ def report_of(
         **vars(judged),
         **vars(_formula_rows(account, read)),
         **vars(step_seconds),
-        point_seconds=_point_seconds(account, read.schedule, judged.target) if step_seconds.prediction else (),
         findings=finding_rules.find(judged, read.placed),
         audit=audit_program.audit(judged, read.placed),
         transfers=transfers,
@@ -415,25 +414,6 @@ def _seconds(
     if why := step_prediction.contradiction(bound, prediction, subject.calls):
         minimum = {"unknown": why}
     return StepSeconds(minimum, prediction.to_json() if prediction else {})
-
-
-def _point_seconds(account: PeakAccount, schedule: CompiledSchedule, target: Mapping[str, Any]) -> tuple[float, ...]:
-    """Predicts the start time of each point of the memory timeline, in seconds from the start of the step. The last
-    element is the duration of the whole step. Returns () if the rates of the target are unknown.
-
-    A point whose instruction takes no time, or is not in the schedule, has the time of the point before it.
-
-    account: the memory timeline. schedule: the instructions that one device runs, in order. target: the target as JSON.
-    """
-    device_rates = rates.select(target)
-    if device_rates is None:
-        return ()
-    starts, whole = schedule_walk.start_seconds(schedule.order, schedule.settle, device_rates)
-    out, now = [], 0.0
-    for point in account.timeline:
-        now = max(now, starts.get(point.instruction, now))
-        out.append(now)
-    return (*out, max(whole, now))
 
 
 def _needs_no_trace(program: hlo_buffers.HloProgram) -> bool:

@@ -35,8 +35,8 @@ class ReportError(ValueError):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        # IPython shows these lines instead of a traceback.
-        return [f"{type(self).__name__}: {self}", *_find_calling_line(self)]
+        # IPython shows this line instead of a traceback.
+        return [f"{type(self).__name__}: {self}"]
 
 
 class GuardError(ReportError, AssertionError):
@@ -49,20 +49,6 @@ class GuardError(ReportError, AssertionError):
 
     exit_code = 1
     report: Any = None
-
-
-def _find_calling_line(error: BaseException) -> list[str]:
-    import traceback
-
-    own = os.path.dirname(os.path.abspath(__file__)) + os.sep
-    frames = traceback.extract_tb(error.__traceback__)
-    first = next((at for at, frame in enumerate(frames) if os.path.abspath(frame.filename).startswith(own)), 0)
-    if not first or not frames[first - 1].line:
-        return []
-    caller = frames[first - 1]
-    where = f"{os.path.basename(caller.filename)}:{caller.lineno}"
-    # A notebook cell has no file name worth showing, so only the number of its line is shown.
-    return [f"  {where if os.path.isfile(caller.filename) else f'line {caller.lineno}'}: {caller.line}"]
 
 
 def nearest(word: str, names: Iterable[str]) -> list[str]:

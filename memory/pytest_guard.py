@@ -52,16 +52,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., Report]:
     The function raises GuardError, an AssertionError, if the predicted bytes of a program exceed a budget or the memory
     of its target.
     """
-    return _guard(request.node)
 
-
-@pytest.fixture
-def memory_guard(request: pytest.FixtureRequest) -> Callable[..., Report]:
-    """Pytest fixture: the former name of the fixture `assert_fits`."""
-    return _guard(request.node)
-
-
-def _guard(item: pytest.Item) -> Callable[..., Report]:
     def guard(program: Any, *args: Any, **options: Any) -> Report:
         __tracebackhide__ = True
         from bytescope import memory
@@ -69,11 +60,11 @@ def _guard(item: pytest.Item) -> Callable[..., Report]:
         try:
             report = memory.assert_fits(program, *args, **options)
         except memory.GuardError as error:
-            _attach_report(item, error.report)
+            _attach_report(request.node, error.report)
             raise
         except memory.ReportError as error:  # hides the frames of this package: the test has the mistake
             raise error.with_traceback(None) from None
-        _attach_report(item, report)
+        _attach_report(request.node, report)
         return report
 
     return guard

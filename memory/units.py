@@ -1,4 +1,5 @@
-"""Converts bytes to text and text to bytes. Output units are binary (GiB = 2**30); input may use decimal units too."""
+"""Converts bytes and FLOPs to text, and text to bytes. Output units of bytes are binary (GiB = 2**30); input may use
+decimal units too."""
 
 from __future__ import annotations
 
@@ -46,6 +47,14 @@ def column_unit(figure: float, share: float = 0.1) -> tuple[str, int]:
             in MiB.
     """
     return next(((name, scale) for name, scale in COLUMN if figure >= scale * share), COLUMN[-1])
+
+
+def flops(count: float) -> str:
+    """Returns a number of FLOPs as text with three digits and a unit, such as "12.1 TFLOP"."""
+    for unit, scale in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}"
+    return f"{count:.0f} FLOP"
 
 
 def parse_bytes(size: int | str) -> int:

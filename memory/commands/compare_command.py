@@ -322,9 +322,9 @@ def finish(
     more = [*what_if.sentences(unchanged, left_out), *(f"note: {note}" for note in notes)]
     compare_text.show(rows, target, stated, cached=cached, missing=missing, more=more)
     if args.formulas:
-        from bytescope.memory.compare import formulas_text
+        from bytescope.memory.compare import compare_text
 
-        formulas_text.show_rows(rows)
+        compare_text.show_row_formulas(rows)
     out = compare_rows.to_json(rows, target, stated, interrupted, source, given, unchanged, left_out)
     caveats = (COMPILED, *predicted_caveat(next((row.rates for row in rows if row.rates), "")))
     if args.measure:

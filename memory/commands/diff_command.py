@@ -10,7 +10,7 @@ from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import add_json, check_files
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.records import report_diff, report_record
-from bytescope.memory.report import diff_view
+from bytescope.memory.report.difference import render_text
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     before, after = (report_record.load(name) for name in (args.before, args.after))
     changes = report_diff.diff(before, after)
-    put(diff_view.render_text(before, after, changes))
+    put(render_text(before, after, changes))
     failed = report_diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     if args.github:
         github.print_annotations(github.difference_annotations(before, after, changes, failed, args.fail_above or 0.0))

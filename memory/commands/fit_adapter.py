@@ -28,9 +28,8 @@ from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, RematProblem
 from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
-from bytescope.memory.report.remat_planning import Built, policy_name
+from bytescope.memory.report.remat_planning import Built, StepCompiler, policy_name
 from bytescope.memory.report.report_object import Report
-from bytescope.memory.report.step_planning import StepCompiler
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.view.progress_bar import progress
 

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.remat.layer_discovery import Layer
     from bytescope.memory.remat.recognition import Value
-    from bytescope.memory.report.remat_planning import Built
-    from bytescope.memory.report.step_planning import StepCompiler
+    from bytescope.memory.report.remat_planning import Built, StepCompiler
     from bytescope.memory.view.progress_bar import ProgressBar
 
 AS_WRITTEN = "as written"
@@ -125,9 +124,8 @@ class ProgramSearch:
         make: function that makes the program. Each call traces the program again.
         """
         from bytescope.memory.commands.report_command import make_report
-        from bytescope.memory.report.remat_planning import Built
+        from bytescope.memory.report.remat_planning import Built, StepCompiler
         from bytescope.memory.report.report_object import Report
-        from bytescope.memory.report.step_planning import StepCompiler
         from bytescope.memory.view.progress_bar import progress
 
         def trace() -> Any:
@@ -153,8 +151,7 @@ class ProgramSearch:
 
     def _search(self, compiler: StepCompiler) -> None:
         from bytescope.memory.remat.remat_problem import CompiledPlan
-        from bytescope.memory.report.remat_planning import policy_name
-        from bytescope.memory.report.step_planning import plan_step
+        from bytescope.memory.report.remat_planning import plan_step, policy_name
 
         def tell(tried: CompiledPlan) -> None:
             name = policy_name(tried.plan) or str(tried.plan)
@@ -320,7 +317,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
         kept: the values that the policy keeps.
         layer: the layer that gets the policy.
     """
-    from bytescope.memory.report.remat_plan import relative_place
+    from bytescope.memory.report.buffer_tables import line
 
     lines = []
     names: dict[str, None] = {}
@@ -332,7 +329,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
         own = value.name or re.sub(r"\W+", "_", value.label)
         names[own] = None
         if not value.name:
-            place = f" at {relative_place(value.where)}" if value.where else ""
+            place = f" at {line(value.where)}" if value.where else ""
             lines += [f"# x: {value.label}, {value.type}{place}", f'x = checkpoint_name(x, "{own}")']
     policy = f"jax.checkpoint_policies.{name}"
     if not name:
@@ -349,7 +346,7 @@ def code_of(name: str, kept: Sequence[Value], layer: Layer) -> tuple[str, list[s
         lines.append("# the checkpoint of the program: jax.checkpoint, nn.remat, nnx.remat or eqx.filter_checkpoint")
     cse = ", prevent_cse=False" if layer.how == "scan" else ""
     if layer.where:
-        lines.append(f"# {relative_place(layer.where)}")
+        lines.append(f"# {line(layer.where)}")
     lines.append(f"jax.checkpoint({block}, policy=policy{cse})")
     return policy, lines
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from bytescope.memory.compare.compare_columns import COST_AXES, RECOMPUTED_SHARE, Record
 from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.records.report_record import ROWS
-from bytescope.memory.report.remat_plan import format_flops, relative_place
-from bytescope.memory.units import column_unit, human
+from bytescope.memory.report.buffer_tables import line
+from bytescope.memory.units import column_unit, flops, human
 from bytescope.memory.view.console import safe
 from bytescope.memory.view.elements import (
     HeaderFigure,
@@ -72,7 +72,7 @@ KEPT_COLUMNS = (
     ColumnView("label", "kept by every layer"),
     ColumnView("bytes", "all layers", "bytes"),
     ColumnView("type", "type", "text"),
-    ColumnView("where", "where", "text", read=lambda row: relative_place(row["where"])),
+    ColumnView("where", "where", "text", read=lambda row: line(row["where"])),
 )
 
 
@@ -130,7 +130,7 @@ def figures_of_best(out: Mapping[str, Any]) -> str:
     parts_of_text = [
         f"{human(best['allocated_bytes'])} of {human(out['budget_bytes'])}",
         f"{percent(best['recompute_flops_fraction'])} of the other FLOPs recomputed "
-        f"({format_flops(best['recomputed_flops'])})",
+        f"({flops(best['recomputed_flops'])})",
     ]
     if best["predicted_seconds"] is not None:
         ends = within(best["predicted_seconds_low"], best["predicted_seconds_high"])
@@ -172,7 +172,7 @@ def render_page(out: Mapping[str, Any]) -> str:
         _page_data(out, chosen["what"]),
         heading=f"{out['program']} within {human(budget)}",
         where=where(out["target"]),
-        facts=[f"{one['times']} x {one['name'] or 'layer'} {relative_place(one['where'])}" for one in out["layers"]],
+        facts=[f"{one['times']} x {one['name'] or 'layer'} {line(one['where'])}" for one in out["layers"]],
         versions=versions(out["versions"]),
         verdict=verdict,
         figures=_header_figures(out),

@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 def _with_host_memory(report: ReportRecord, jaxpr: Any) -> ReportRecord:
     from bytescope.memory.devices import targets
     from bytescope.memory.findings.host_findings import with_host_memory
-    from bytescope.memory.report.program_host_memory import program_host_memory
+    from bytescope.memory.report.host_notice import program_host_memory
 
     target = targets.parse(report.target["name"])
     return with_host_memory(report, program_host_memory(report, jaxpr, target, "flax" in sys.modules))

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.compare import feasibility_grid
 from bytescope.memory.compare.compare_columns import (
     ALLOCATED,
     BY_FORMULA,
@@ -36,9 +35,9 @@ from bytescope.memory.compare.compare_rows import (
     cost_of,
     label,
     task_keys,
+    tasks,
     unit_of,
     varying,
-    why_slower,
     workload,
 )
 from bytescope.memory.compare.grids import CONFIG, TARGET, as_text
@@ -119,7 +118,7 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
     its rows; a program factory may use a subclass of Row.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
-    subject, target, several = _page_title(rows, comparison["config"]), comparison["target"], len(_tasks(rows)) > 1
+    subject, target, several = _page_title(rows, comparison["config"]), comparison["target"], len(tasks(rows)) > 1
     winner = next(iter(best_of_each(rows)), None) if not several else None
     with_formulas = any(row.formula for row in rows)
     return page(
@@ -135,12 +134,10 @@ def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
         each=_best_row_per_task(comparison, rows) if several else None,
         none_fits=bool(rows) and not any(row.fits is not False for row in rows if row.ok),
         interrupted=comparison.get("interrupted", False),
-        grid=feasibility_grid.grid(rows),
         notes=[
             *(f"{line}." for line in sentences(comparison.get("unchanged", ()), comparison.get("left_out", {}))),
             *limit_notes(target, target.get("limit_bytes")),
             *rates_notes(comparison["rows"]),
-            *(f"{name}: {reason}." for name, reason in why_slower(rows).items()),
             *(f"{sentence}." for sentence in filter(None, [beyond_xla_limit(rows)])),
             *NOTES,
             *([FORMULA_NOTE] if with_formulas else []),
@@ -174,10 +171,10 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     ]
     columns = [column for column in PAGE_COLUMNS if any(_has_value(column, line["values"]) for line in lines)]
     drawn = {column.key for column in columns} | {MEASURED, PREDICTED, RECOMPUTED, "allocated_bytes"}
-    tasks = {task: number for number, task in enumerate(_tasks(rows))}
+    numbers = {task: number for number, task in enumerate(tasks(rows))}
     for line in lines:  # there may be hundreds of rows: omit values that are not drawn, and replace long task keys
         line["values"] = {name: value for name, value in line["values"].items() if name in drawn}
-        line["task"] = str(tasks[line["task"]])
+        line["task"] = str(numbers[line["task"]])
     policies = list(dict.fromkeys(line["policy"] for line in lines))
     return {
         "keys": [(key, key.rsplit(".", 1)[-1]) for key in keys],
@@ -209,13 +206,6 @@ def describe_method(row: Row) -> str:
     return label(row, keys) if keys else row.policy or "as configured"
 
 
-def _tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    tasks: dict[str, list[Row]] = {}
-    for row in rows:
-        tasks.setdefault(workload(row), []).append(row)
-    return tasks
-
-
 def _row_command(comparison: Mapping[str, Any], row: Row) -> str:
     source = "" if CONFIG in row.overrides else comparison["config"]
     target = row.overrides.get(TARGET) or comparison["target"].get("name", "")
@@ -224,7 +214,7 @@ def _row_command(comparison: Mapping[str, Any], row: Row) -> str:
 
 def _best_row_per_task(comparison: Mapping[str, Any], rows: Sequence[Row]) -> PageTable:
     keys, records = task_keys(rows), []
-    for members in _tasks(rows).values():
+    for members in tasks(rows).values():
         best = next(iter(best_of_each(members)), None)
         records.append(
             record_of(best or type(members[0])({}), ())

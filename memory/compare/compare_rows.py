@@ -29,14 +29,8 @@ from bytescope.memory.units import column_unit
 MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recompute_flops_fraction"
 
 
-# Terms of predicted seconds whose names need explanation -> explanation.
 # Rows that a note names; it counts the others.
 _NAMED = 3
-TERM_WORDS = {
-    "collectives": "waiting for collectives",
-    "host_link": "waiting for host memory",
-    "memory": "moving memory",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,12 +218,9 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
 
     The cost is measured or predicted seconds per token, or recomputation if no time is known (`cost_of`).
     """
-    groups: dict[Any, list[Row]] = {}
-    for row in rows:
-        if row.ok and row.fits is not False and row.allocated_bytes is not None:
-            groups.setdefault(workload(row), []).append(row)
+    rivals = [row for row in rows if row.ok and row.fits is not False and row.allocated_bytes is not None]
     optimal = set()
-    for group in groups.values():
+    for group in tasks(rivals).values():
         optimal |= _pareto_optimal_ids(group)
     return [dataclasses.replace(row, pareto=id(row) in optimal) for row in rows]
 
@@ -276,34 +267,6 @@ def tied(rows: Sequence[Row], winner: Row) -> list[Row]:
     return [row for row in ranking.ties(fitting, cost) if row is not winner] if name == PREDICTED else []
 
 
-def why_slower(rows: Sequence[Row]) -> dict[str, str]:
-    """Explains why rows that recompute no more than the best row are still predicted to be slower.
-
-    Returns a dict from the row's label to an explanation. It names the part of the predicted time that exceeds the best
-    row's part most. Example: "0.31 s slower than full: waiting for collectives 0.142 s instead of 0.021 s". Rows that
-    do not fit are included. Returns {} if there is no best row or no prediction.
-    """
-    winner = best(rows)
-    if winner is None or not winner.predicted_by_term or winner.predicted_seconds is None:
-        return {}
-    keys = varying(rows)
-    reasons = {}
-    for row in rows:
-        seconds, terms = row.predicted_seconds, row.predicted_by_term
-        if row is winner or not seconds or not terms or workload(row) != workload(winner):
-            continue
-        recomputes_more = (row.recompute_flops_fraction or 0.0) > (winner.recompute_flops_fraction or 0.0) + 0.005
-        if recomputes_more or seconds <= (1 + ranking.TIE) * winner.predicted_seconds:
-            continue
-        term = max(terms, key=lambda name: terms[name] - winner.predicted_by_term.get(name, 0.0))
-        words = TERM_WORDS.get(term, term.replace("_", " "))
-        reasons[label(row, keys)] = (
-            f"{seconds - winner.predicted_seconds:.3g} s slower than {label(winner, keys)}: "
-            f"{words} {terms[term]:.3g} s instead of {winner.predicted_by_term.get(term, 0.0):.3g} s"
-        )
-    return reasons
-
-
 def beyond_xla_limit(rows: Sequence[Row]) -> str:
     """Returns a sentence about the rows above XLA's memory limit, if other rows are below it: their seconds are then
     hard to compare. In rows above the limit, XLA's rematerialization pass recomputes values, or its scheduler overlaps
@@ -340,10 +303,15 @@ def thrift(row: Row) -> tuple[float, int, bool]:
 
 def best_of_each(rows: Sequence[Row]) -> list[Row]:
     """Returns the best row of each task (rows that compute the same). Tasks without a fitting row are left out."""
+    return [winner for group in tasks(rows).values() if (winner := best(group))]
+
+
+def tasks(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the rows by what their programs compute: `workload` -> its rows."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(workload(row), []).append(row)
-    return [winner for group in groups.values() if (winner := best(group))]
+    return groups
 
 
 def flags(row: Row) -> str:
@@ -375,12 +343,12 @@ def to_json(
         left_out: variant of a what-if -> the reason why it was not compiled.
     """
     rows = mark_pareto(rows)
-    winner, tasks = best(rows), task_keys(rows)
+    winner, keys = best(rows), task_keys(rows)
     return {
         "rows": [dataclasses.asdict(row) for row in rows],
         "best": dataclasses.asdict(winner) | {"flags": flags(winner)} if winner else None,
         "best_of_each": [
-            dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, tasks) if tasks else ""}
+            dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, keys) if keys else ""}
             for row in best_of_each(rows)
         ],
         "config": config,

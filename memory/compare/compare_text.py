@@ -8,7 +8,14 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.compare.compare_columns import COLUMNS, MARKED_VERDICT, key_columns, record_of
+from bytescope.memory.compare.compare_columns import (
+    BESIDE_FORMULAS,
+    COLUMNS,
+    MARKED_VERDICT,
+    NO_FORMULA,
+    key_columns,
+    record_of,
+)
 from bytescope.memory.compare.compare_rows import (
     MEASURED,
     PREDICTED,
@@ -23,15 +30,18 @@ from bytescope.memory.compare.compare_rows import (
     tied,
     unit_of,
     varying,
-    why_slower,
 )
+from bytescope.memory.formulas.reconcile import Formula, FormulaLine
 from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.console import one_line, put, safe
-from bytescope.memory.view.table_model import TableView
+from bytescope.memory.view.figures import written_gap
+from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
+from bytescope.memory.view.text_table import FigureTable, figure
+from bytescope.memory.view.text_table import label as name_column
 
 # The figure by which rows are ranked -> its name in messages.
 COSTS = {MEASURED: "step time", PREDICTED: "predicted time", RECOMPUTED: "recomputation"}
@@ -141,10 +151,6 @@ def _below(
         ),
     ]
     out += sources_of_rates("predicted s, with its spread, tokens/s and MFU", (row.rates for row in rows))
-    out += [
-        Prose(Text.assemble((f"{one_line(name)}: ", "bold"), reason, style="dim"))
-        for name, reason in why_slower(rows).items()
-    ]
     if sentence := beyond_xla_limit(rows):
         out.append(Prose(sentence, "yellow"))
     if any(row.pareto for row in rows):
@@ -196,3 +202,55 @@ def _list_reasons(
         more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
         out.append(Prose(Text.assemble((f"{one_line(label(alike[0], keys))}{more}: ", "bold"), safe(why), style=style)))
     return out
+
+
+# ---- beside published formulas ---------------------------------------------------------------------------------
+
+
+def show_formulas(formula: Formula, lines: Sequence[FormulaLine], console: Console | None = None) -> None:
+    """Prints the memory and FLOPs of a report next to the values of published formulas, with notes that explain the
+    differences.
+
+    formula: the published formulas, whose notes are printed. lines: the compared figures, one per printed line.
+    """
+    table = FigureTable(name_column(), figure("compiler"), figure("formula"), figure("gap"), figure())
+    for line in lines:
+        write = human if line.kind == "bytes" else "{:.3e}".format
+        gap = ""
+        if line.gap is not None:
+            gap = ("-" if line.gap < 0 else "+") + write(abs(line.gap))
+        table.add(
+            line.title,
+            "" if line.compiler is None else write(line.compiler),
+            NO_FORMULA if line.formula is None else write(line.formula),
+            gap,
+            written_gap(line.share),
+        )
+    put(_titled("compared with the published formulas, one device", table, formula.notes), console)
+
+
+def show_row_formulas(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Prints a table that compares compiled programs with published formulas for transformers.
+
+    There is one line for each row that was compiled. It shows residual bytes and peak bytes on one device, and HFU/MFU
+    (hardware FLOPs / model FLOPs). Each is the compiler's value next to the formula's value. Notes below the table
+    explain the differences.
+    """
+    keys, done = varying(rows), [row for row in rows if row.ok]
+    unit, size = unit_of(done)
+    named = key_columns(keys) or [ColumnView("key", kind="value", read=lambda record: "as configured")]
+    table = TableView((*named, *BESIDE_FORMULAS), [record_of(row, keys) for row in done])
+    notes = dict.fromkeys(note for row in done for note in (row.formula or {}).get("notes", ()))
+    # This table has no columns for state and its parts.
+    put(
+        _titled(
+            f"compared with the published formulas, {unit} on each device",
+            terminal_table(table, size),
+            [note for note in notes if not note.startswith(("parameters:", "gradients:"))],
+        ),
+        console,
+    )
+
+
+def _titled(title: str, table: FigureTable, notes: Sequence[str]) -> RenderableType:
+    return Group(Text(), Text(title, style="bold"), table, *(Prose(note, "dim") for note in notes))

@@ -1,7 +1,8 @@
 """Tries sharding constraints on the arrays that XLA's partitioner gathers in full.
 
 Each trial inserts `jax.lax.with_sharding_constraint` into the traced program, compiles the program for the target, and
-compares the bytes and seconds of its report with the report of the unchanged program.
+compares the bytes and seconds of its report with the report of the unchanged program. A sharding constraint changes
+where values are stored, never what the program computes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.compare.equal_results import DIFFERS, NOT_CHECKED, SmallRun, compare_results, run_small
-from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import Compilation, compile_lowered
 from bytescope.memory.devices.targets import Target
@@ -51,8 +50,6 @@ class ConstraintTrial:
             and bandwidths are unknown.
         rows_before, rows_after: number of audit rows about arrays that are gathered in full, without and with the
             constraint.
-        numerics: "equal" if the small program gives equal results, up to rounding, with and without the constraint;
-            "differs" if not; "not checked" if it was not run.
     """
 
     source: str
@@ -67,14 +64,12 @@ class ConstraintTrial:
     seconds_after: float | None
     rows_before: int
     rows_after: int
-    numerics: str = NOT_CHECKED
 
     @property
     def improves(self) -> bool:
         """True if the constraint lowers the allocated bytes, or leaves them equal and lowers the bytes that one device
-        sends. False otherwise, and False if the constraint changes the program's results."""
-        before, after = (self.allocated_before, self.wire_before), (self.allocated_after, self.wire_after)
-        return after < before and self.numerics != DIFFERS
+        sends."""
+        return (self.allocated_after, self.wire_after) < (self.allocated_before, self.wire_before)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +106,8 @@ def try_constraints(
     *,
     target: Target | str,
     options: Mapping[str, Any] | None = None,
-    small: tuple[Any, Sequence[Any]] | None = None,
     max_trials: int = 12,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Callable[[int, int, str], None] = lambda number, count, words: None,
 ) -> tuple[ConstraintTrial, ...]:
     """Compiles a step with different sharding constraints on the arrays that XLA gathers in full on every device.
 
@@ -121,10 +115,6 @@ def try_constraints(
         step, args, kwargs: the step and its arguments, as for `memory.analyze`.
         target: the devices, such as "h100:8".
         options: options of `jax.jit`, such as `donate_argnums`, if the step is a plain function.
-        small: (the same step at small sizes, its arguments), sharded over a mesh with the same axis names. This small
-            step runs with and without each constraint, with random arguments, on simulated CPU devices of this process,
-            to check that the results stay equal. Without `small`, or with fewer CPU devices than the mesh has,
-            `numerics` is "not checked".
         max_trials: maximum number of constraints that are compiled.
         progress: function that is called before each compilation with (number of the compilation, number of all
             compilations, text of the constraint).
@@ -143,12 +133,10 @@ def try_constraints(
     if mesh is None:
         return ()
     candidates = list(_candidates(traced, compilation, before, mesh))[:max_trials]
-    small_run = _SmallStep(*small) if small is not None and candidates else None
     trials = []
     for number, (site, spec) in enumerate(candidates, start=1):
         words = spec_words(spec)
-        if progress is not None:
-            progress(number, len(candidates), f"{words} for {site.array}")
+        progress(number, len(candidates), f"{words} for {site.array}")
         try:
             changed = _changed(traced, site, spec, mesh)
             lowered = retarget.lowered_for(changed, target)
@@ -172,7 +160,6 @@ def try_constraints(
                 seconds_after=after.prediction.get("seconds"),
                 rows_before=len(_rows(before)),
                 rows_after=len(_rows(after)),
-                numerics=small_run.compare(site, spec) if small_run is not None else NOT_CHECKED,
             )
         )
     return tuple(sorted(trials, key=lambda trial: (trial.allocated_after, trial.seconds_after or 0, trial.wire_after)))
@@ -433,52 +420,3 @@ class _Rewriter:
         array = jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype)
         made = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, self.sharding))(array)
         return made.jaxpr.eqns[0].replace(invars=[variable])
-
-
-# ---- numerics -------------------------------------------------------------------------------------------------------
-
-
-class _SmallStep:
-    """The step at small sizes, which runs on simulated CPU devices with and without a sharding constraint."""
-
-    def __init__(self, step: Any, args: Sequence[Any]):
-        self.traced = unwrapped_stage(trace_step(step, args))
-        self.mesh = _mesh_of(self.traced)
-        self.before = self._run(self.traced) if self.mesh is not None else None
-
-    def compare(self, site: _Site, spec: Spec) -> str:
-        """Runs the small step with the array that `site` describes constrained to the sharding `spec`, and compares the
-        results with the results without the constraint. Returns "equal", "differs" or "not checked", as
-        `equal_results.compare_results`. Also returns "not checked" if the step cannot run with the CPU devices of this
-        process, or if the small array cannot be sharded in this way."""
-        shapes = _same_rank_shapes(self.traced.jaxpr, site)
-        if self.before is None or not shapes:
-            return NOT_CHECKED
-        small = dataclasses.replace(site, shape=shapes[0])
-        try:
-            after = self._run(_changed(self.traced, small, spec, self.mesh))
-        except (ValueError, TypeError):  # the small array cannot be divided in this way
-            return NOT_CHECKED
-        return NOT_CHECKED if after is None else compare_results(self.before, after).outcome
-
-    def _run(self, program: Any) -> SmallRun | None:
-        """Compiles and runs a traced program on CPU devices. Returns None if this process has fewer CPU devices than
-        the mesh."""
-        target = targets.parse(f"cpu:{self.mesh.size}")
-        try:
-            lowered = retarget.lowered_for(program, target)
-        except ReportError:
-            return None
-        return run_small(PreparedProgram(lambda: (compile_lowered(lowered, jaxpr=program.jaxpr), target)))
-
-
-def _same_rank_shapes(jaxpr: Any, site: _Site) -> list[tuple[int, ...]]:
-    """Finds the array that `site` describes in `jaxpr`, the same program traced at other sizes. Returns the shapes of
-    all arrays that match: the same source line, primitive, position and rank. Returns [] if no array matches."""
-    shapes = []
-    for equation, backward in _equations(jaxpr):
-        if not backward and equation.primitive.name == site.primitive and line_of(equation) == site.line:
-            atoms = equation.invars if site.on_operand else equation.outvars
-            if site.position < len(atoms) and len(atoms[site.position].aval.shape) == len(site.shape):
-                shapes.append(tuple(atoms[site.position].aval.shape))
-    return shapes

@@ -18,8 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import subprocess
+import pickle
 import sys
 import tempfile
 import zlib
@@ -29,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.memory.compare.patched_program import use_changed_files
+from bytescope.memory.compare.patched_program import run_changed
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.program_factory import load_factory
 from bytescope.memory.devices import platform, targets
-from bytescope.memory.errors import ReportError
+from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.jaxprs import distinct_jaxprs
 from bytescope.memory.program import program_arguments, user_program
 from bytescope.memory.program.roles import WEIGHTS
@@ -81,14 +80,12 @@ class SmallRun:
             by one rounding error.
         epsilon: machine epsilon of the least precise float dtype in the program; 0 if the program has no floats.
         repeats: True if a second run with the same arguments gave the same results.
-        shapes: pytree path of an argument -> its shape. Empty if the arguments are not compared.
     """
 
     values: Mapping[str, np.ndarray[Any, Any]]
     rounding: Mapping[str, float]
     epsilon: float
     repeats: bool = True
-    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def compare_results(before: SmallRun, after: SmallRun) -> Equality:
@@ -96,31 +93,8 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
     they are equal up to rounding. The outcome is "not checked" if a version gives different results on each run, if
     the results of the two versions have different pytree paths or shapes, or if a result of `before` is NaN or
     infinite. `before`: the unchanged program. `after`: the changed program."""
-    if not before.repeats or not after.repeats:
-        which = "unchanged" if not before.repeats else "changed"
-        words = "gives different results on each run, so the results cannot be compared: draw random numbers from a key"
-        return Equality(NOT_CHECKED, 0.0, "", f"the {which} program {words}")
-    for path, shape in before.shapes.items():
-        if after.shapes.get(path, shape) != shape:
-            words = (
-                f"the results cannot be compared, because the argument {path} has the shape {list(shape)} in the "
-                f"unchanged program and {list(after.shapes[path])} in the changed program"
-            )
-            return Equality(NOT_CHECKED, 0.0, "", words)
-    shapes = [{path: value.shape for path, value in run.values.items()} for run in (before, after)]
-    if shapes[0] != shapes[1]:
-        words = (
-            "the results cannot be compared, because the changed program returns a pytree with other paths or shapes "
-            "than the unchanged program"
-        )
-        return Equality(NOT_CHECKED, 0.0, "", words)
-    for path, value in before.values.items():
-        if not np.all(np.isfinite(value)):
-            words = (
-                f"the results cannot be compared, because the result {path} of the unchanged program has NaN or "
-                "infinite values at small sizes: choose other sizes"
-            )
-            return Equality(NOT_CHECKED, 0.0, path, words)
+    if words := _obstacle(before, after):
+        return Equality(NOT_CHECKED, 0.0, "", f"the results cannot be compared: {words}")
     found = []
     for path, value in before.values.items():
         norm, distance = _norm(value), _norm(after.values[path] - value)
@@ -132,8 +106,6 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
         differs = not distance <= max(tolerated, noise)  # a NaN differs
         # A result that is only noise, such as a gradient that is 0 without rounding, says nothing about the difference.
         found.append((differs, differs or distance <= tolerated, relative, path))
-    if not found:
-        return Equality(NOT_CHECKED, 0.0, "", "the program has no results")
     _, _, worst, path = max(found)
     different = sum(differs for differs, *_ in found)
     words = f"the largest relative difference is {worst:.1e}, in {path or 'the result of the step'}"
@@ -142,6 +114,21 @@ def compare_results(before: SmallRun, after: SmallRun) -> Equality:
             DIFFERS, worst, path, f"{different} of {len(found)} results differ by more than rounding: {words}"
         )
     return Equality(EQUAL, worst, path, f"all {len(found)} results are equal up to rounding: {words}")
+
+
+def _obstacle(before: SmallRun, after: SmallRun) -> str:
+    """Returns why the results of two versions of a program cannot be compared; "" if they can."""
+    if not before.values:
+        return "the program has no results"
+    if not before.repeats or not after.repeats:
+        return "a program gives different results on each run; draw random numbers from a key"
+    shapes = [{path: value.shape for path, value in run.values.items()} for run in (before, after)]
+    if shapes[0] != shapes[1]:
+        return "the changed program returns a pytree with other paths or shapes"
+    for path, value in before.values.items():
+        if not np.all(np.isfinite(value)):
+            return f"the result {path} has NaN or infinite values at small sizes; choose other sizes"
+    return ""
 
 
 def _norm(value: np.ndarray[Any, Any]) -> float:
@@ -208,8 +195,7 @@ def run_small(program: PreparedProgram) -> SmallRun:
     repeats = all(np.array_equal(values[path], second[path], equal_nan=True) for path in values)
     floats = [path for path, value in values.items() if value.dtype.kind in "fc"]
     noise = {path: _norm(rounded[path] - values[path]) for path in floats}
-    shapes = {path: tuple(info.shape) for (path, _), info in zip(paths, infos)}
-    return SmallRun(values, noise, epsilon, repeats, shapes)
+    return SmallRun(values, noise, epsilon, repeats)
 
 
 def _epsilon(jaxpr: Any) -> float:
@@ -291,54 +277,26 @@ def run_version(
     Raises ReportError with a one-line message if the program cannot be imported, compiled for the CPU, or run.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job, out = Path(folder, "job.json"), Path(folder, "results.npz")
-        texts = {os.path.realpath(path): text for path, text in changed.items()}
-        job.write_text(json.dumps({"changed": texts, "reference": reference, "small": dict(small), "devices": devices}))
-        child = subprocess.run(
-            [sys.executable, "-m", __spec__.name, str(job), str(out)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        )
-        if child.returncode == 0 and out.is_file():
-            return _read(out)
-    errors = child.stderr.strip().splitlines() or [f"the run ended with exit code {child.returncode}"]
-    raise ReportError(errors[-1].removeprefix("error: "))
-
-
-def _write(run: SmallRun, file: Path) -> None:
-    facts = {
-        "paths": list(run.values),
-        "rounding": dict(run.rounding),
-        "epsilon": run.epsilon,
-        "repeats": run.repeats,
-        "shapes": dict(run.shapes),
-    }
-    np.savez(file, np.array(json.dumps(facts)), *run.values.values())
-
-
-def _read(file: Path) -> SmallRun:
-    with np.load(file) as stored:
-        text, *values = stored.values()
-    facts = json.loads(str(text))
-    shapes = {path: tuple(shape) for path, shape in facts["shapes"].items()}
-    return SmallRun(dict(zip(facts["paths"], values)), facts["rounding"], facts["epsilon"], facts["repeats"], shapes)
+        out = Path(folder, "results.pickle")
+        words = [reference, json.dumps(dict(small)), str(devices), str(out)]
+        run_changed(__spec__.name, words, changed, out, {"JAX_PLATFORMS": "cpu"})
+        return pickle.loads(out.read_bytes())
 
 
 def main() -> None:
-    """Entry point of the child process of `run_version`. `sys.argv[1]` is the JSON file that describes the program,
-    and `sys.argv[2]` the file to which the results are written."""
-    job = json.loads(Path(sys.argv[1]).read_text())
-    use_changed_files(job["changed"])
-    target = f"cpu:{job['devices']}"
+    """Entry point of the child process of `run_version`. Its arguments are the program, the JSON of the values that
+    make the program small, the number of devices, and the file to which the results are written."""
+    # The class that the other process unpickles, which is not that of the module __main__.
+    from bytescope.memory.compare import equal_results
+
+    reference, small, devices, out = sys.argv[1:]
+    target = f"cpu:{devices}"
     platform.simulate_devices([target])
     try:
-        run = run_small(load_factory(job["reference"])(job["small"], targets.parse(target)))
-    except ValueError as error:
-        if not hasattr(error, "exit_code"):  # not an error of the user
-            raise
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    _write(run, Path(sys.argv[2]))
+        run = equal_results.run_small(load_factory(reference)(json.loads(small), targets.parse(target)))
+    except ReportError as error:
+        sys.exit(f"error: {one_line(error, 300)}")
+    Path(out).write_bytes(pickle.dumps(run))
 
 
 if __name__ == "__main__":

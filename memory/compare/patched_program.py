@@ -1,8 +1,8 @@
-"""Runs a command of bytescope on a user's program with changed source text that is not written to disk.
+"""Runs a module, such as a command of bytescope, on a program with changed source text that is not written to disk.
 
-The command runs in a child process, because a process that has imported a module keeps the module's old code.
+The module runs in a child process, because a process that has imported a module keeps the module's old code.
 
-    python -m bytescope.memory.compare.patched_program CHANGED.json report steps.py:program h100:8 --json=-
+    python -m bytescope.memory.compare.patched_program CHANGED.json bytescope.memory report steps.py:program h100:8
 """
 
 from __future__ import annotations
@@ -37,17 +37,36 @@ def report_with(words: Sequence[str], changed: Mapping[Path, str]) -> ReportReco
     Raises ReportError with a one-line message if the changed program cannot be imported, traced or compiled.
     """
     with tempfile.TemporaryDirectory() as folder:
-        files, out = Path(folder, "changed.json"), Path(folder, "report.json")
-        files.write_text(json.dumps({os.path.realpath(path): text for path, text in changed.items()}))
-        child = subprocess.run(
-            [sys.executable, "-m", __spec__.name, str(files), "report", *words, f"--json={out}"],
-            capture_output=True,
-            text=True,
-        )
-        if child.returncode in _REPORTED and out.is_file():
-            return ReportRecord.from_json(json.loads(out.read_text()))
-    errors = child.stderr.strip().splitlines() or [f"the compile ended with exit code {child.returncode}"]
-    raise ReportError(errors[-1].removeprefix("error: "))
+        out = Path(folder, "report.json")
+        run_changed("bytescope.memory", ["report", *words, f"--json={out}"], changed, out)
+        return ReportRecord.from_json(json.loads(out.read_text()))
+
+
+def run_changed(
+    module: str, words: Sequence[str], changed: Mapping[Path, str], out: Path, env: Mapping[str, str] = {}
+) -> None:
+    """Runs a module in a child process in which source files are changed only in memory.
+
+    Args:
+        module: name of the module, which runs as with `python -m`.
+        words: its command-line arguments.
+        changed: path of a source file -> the text that is imported instead of it.
+        out: the file that the module writes.
+        env: environment variables that are set in addition.
+
+    Raises ReportError with the last line of stderr if the module fails or does not write the file.
+    """
+    files = out.with_name("changed.json")
+    files.write_text(json.dumps({os.path.realpath(path): text for path, text in changed.items()}))
+    child = subprocess.run(
+        [sys.executable, "-m", __spec__.name, str(files), module, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+    if child.returncode not in _REPORTED or not out.is_file():
+        errors = child.stderr.strip().splitlines() or [f"the run ended with exit code {child.returncode}"]
+        raise ReportError(errors[-1].removeprefix("error: "))
 
 
 def use_changed_files(changed: Mapping[str, str]) -> None:
@@ -64,13 +83,12 @@ def use_changed_files(changed: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    """Runs a bytescope command with some source files replaced. `sys.argv[1]` is a JSON file that maps the real path
-    of a source file to the text that is imported instead of it. The remaining arguments are the command and its
-    arguments."""
-    file, *words = sys.argv[1:]
+    """Runs a module with some source files replaced. `sys.argv[1]` is a JSON file that maps the real path of a source
+    file to the text that is imported instead of it. The remaining arguments are the module and its arguments."""
+    file, module, *words = sys.argv[1:]
     use_changed_files(json.loads(Path(file).read_text()))
-    sys.argv = ["bytescope", *words]
-    runpy.run_module("bytescope.memory", run_name="__main__")
+    sys.argv = [module, *words]
+    runpy.run_module(module, run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -16,10 +16,11 @@ A trainer with its own configs writes a subclass of `ProgramFactory`, which know
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -241,31 +242,17 @@ def _remedy(key: str, known: Sequence[str]) -> str:
 def _parse_value(key: str, text: Any, default: Any) -> Any:
     if not isinstance(text, str) or isinstance(default, str):
         return text
-    if isinstance(default, bool):
-        value: Any = _BOOLEANS.get(text.lower())
-    elif isinstance(default, int | float):
-        value = _number(text, type(default))
+    value: Any = text
+    if text.lower() in _BOOLEANS:
+        value = _BOOLEANS[text.lower()]
     else:
-        return _literal(text)
-    if value is None:
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(text)
+    if type(default) is float and type(value) is int:
+        value = float(value)
+    if type(default) in _KINDS and type(value) is not type(default):
         raise ReportError(f"{key}={text} has the wrong type: give {_KINDS[type(default)]}")
     return value
-
-
-def _number(text: str, kind: Callable[[str], Any]) -> Any:
-    try:
-        return kind(text.replace("_", ""))
-    except ValueError:
-        return None
-
-
-def _literal(text: str) -> Any:
-    if text.lower() in _BOOLEANS:
-        return _BOOLEANS[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
 
 
 def _list_sources(module: ModuleType) -> list[Path]:

@@ -47,7 +47,7 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
 MAKING_ROWS = (
     *(f"bytescope.memory.{name}" for name in ("analysis", "cost", "devices", "errors", "hlo", "jaxprs", "peak")),
     *(f"bytescope.memory.{name}" for name in ("program", "records", "units")),
-    *(f"bytescope.memory.compare.{name}" for name in ("measured_steps", "prepared_program", "program_factory")),
+    *(f"bytescope.memory.compare.{name}" for name in ("prepared_program", "program_factory")),
     *(f"bytescope.memory.compare.{name}" for name in ("row_cache", "worker")),
     *(f"bytescope.memory.seconds.{name}" for name in ("products", "reading")),
 )

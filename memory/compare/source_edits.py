@@ -56,10 +56,6 @@ class SourceFile:
         start = self._starts[node.lineno - 1] + node.col_offset
         return start, self._starts[node.end_lineno - 1] + node.end_col_offset
 
-    def line_start(self, line: int) -> int:
-        """Returns the byte offset at which a line begins. `line`: line number, starting at 1."""
-        return self._starts[line - 1]
-
     def donate(self, function: str, numbers: Sequence[int]) -> list[Edit]:
         """Returns the edit that donates arguments of a step, as a list of one Edit. The step is returned by a user's
         function, as (step, arguments), (step, arguments, options) or jax.jit(step). The edit writes `donate_argnums`
@@ -120,9 +116,11 @@ class SourceFile:
             for node in ast.walk(call)
             if isinstance(node, ast.Constant) and node.value == old
         ]
-        if len(found) != 1 or any(_is_text(node, new) for node in ast.walk(found[0][0])):
+        if len(found) != 1:
             return []
-        node = found[0][1]
+        call, node = found[0]
+        if any(isinstance(other, ast.Constant) and other.value == new for other in ast.walk(call)):
+            return []
         return [Edit(*self.span(node), _quoted(self, node, new))]
 
     def save_on_device(self, name: str) -> list[Edit]:
@@ -158,7 +156,7 @@ class SourceFile:
         if len(found) != 1 or not self._imports("jax"):
             return []
         first = min([found[0].lineno, *(decorator.lineno for decorator in found[0].decorator_list)])
-        start = self.line_start(first)
+        start = self._starts[first - 1]
         return [Edit(start, start, f"{' ' * found[0].col_offset}@jax.checkpoint\n")]
 
     def prevent_cse(self, function: str) -> list[Edit]:
@@ -234,10 +232,6 @@ def _literal_texts(node: ast.expr | None) -> list[str] | None:
         return None
     texts = [each.value for each in node.elts if isinstance(each, ast.Constant) and isinstance(each.value, str)]
     return texts if len(texts) == len(node.elts) else None
-
-
-def _is_text(node: ast.AST, text: str) -> bool:
-    return isinstance(node, ast.Constant) and node.value == text
 
 
 def _name_of(node: ast.expr) -> str:

@@ -74,10 +74,7 @@ def flag_variants(platform: str) -> list[Variant]:
     variants = [Variant(AS_GIVEN)]
     for change, options in VARIANTS.items():
         variants.append(Variant(change, options, refusal(options, platform)))
-    without_scan = (
-        "your function decides whether it uses scan: give it a parameter for scan, and compare its values with --grid"
-    )
-    return [*variants, Variant("with or without scan", refused=without_scan)]
+    return variants
 
 
 def is_same_program(answer: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from bytescope.memory.formulas import expert_formulas
@@ -99,17 +99,6 @@ def data_parallel(
 # ---- experts --------------------------------------------------------------------------------------------------------
 
 
-class ExchangeBytes(NamedTuple):
-    """The bytes that a device sends when tokens are exchanged with the devices that hold their experts.
-
-    rows: bytes of the sent activations, which have one row for each expert of a token. numbers: bytes of the sent
-    router weights, one number per row.
-    """
-
-    rows: float
-    numbers: float
-
-
 class LayerExchange(NamedTuple):
     """The bytes of one kind of collective that sends tokens to the devices of their experts and back, in one layer and
     micro-step.
@@ -125,30 +114,16 @@ class LayerExchange(NamedTuple):
     formula: str
 
 
-def _gathered(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
-    return ExchangeBytes(tokens * size * width * itemsize, tokens * size * experts.per_token * _NUMBER)
-
-
-def _slotted(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
-    rows = experts.count * slots(experts, tokens)
-    return ExchangeBytes(rows * width * itemsize, rows * _NUMBER)
-
-
-def _chosen(experts: ExpertShape, tokens: int, width: int, itemsize: int, size: int) -> ExchangeBytes:
-    rows = tokens * experts.per_token
-    return ExchangeBytes(rows * width * itemsize, rows * _NUMBER)
-
-
-# Dispatch method of the experts -> (bytes of one exchange, collectives). A collective is (kind, exchanges of rows,
-# exchanges of router weights, exchanges of rows that each recomputation adds, exchanges of router weights that each
-# recomputation adds, unit in the formula's text). All-gather sends tokens with their expert indices and weights.
-EXCHANGES: dict[str, tuple[Callable[..., ExchangeBytes], tuple[tuple[str, int, int, int, int, str], ...]]] = {
+# Dispatch method of the experts -> collectives. A collective is (kind, exchanges of rows, exchanges of router weights,
+# exchanges of rows that each recomputation adds, exchanges of router weights that each recomputation adds, unit in the
+# formula's text). All-gather sends tokens with their expert indices and weights.
+EXCHANGES: dict[str, tuple[tuple[str, int, int, int, int, str], ...]] = {
     "allgather": (
-        _gathered,
-        (("all-gather", 2, 2, 1, 2, "tokens of the group"), ("reduce-scatter", 2, 1, 0, 0, "tokens of the group")),
+        ("all-gather", 2, 2, 1, 2, "tokens of the group"),
+        ("reduce-scatter", 2, 1, 0, 0, "tokens of the group"),
     ),
-    "all_to_all": (_slotted, (("all-to-all", 4, 2, 1, 1, "slots"),)),
-    "ragged_all_to_all": (_chosen, (("ragged-all-to-all", 4, 2, 1, 1, "k x tokens"),)),
+    "all_to_all": (("all-to-all", 4, 2, 1, 1, "slots"),),
+    "ragged_all_to_all": (("ragged-all-to-all", 4, 2, 1, 1, "k x tokens"),),
 }
 
 
@@ -174,14 +149,17 @@ def layer_exchanges(
         row_repeats: number of recomputations that exchange activations again.
         weight_repeats: number of recomputations that exchange router weights again.
     """
-    measure, kinds = EXCHANGES[exchange]
-    moved = measure(experts, tokens, width, itemsize, size)
+    if exchange == "allgather":
+        sent_rows, sent_numbers = tokens * size, tokens * size * experts.per_token
+    elif exchange == "all_to_all":
+        sent_rows = sent_numbers = experts.count * slots(experts, tokens)
+    else:
+        sent_rows = sent_numbers = tokens * experts.per_token
     out = []
-    for kind, rows, numbers, more_rows, more_numbers, unit in kinds:
+    for kind, rows, numbers, more_rows, more_numbers, unit in EXCHANGES[exchange]:
         times, with_numbers = rows + more_rows * row_repeats, numbers + more_numbers * weight_repeats
-        out.append(
-            LayerExchange(kind, times * moved.rows + with_numbers * moved.numbers, f"{times} x {unit} per layer")
-        )
+        moved = times * sent_rows * width * itemsize + with_numbers * sent_numbers * _NUMBER
+        out.append(LayerExchange(kind, moved, f"{times} x {unit} per layer"))
     return out
 
 

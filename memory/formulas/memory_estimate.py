@@ -11,7 +11,6 @@ from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.formulas import (
     adapter_formulas,
     expert_formulas,
-    training_flops,
     training_state,
     transformer_formulas,
 )
@@ -186,7 +185,7 @@ def estimate(question: Question) -> Estimate:
         activations[policy] = Activations(kept, recomputed, outside)
         # With a flash kernel, `selective` has nothing to recompute.
         recomputing = "none" if policy == "selective" and q.attention == "flash" else policy
-        hardware_flops[policy] = training_flops.hardware_flops(
+        hardware_flops[policy] = transformer_formulas.hardware_flops(
             q.model, q.sequence, sequences, recomputing, q.mlp_tokens > 0
         )
     notes: tuple[str, ...] = NOTES
@@ -199,7 +198,7 @@ def estimate(question: Question) -> Estimate:
         state,
         held["host"],
         activations,
-        training_flops.model_flops(q.model, q.sequence, sequences),
+        transformer_formulas.model_flops(q.model, q.sequence, sequences),
         hardware_flops,
         notes,
     )

@@ -18,7 +18,6 @@ from bytescope.memory.formulas.memory_estimate import Question
 # The roles of a mesh axis in a training step. `replica`, `state` and `expert` ranks read different sequences. `state`,
 # `expert` and `sequence` ranks shard training state under ZeRO. `expert` ranks share the routed experts, `sequence`
 # ranks share sequences, `tensor` ranks share heads, MLP width and vocabulary, and `stage` ranks are pipeline stages.
-AXIS_ROLES = ("stage", "replica", "state", "expert", "sequence", "tensor")
 BATCH_ROLES = ("replica", "state", "expert")
 STATE_ROLES = ("state", "expert", "sequence")
 

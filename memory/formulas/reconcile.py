@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from bytescope.memory.formulas import memory_estimate, rematerialized, training_flops, transformer_formulas
+from bytescope.memory.formulas import memory_estimate, rematerialized, transformer_formulas
 from bytescope.memory.formulas.expert_formulas import by_kind
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts
@@ -70,7 +70,7 @@ def formula_of(facts: ModelFacts, platform: str = "") -> Formula | str:
         for kind in by_kind(model, start, start + segment.layers):
             parts.append(rematerialized.layers_of(kind, asked, batch, segment, facts, platform))
     known = [part for part in parts if part is not None]
-    model_flops = training_flops.model_flops(model, asked.sequence, sequences)
+    model_flops = transformer_formulas.model_flops(model, asked.sequence, sequences)
     residuals = host = peak = hardware_flops = None
     if known and len(known) == len(parts):
         residuals, host = sum(part.device for part in known), sum(part.host for part in known)
@@ -122,7 +122,7 @@ def model_flops(facts: ModelFacts | None, counted: float) -> float:
     asked = facts.question if facts and not facts.no_formula else None
     if facts is None or asked is None or asked.model.experts is None:
         return counted
-    return training_flops.model_flops(asked.model, asked.sequence, sequences_per_call(facts, asked))
+    return transformer_formulas.model_flops(asked.model, asked.sequence, sequences_per_call(facts, asked))
 
 
 def sequences_per_call(facts: ModelFacts, asked: Question) -> float:

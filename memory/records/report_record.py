@@ -315,8 +315,6 @@ class ReportRecord(JudgedProgram):
         compiler_options: option of XLA -> value, for the options with which the program was compiled.
         config: the configuration that the caller passed.
         schema: version number of the JSON layout.
-        point_seconds: predicted start of each timeline point in seconds from the start of the step, then the duration
-            of the step; () if unknown. Not part of the JSON.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -334,9 +332,6 @@ class ReportRecord(JudgedProgram):
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
-    # Predicted seconds from the start of the step to each point of `timeline`, then to the end of the step; () if
-    # unknown. They are not in the JSON, so a loaded report has none, and two reports are compared without them.
-    point_seconds: tuple[float, ...] = dataclasses.field(default=(), compare=False)
 
     @property
     def title(self) -> str:

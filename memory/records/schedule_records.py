@@ -246,16 +246,13 @@ def _step(row: Any, depth: int) -> Step:
         return Loop(row[1], from_json(row[2], depth + 1))
     fields = dataclasses.fields(kind)
     values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
-    if len(values) > len(fields) or not all(_fits(row[0], field, value) for field, value in zip(fields, values)):
+    known = len(values) <= len(fields) and all(_fits(row[0], field, value) for field, value in zip(fields, values))
+    required = [field for field in fields if field.default is dataclasses.MISSING]
+    if not known or len(values) < len(required):
         raise ValueError(
             f"the schedule contains the step {row!s:.60}, which has a missing field or a field of a wrong type"
         )
-    try:
-        return kind(*values)
-    except TypeError as error:
-        raise ValueError(
-            f"the schedule contains the step {row!s:.60}, which has a missing field or a field of a wrong type"
-        ) from error
+    return kind(*values)
 
 
 # Annotation -> function that checks a value.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
 from bytescope.memory.view.elements import PageTable
 from bytescope.memory.view.table_model import ColumnView, TableView
-from bytescope.memory.view.table_views import page_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.text_layout import Prose
 
 # Maximum number of requests on the page of a report. The JSON has all requests.
 MAX_ROWS = 60
@@ -46,12 +46,6 @@ def render(rows: Sequence[AuditRow]) -> RenderableType:
     """Returns the audit for the terminal: a table of everything that the program asks jax and XLA to do (recompute,
     save, offload, donate, keep sharded) with what the compiled program does, and a sentence for each request that
     was not honored. Without rows, returns a sentence that there is nothing to audit."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from bytescope.memory.view.table_views import terminal_table
-    from bytescope.memory.view.text_layout import Prose
-
     if not rows:
         return Prose(
             "nothing to audit: the program uses no jax.checkpoint, checkpoint_name, offload, donation or sharding"
@@ -63,11 +57,6 @@ def render(rows: Sequence[AuditRow]) -> RenderableType:
 def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:
     """Returns the part of a program's terminal report about requests that were not honored: a heading, and one sentence
     for each of these requests. Returns None if there are none."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from bytescope.memory.view.text_layout import Prose
-
     lines = sentences(rows)
     if not lines:
         return None

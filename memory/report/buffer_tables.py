@@ -7,20 +7,13 @@ import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo.sources import notebook_cell
 from bytescope.memory.records.report_record import Buffer, ReportRecord
-from bytescope.memory.units import human
-from bytescope.memory.view.console import one_line, shorten
+from bytescope.memory.view.console import shorten
 from bytescope.memory.view.object_table import Table
 from bytescope.memory.view.table_model import ColumnView
-from bytescope.memory.view.text_layout import Prose
-from bytescope.memory.view.text_table import FigureTable, figure, fixed, path, place
 
-SHOWN = 10
 # Maximum characters of a buffer's name and of its type.
 _NAME, _TYPE = 60, 28
 _KINDS = {"bfloat": "bf", "float": "f", "int": "i", "uint": "u", "complex": "c"}
@@ -29,35 +22,13 @@ _NUMBER = re.compile(r"(\d+)")
 _DTYPE = re.compile(r"^(bfloat|float|int|uint|complex)(\d)")
 # Columns of the table that `Report.table` returns.
 TABLE_COLUMNS = (
-    ColumnView("what", "largest at the peak", "path"),
+    ColumnView("what", "largest at the peak", "path", read=lambda row: shorten(row["what"], _NAME)),
     ColumnView("times", "", "times"),
     ColumnView("bytes", "bytes", "bytes"),
-    ColumnView("type", "type", "text"),
+    ColumnView("type", "type", "text", read=lambda row: shorten(row["type"], _TYPE)),
     ColumnView("row", "row", "text"),
     ColumnView("line", "line", "place"),
 )
-
-
-def render(report: ReportRecord, n: int = SHOWN) -> RenderableType | None:
-    """Returns a table of the largest buffers at the peak, as a rich renderable with at most `n` lines. Buffers that
-    differ only in the number of their layer share a line. Returns None if there are no buffers.
-    """
-    groups = largest(report, n)
-    if not groups:
-        return None
-    table = FigureTable(
-        path(Text("largest at the peak", style="bold")),
-        figure(),
-        figure("bytes"),
-        fixed("type"),
-        fixed("row"),
-        place("line", "dim"),
-        heading="dim",
-    )
-    for alike in groups:
-        name, kind = shorten(one_line(alike.name), _NAME), shorten(one_line(array_type(alike.one)), _TYPE)
-        table.add(name, alike.times_text, human(alike.one.bytes), kind, alike.one.category, line(alike.one.source))
-    return Group(table, Prose(listed_share(report, groups), "dim"))
 
 
 def largest_table(report: ReportRecord, n: int = 10) -> Table:
@@ -107,11 +78,6 @@ class Alike(NamedTuple):
     name: str
     times: int
     one: Buffer
-
-    @property
-    def times_text(self) -> str:
-        """The number of buffers as text, such as "6 x"; "" for a single buffer."""
-        return f"{self.times:,} x" if self.times > 1 else ""
 
 
 def largest(report: ReportRecord, n: int) -> tuple[Alike, ...]:
@@ -171,14 +137,16 @@ def _short(dtype: re.Match[str]) -> str:
 
 
 def line(source: str) -> str:
-    """Returns a source place as `file.py:line`. The path is relative to the working directory; for a file outside of
-    it, only the last folder is shown. A line of a notebook cell becomes `In[3]:line`.
+    """Returns a source place as `file.py:line`. The path is relative to the working directory or to the installed
+    packages; for any other file, only the last folder is shown. A line of a notebook cell becomes `In[3]:line`.
     """
     path, colon, number = source.rpartition(":")
     if not colon or not os.path.isabs(path):
         return source
     if cell := notebook_cell(path):
         return f"{cell}:{number}"
+    if "/site-packages/" in path:
+        return source.rsplit("/site-packages/", 1)[1]
     inside = os.path.relpath(path)
     if inside.startswith(os.pardir):
         inside = os.path.join(*path.split(os.sep)[-2:])

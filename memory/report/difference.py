@@ -1,19 +1,29 @@
-"""Compares two reports: an object that shows the changes at a prompt and in a notebook."""
+"""Compares two reports: an object that shows the changes at a prompt and in a notebook, and their tables."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.records import report_diff as plan_diff
-from bytescope.memory.records.report_diff import Change
+from bytescope.memory.records.report_diff import Change, Measure, measures, version_changes, warnings
 from bytescope.memory.records.report_record import ReportRecord, load
+from bytescope.memory.units import human
+from bytescope.memory.view.console import notebook_html, plain_text, prompt_width, put
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import terminal_table
+from bytescope.memory.view.text_layout import Items, Prose, blocks
 
-# Number of buffers that a prompt and a notebook list. `show` prints as many as the command.
-_BUFFERS = 5
+# Number of buffers that a prompt and a notebook list, and that the command and `show` print.
+_BUFFERS, _SHOWN = 5, 20
+# Relative difference below which figures are equal.
+_SAME = 1e-9
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -54,24 +64,14 @@ class Difference:
         return plan_diff.grew_above(self.changes, percent)
 
     def __repr__(self) -> str:
-        from bytescope.memory.report import diff_view
-        from bytescope.memory.view.console import plain_text, prompt_width
-
-        return plain_text(diff_view.render_text(self.before, self.after, self.changes, _BUFFERS), prompt_width())
+        return plain_text(render_text(self.before, self.after, self.changes, _BUFFERS), prompt_width())
 
     def _repr_html_(self) -> str:
-        from bytescope.memory.report import notebook_difference
-
-        return notebook_difference.render(self.before, self.after, self.changes, _BUFFERS)
+        return notebook_html(render_text(self.before, self.after, self.changes, _BUFFERS))
 
     def show(self) -> None:
-        """Prints the changes, like the command `bytescope diff`, in the width of the terminal. In a notebook, displays
-        them.
-        """
-        from bytescope.memory.report import diff_view
-        from bytescope.memory.view.output_file import put_or_display
-
-        put_or_display(self, diff_view.render_text(self.before, self.after, self.changes))
+        """Prints the changes, like the command `bytescope diff`, in the width of the terminal."""
+        put(render_text(self.before, self.after, self.changes))
 
 
 def diff(before: ReportRecord | str | Path, after: ReportRecord | str | Path) -> Difference:
@@ -93,3 +93,116 @@ def _report(given: Any) -> ReportRecord:
     raise ReportError(
         f"{type_phrase(given)} is not a report: give the result of memory.analyze, or the path of a saved report"
     )
+
+
+# ---- the tables -----------------------------------------------------------------------------------------------
+
+
+def verdict_of_growth(growth: float) -> str:
+    """Returns the style in which a change in bytes is shown: "exceeds" for more memory, "fits" for less, "dim" for no
+    change.
+    """
+    if growth > 0:
+        return "exceeds"
+    return "fits" if growth < 0 else "dim"
+
+
+def change_columns(title: str, name: Callable[[Change], str]) -> tuple[ColumnView, ...]:
+    """Returns the columns of a table of changes. A change is a named size in bytes, before and after.
+
+    `title`: the title of the first column. `name`: function from a change to its text in the first column.
+    """
+    return (
+        ColumnView("name", title, "path", read=name),
+        ColumnView("before", "before", "bytes"),
+        ColumnView("after", "after", "bytes"),
+        ColumnView(
+            "growth",
+            "change",
+            "growth",
+            verdict=lambda change: verdict_of_growth(change.growth),
+            hover=lambda change: f"{change.growth:+,} bytes",
+        ),
+        ColumnView(
+            "percent_text",
+            "%",
+            "number",
+            verdict=lambda change: verdict_of_growth(change.growth),
+            order=lambda change: round(change.percent, 2) if change.before else 1e9,
+        ),
+    )
+
+
+# Unit of a measure -> function that formats it.
+UNITS: Mapping[str, Callable[[float], str]] = {
+    "seconds": lambda seconds: f"{seconds:#.3g} s",
+    "FLOPs": lambda flops: f"{flops / 1e12:,.3g} TFLOP",
+    "bytes": lambda size: human(int(size)),
+}
+
+
+def measured_change(row: Measure) -> float:
+    """Returns the second value of a row (seconds, FLOPs or bytes sent) minus the first; 0 if the difference is so small
+    that it may be a rounding error.
+    """
+    change = row.after - row.before
+    return 0 if abs(change) < _SAME * row.before else change
+
+
+def measured_growth(row: Measure) -> str:
+    """Returns the difference between two seconds, FLOPs or byte counts as text, such as "+1.00 s"."""
+    change = measured_change(row)
+    if not change:
+        return "unchanged"
+    return ("+" if change > 0 else "-") + UNITS[row.unit](abs(change))
+
+
+def measured_percent(row: Measure) -> str:
+    """Returns the difference in per cent as text; "new" if the first value is 0, "" if the values are equal."""
+    if not row.before:
+        return "new"
+    change = measured_change(row)
+    return f"{100 * change / row.before:+.1f}" if change else ""
+
+
+MEASURE_COLUMNS = (
+    ColumnView("name", "what", "path", short="seconds, FLOPs of a device, bytes sent"),
+    ColumnView("before", "before", "number", read=lambda row: UNITS[row.unit](row.before)),
+    ColumnView("after", "after", "number", read=lambda row: UNITS[row.unit](row.after)),
+    ColumnView(
+        "change", "change", "number", read=measured_growth, verdict=lambda row: verdict_of_growth(measured_change(row))
+    ),
+    ColumnView("percent", "%", "number", read=measured_percent),
+)
+
+
+# ---- the terminal ---------------------------------------------------------------------------------------------
+
+
+def render_text(
+    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
+) -> RenderableType:
+    """Returns the comparison of two reports as a rich renderable. `changes`: the changed sizes. The sections are
+    warnings; totals, categories and residuals; seconds, FLOPs and traffic; the `max_buffers` buffers with the largest
+    changes; versions.
+    """
+    sizes = [change for change in changes if change.kind != "buffer"]
+    buffers = [change for change in changes if change.kind == "buffer"]
+    more = len(buffers) - max_buffers
+    warning_lines = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
+    versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
+    rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
+    measured = measures(before, after)
+    named = change_columns("buffers that changed most", lambda change: change.name)
+    printed = blocks(
+        Group(*warning_lines) if warning_lines else None,
+        terminal_table(TableView(change_columns("", _kind_and_name), sizes)) if sizes else None,
+        terminal_table(TableView(MEASURE_COLUMNS, measured)) if measured else None,
+        Group(terminal_table(TableView(named, buffers[:max_buffers])), *rest) if buffers else None,
+        Items(versions, style="dim", separator=";", gap=1) if versions else None,
+    )
+    return printed if printed.renderables else Text("nothing to compare")
+
+
+def _kind_and_name(change: Change) -> str:
+    return f"{change.kind} {change.name}"

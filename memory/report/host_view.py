@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import PageTable
 from bytescope.memory.view.table_model import ColumnView, TableView
-from bytescope.memory.view.table_views import page_table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.text_layout import Prose
 
 VERDICT_STYLE = {"fits": "", "tight": "yellow", "exceeds": "bold red", "unknown": ""}
 # Terms of a phase below this share of the phase are summed up in the terminal's table.
@@ -90,12 +91,6 @@ def render(host: HostMemory | None, verbose: bool = True) -> RenderableType | No
     """Returns the host memory for the terminal: one line (see `line`), and below it, if `verbose`, a table with one row
     per phase. Returns None if no phase has predicted or measured bytes, or if `verbose` is False and the verdict is
     "fits" or "unknown"."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from bytescope.memory.view.table_views import terminal_table
-    from bytescope.memory.view.text_layout import Prose
-
     rows = phase_rows(host) if host else []
     if host is None or not rows or (not verbose and host.verdict in ("fits", "unknown")):
         return None
@@ -124,22 +119,9 @@ def term_rows(host: HostMemory) -> Sequence[dict[str, Any]]:
             phases.setdefault((term.name, term.bytes), []).append(term)
     rows = []
     for (name, size), terms in sorted(phases.items(), key=lambda item: -item[0][1]):
-        where = _phase_range(
-            [term.phase for term in terms], [phase for phase in host.phases() if host.predicted(phase)]
-        )
+        where = ", ".join(term.phase for term in terms)
         rows.append({"name": name, "bytes": size, "phases": where, "source": terms[0].source})
     return rows
-
-
-def _phase_range(found: Sequence[str], every: Sequence[str]) -> str:
-    """Returns the phases `found` as text: "all phases" if they are the phases `every`; "trace to save" if they are more
-    than two phases that follow each other in `every`; otherwise all their names."""
-    if found == every and len(found) > 1:
-        return "all phases"
-    first = every.index(found[0])
-    if len(found) > 2 and list(every[first : first + len(found)]) == list(found):
-        return f"{found[0]} to {found[-1]}"
-    return ", ".join(found)
 
 
 def page_rows(host: HostMemory | None) -> PageTable | None:

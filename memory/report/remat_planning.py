@@ -1,8 +1,12 @@
-"""`plan_remat`: finds the least recomputation within a budget for any model, as a policy for `jax.checkpoint`.
+"""Finds the least recomputation within a budget, as a policy for `jax.checkpoint`: for the loss of any model
+(`plan_remat`), and for a whole training step (`plan_step`).
 
 The loss is traced once. Its layers are found in the jaxpr (remat/layer_discovery.py), and the values that they can
 keep are read from jax's own derivative (remat/layer_values.py). The search (remat/remat_search.py) compiles the
 gradient with a policy for each plan that it tries, and with jax's own policies.
+
+Of a whole step, the loss is found inside the step (remat/step_loss.py), so that the optimizer, the accumulation of
+gradients and the donation of the state are the user's. The user's own step is compiled with each policy.
 """
 
 from __future__ import annotations
@@ -15,11 +19,14 @@ from typing import Any
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops, roofline
 from bytescope.memory.devices import limits
+from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
-from bytescope.memory.program.compilation import compiled_for
+from bytescope.memory.program.compilation import compiled_for, is_traced, unwrapped_stage
+from bytescope.memory.program.retarget import argument_shardings
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.remat.layer_discovery import find_layers
-from bytescope.memory.remat.layer_values import LayerValues, find_values
+from bytescope.memory.remat.layer_values import LayerValues, find_values, with_names
 from bytescope.memory.remat.recognition import RematPolicy
 from bytescope.memory.remat.remat_problem import (
     CompiledPlan,
@@ -31,7 +38,7 @@ from bytescope.memory.remat.remat_problem import (
     SearchOutcome,
 )
 from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
-from bytescope.memory.remat.step_loss import Loss, StepLoss
+from bytescope.memory.remat.step_loss import Loss, StepLoss, remat_policy
 from bytescope.memory.report.remat_plan import PolicyFigures, RematPlan
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.units import MAX_BYTES, human
@@ -43,6 +50,8 @@ BUILT_IN = {
     "dots_saveable": "dots_saveable",
     NONE: "everything_saveable",
 }
+# The example that the message for a step without layers shows.
+WRAP = "wrap the block that repeats, as in block = jax.checkpoint(block)"
 
 
 def plan_remat(
@@ -79,34 +88,10 @@ def plan_remat(
 
     Raises ReportError if no layers are found, the budget is not a valid size, or no plan fits the budget.
     """
-    return plan_remats(loss, args, target, [budget], optimizer=optimizer, kwargs=kwargs, blocks=blocks, tell=tell)[0]
-
-
-def plan_remats(
-    loss: Callable[..., Any],
-    args: Sequence[Any],
-    target: Target | str | None = None,
-    budgets: Sequence[str | float | None] = (None,),
-    *,
-    optimizer: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    blocks: Collection[str] = (),
-    tell: Callable[[str], None] = lambda line: None,
-) -> list[RematPlan]:
-    """Finds the values to keep for the backward pass for each of several memory budgets. Returns one plan per budget,
-    as `plan_remat` does for a single budget. Programs that are compiled for one budget are reused for the others.
-
-    `budgets`: bytes on one device, as numbers or as text such as "72GiB"; None for all available bytes. The other
-    arguments are the arguments of `plan_remat`.
-
-    Raises ReportError if no layers are found, a budget is not a valid size, or no plan fits a budget.
-    """
-    for budget in budgets:
-        limits.budget_of(
-            written(budget), MAX_BYTES, "budget"
-        )  # an invalid budget is refused before anything is compiled
+    # An invalid budget is refused before anything is compiled.
+    limits.budget_of(written(budget), MAX_BYTES, "budget")
     compiler = PolicyCompiler(Loss(loss, args, kwargs or {}), target, optimizer, blocks)
-    sizes = [compiler.budget(budget) for budget in budgets]
+    size = compiler.budget(budget)
 
     def show(tried: CompiledPlan) -> None:
         name = policy_name(tried.plan) or str(tried.plan)
@@ -114,7 +99,7 @@ def plan_remats(
 
     search = RematSearch(compiler.problem(), compiler, show)
     search.compile(search.fixed)
-    return [make_plan(compiler, search, outcome, size) for outcome, size in zip(search.run_all(sizes), sizes)]
+    return make_plan(compiler, search, search.run(size), size)
 
 
 def make_plan(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutcome, budget: int) -> RematPlan:
@@ -222,11 +207,7 @@ class PolicyCompiler:
                 self.built[name] = self._build(self.policy(plan))
             except ReportError:
                 raise
-            except (
-                ValueError,
-                RuntimeError,
-                NotImplementedError,
-            ) as error:  # the search skips a plan that does not compile
+            except (ValueError, RuntimeError) as error:  # the search skips a plan that does not compile
                 return PlanFigures(status=" ".join(str(error).split()))
         built = self.built[name]
         if isinstance(built.policy, RematPolicy) and name != FULL:
@@ -278,3 +259,113 @@ def written(budget: str | float | None) -> str:
 def policy_name(plan: LayerPlan) -> str:
     """Returns the name of the jax policy that a plan uses; "" if the plan lists the values to keep one by one."""
     return plan.ranges[0][0].policy
+
+
+# ---- a whole training step ----------------------------------------------------------------------------------
+
+
+class StepCompiler(PolicyCompiler):
+    """Compiles a training step once for each remat policy that a search proposes.
+
+    Args:
+        trace: traces the step and returns a `jax.stages.Traced`. Each call traces the step again.
+        compile: traces the step again, compiles it, and returns its report and its compilation.
+        only_names: whether layers may keep only values that have a name (`checkpoint_name`).
+
+    Raises ReportError if the step differentiates nothing, if no layers are found in its loss, or if the step cannot be
+    compiled.
+    """
+
+    def __init__(
+        self,
+        trace: Callable[[], Any],
+        compile: Callable[[], tuple[ReportRecord, Compilation]],
+        only_names: bool = False,
+    ):
+        self.optimizer = self._target = None
+        self._compile, self._only_names = compile, only_names
+        self._start(StepLoss.find(lambda: _traced_stage(trace()), argument_shardings))
+
+    def _start(self, loss: Any, blocks: Any = ()) -> None:
+        try:
+            super()._start(loss, blocks)
+        except ReportError as error:
+            if str(error).startswith("no layers found"):
+                raise ReportError(f"no layers found in the step: {WRAP}") from error
+            raise
+
+    def policy(self, plan: LayerPlan) -> Any:
+        """Returns the remat policy for a plan: one of jax's own policies if the plan names it, `save_only_these_names`
+        if all values of the plan have names, or else a policy that recognizes the values by their equations.
+        """
+        import jax
+
+        kept = [self.values.values[label] for label in plan.ranges[0][0].save]
+        if policy_name(plan) or not kept or not all(value.name for value in kept):
+            return super().policy(plan)
+        return jax.checkpoint_policies.save_only_these_names(*sorted({value.name for value in kept}))
+
+    def problem(self) -> RematProblem:
+        problem = super().problem()
+        if not self._only_names:
+            return problem
+        names = {value.label for value in self.values.values.values() if value.name}
+        return dataclasses.replace(problem, graph=with_names(problem.graph, names))
+
+    def _build(self, policy: Any) -> Built:
+        try:
+            with remat_policy(self.layers, policy), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # jax warns at each compile of the step
+                report, compilation = self._compile()
+        except ReportError as error:
+            if not self.built:
+                raise
+            raise RuntimeError(str(error)) from error  # the search goes on without this plan
+        return Built(policy, Report.of(report), flops.count(compilation.jaxpr))
+
+
+def _traced_stage(program: Any) -> Any:
+    stage = unwrapped_stage(program)
+    if not is_traced(stage):
+        raise ReportError(
+            "the program is lowered or compiled already, so its policies cannot be changed: return the step with its "
+            "arguments, (step, (state, batch)), or jax.jit(step).trace(state, batch)"
+        )
+    return stage
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """The result of a search for the least recomputation of a step.
+
+    Fields:
+        plan: the plan with the least recomputation that fits the budget; None if no plan fits.
+        tightest: the compiled plan with the fewest bytes; None if nothing compiled.
+        budget_bytes: the budget in bytes on one device.
+        compiled: number of programs that were compiled.
+    """
+
+    plan: RematPlan | None
+    tightest: CompiledPlan | None
+    budget_bytes: int
+    compiled: int
+
+
+def plan_step(compiler: StepCompiler, budget: str | float | None, tell: Callable[[CompiledPlan], None]) -> StepPlan:
+    """Searches for the values that the layers of a step keep for the backward pass, so that the step fits a budget with
+    the least recomputation.
+
+    Args:
+        compiler: compiles the step.
+        budget: bytes on one device, as a number or as text such as "72GiB"; None for all bytes that are available on a
+            device of the target.
+        tell: called with each plan after it was compiled.
+
+    Raises ReportError if the budget is not a valid size.
+    """
+    size = compiler.budget(budget)
+    search = RematSearch(compiler.problem(), compiler, tell)
+    search.compile(search.fixed)
+    outcome = search.run(size)
+    plan = None if outcome.best is None else make_plan(compiler, search, outcome, size)
+    return StepPlan(plan, outcome.tightest, size, len(search.tried))

@@ -21,8 +21,6 @@ MAX_POINTS = 3000
 MAX_BUFFERS = 20_000
 MAX_BANDS = 240
 MAX_TILES = 700
-# (unit of the time axis, number of units in a second). The first unit in which the step takes 1 or more is used.
-TIME_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 
 Tile = tuple[str, str, str, int, str, int]
 
@@ -47,7 +45,6 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
     listed = sorted(device, key=lambda b: (not b.at_peak, -b.bytes))[:MAX_BUFFERS]
     listed.sort(key=lambda b: -b.bytes)
     points = [report.timeline[i] for i in indices]
-    bands = phase_bands(report.timeline)
     return {
         "rows": {row: row_name(row) for row in ROWS},
         "phases": list(PHASES),
@@ -65,8 +62,7 @@ def page_data(report: ReportRecord) -> dict[str, Any]:
             "instruction": [strings(p.instruction) for p in points],
         },
         "by_category": by_category(device, len(report.timeline), indices),
-        "bands": [(start, end, strings(phase)) for start, end, phase in bands],
-        "time": time_axis(report, indices, bands),
+        "bands": [(start, end, strings(phase)) for start, end, phase in phase_bands(report.timeline)],
         "buffers": _buffer_columns(listed, strings),
         "tiles": tiles(report, device, {id(buffer): row for row, buffer in enumerate(listed)}),
         "strings": list(strings.all),
@@ -126,30 +122,6 @@ def phase_bands(timeline: Sequence[TimelinePoint], most: int = MAX_BANDS) -> lis
         stretch = [p.phase for p in timeline[k * n // most : (k + 1) * n // most]]
         phases += [max(sorted(set(stretch)), key=stretch.count)] * len(stretch)
     return _runs(phases)
-
-
-def time_axis(
-    report: ReportRecord, indices: Sequence[int], bands: Sequence[tuple[int, int, str]]
-) -> dict[str, Any] | None:
-    """Returns the times of the drawn timeline points and phase stretches, all in the same unit; None if no seconds are
-    known.
-
-    `indices`: the drawn points of the timeline. `bands`: (first point, last point, phase) of each stretch.
-
-    Keys of the result: unit ("s", "ms" or "µs"), points (time of each point), bands ([start, end] of each stretch), end
-    (of the step).
-    """
-    seconds = report.point_seconds
-    if len(seconds) != len(report.timeline) + 1 or not seconds[-1]:
-        return None
-    unit, scale = next(((unit, scale) for unit, scale in TIME_UNITS if seconds[-1] * scale >= 1), TIME_UNITS[-1])
-    times = [float(f"{at * scale:.6g}") for at in seconds]
-    return {
-        "unit": unit,
-        "points": [times[i] for i in indices],
-        "bands": [(times[start], times[end + 1]) for start, end, _ in bands],
-        "end": times[-1],
-    }
 
 
 def _runs(values: Sequence[str]) -> list[tuple[int, int, str]]:

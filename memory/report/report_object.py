@@ -1,8 +1,7 @@
 """`Report`, a report that prints, shows, saves and compares itself, and the public functions that return one.
 
     report = memory.analyze(step, state, batch, target="h200")
-    report                        # at a prompt, one screen; in a notebook, the bar and the timeline
-    print(report)                 # the same screen with the remedies of findings
+    report                        # at a prompt, one screen; in a notebook, the whole report
     report.show()                 # everything that `bytescope report` prints
     report.table()                # the ten largest buffers at the peak
     report.to_html("report.html"), report.save("report.json"), memory.diff("before.json", report)
@@ -18,14 +17,16 @@ Commands and the trainer use the plain `ReportRecord`. Modules that draw are imp
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.analysis import judge, pool_notes, report_of
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.errors import GuardError, ReportError, disk_remedy
+from bytescope.memory.files import write_whole
 from bytescope.memory.program.compilation import compiled_for, takes_arguments
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import check_options
@@ -61,36 +62,29 @@ class Report(report_record.ReportRecord):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, report_record.ReportRecord):
             return NotImplemented
-        fields = [field.name for field in dataclasses.fields(self) if field.compare]
-        return all(getattr(self, name) == getattr(other, name) for name in fields)
+        return all(getattr(self, field.name) == getattr(other, field.name) for field in dataclasses.fields(self))
 
     __hash__ = None  # type: ignore[assignment]  # its mappings have none either
 
     def __repr__(self) -> str:
-        """Returns a summary of at most 80 columns and less than 2,000 characters."""
-        from bytescope.memory.report.report_text import summary
+        """Returns what the command `bytescope report` prints, as wide as the terminal: the verdict, the findings with
+        their remedies, and the breakdown."""
+        from bytescope.memory.report.report_text import METHODS_OF_A_REPORT, render
+        from bytescope.memory.view.console import plain_text, prompt_width
 
-        return summary(self)
-
-    def __str__(self) -> str:
-        """Returns a summary of at most 80 columns, with the full text of the findings and their remedies."""
-        from bytescope.memory.report.report_text import summary
-
-        return summary(self, remedies=True)
+        return plain_text(render(self, verbose=False, more=METHODS_OF_A_REPORT), prompt_width())
 
     def _repr_html_(self) -> str:
-        from bytescope.memory.report import notebook_summary
+        from bytescope.memory.report.report_text import render
+        from bytescope.memory.view.console import notebook_html
 
-        return notebook_summary.render(self)
+        return notebook_html(render(self))
 
     def show(self) -> None:
-        """Prints the whole report, like the command `bytescope report`, in the width of the terminal. In a notebook,
-        displays it.
-        """
+        """Prints the whole report, like the command `bytescope report --verbose`, in the width of the terminal."""
         from bytescope.memory.report import report_text
-        from bytescope.memory.view.output_file import put_or_display
 
-        put_or_display(self, report_text.render(self))
+        report_text.show(self)
 
     def table(self, n: int = 10) -> Table:
         """Returns a table of the `n` largest buffers in device memory at the peak, with bytes, dtype, shape,
@@ -107,9 +101,10 @@ class Report(report_record.ReportRecord):
         Raises ReportError if the file cannot be written.
         """
         from bytescope.memory.report import report_page
-        from bytescope.memory.view.output_file import write
 
-        write(path, report_page.render(self))
+        page = report_page.render(self)
+        with _one_line_errors(path):
+            write_whole(Path(path), page)
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON, which `memory.load` and `bytescope diff` can read. If the name of the file ends
@@ -119,18 +114,22 @@ class Report(report_record.ReportRecord):
         """
         if Path(path).suffix.lower() in (".html", ".htm"):
             return self.to_html(path)
-        try:
+        with _one_line_errors(path):
             super().save(path)
-        except OSError as error:
-            raise ReportError(
-                f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another path"
-            ) from error
 
     def diff(self, other: report_record.ReportRecord | str | Path) -> Difference:
         """Returns the changes from this report to `other`, which is a report or the path of a saved report."""
         from bytescope.memory.report.difference import diff
 
         return diff(self, other)
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ReportError(f"cannot write {path}: {error.strerror}; {disk_remedy(error)}give another path") from error
 
 
 def analyze(
@@ -177,19 +176,14 @@ def analyze(
       TypeError: an option is not an option of `jax.jit`.
     """
     check_options(options, "analyze", _KEYWORDS)
-    return _compile_and_report(
-        program,
-        args,
-        predict=True,
-        target=target,
-        kwargs=kwargs,
-        config=config,
-        facts=facts,
-        roles=roles,
-        names=names,
-        compiler_options=compiler_options,
-        **options,
+    roles = checked_roles(roles)
+    compilation, compiled_target = compiled_for(
+        program, args, kwargs, target=target, options=options, compiler_options=compiler_options
     )
+    record = report_of(
+        compilation, target=compiled_target, config=config, facts=facts, roles=roles, names=names, seconds=True
+    )
+    return Report.of(record)
 
 
 def assert_fits(program: Any, *args: Any, budget: int | str | None = None, **options: Any) -> Report:
@@ -224,7 +218,7 @@ def assert_fits(program: Any, *args: Any, budget: int | str | None = None, **opt
     if isinstance(program, report_record.ReportRecord):
         report = Report.of(program)
     else:
-        report = _compile_and_report(program, args, predict=False, **options)
+        report = analyze(program, *args, **options)
     limit = report.limit_bytes if limit is None else limit
     if limit is None:
         raise ReportError(
@@ -242,30 +236,6 @@ def assert_fits(program: Any, *args: Any, budget: int | str | None = None, **opt
     )
     error.report = Report.of(judge(report, limit))
     raise error
-
-
-def _compile_and_report(
-    program: Any,
-    args: tuple[Any, ...],
-    *,
-    predict: bool,
-    target: Target | str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    config: Mapping[str, Any] | None = None,
-    facts: ModelFacts | None = None,
-    roles: Iterable[tuple[str, str]] = (),
-    names: Iterable[str] = (),
-    compiler_options: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> Report:
-    roles = checked_roles(roles)
-    compilation, compiled_target = compiled_for(
-        program, args, kwargs, target=target, options=options, compiler_options=compiler_options
-    )
-    record = report_of(
-        compilation, target=compiled_target, config=config, facts=facts, roles=roles, names=names, seconds=predict
-    )
-    return Report.of(record)
 
 
 def _largest_parts(report: Report) -> str:

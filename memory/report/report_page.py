@@ -6,35 +6,25 @@ the columns of `report_data.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.analysis import pool_notes
-from bytescope.memory.cost.roofline import AtBest, at_best
+from bytescope.memory.cost.roofline import at_best
 from bytescope.memory.devices.limits import limit_share
-from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.messages.explanation_page import page_content
 from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.peak import naming
 from bytescope.memory.records.host_record import HOST_PHASES, HostMemory
 from bytescope.memory.records.report_record import (
     METHODS,
-    Collective,
-    Communication,
-    RecomputedValue,
     ReportRecord,
-    Transfer,
 )
-from bytescope.memory.report import allocator_table, audit_view, host_view
+from bytescope.memory.report import allocator_table, audit_view, host_view, report_tables
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import (
     compiled_with,
-    flops_text,
-    operation_text,
-    over,
     overheads,
-    overlapped_by,
-    waits_for,
     xla_limit,
 )
 from bytescope.memory.report.tried_remedies import tried_text
@@ -42,15 +32,12 @@ from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.elements import (
-    Cell,
     HeaderFigure,
     PageTable,
     Section,
     figure,
     parts,
     program_facts,
-    size,
-    table,
     versions,
     where,
 )
@@ -70,8 +57,6 @@ VERDICTS = {
 MAX_BARS = 30
 # Maximum number of collectives on the page. The JSON has all collectives.
 MAX_COLLECTIVES = 60
-# Kind and CSS class of rows with the sum of the rows above.
-TOTAL = "total"
 
 
 class RankedBar(NamedTuple):
@@ -100,11 +85,10 @@ def render(
     """
     name, limit = report.title, report.limit_bytes
     target, folded = report.target.get("name"), naming.fold_labels(report.buffers)
-    data = page_data(report)
     return page(
         "report",
         " · ".join((f"{name} on {target}" if target else name, "memory")),
-        data,
+        page_data(report),
         heading=name,
         failure=_failure_section(post_mortem) if post_mortem else None,
         where=where(report.target),
@@ -113,15 +97,14 @@ def render(
         figures=figures(report),
         facts=program_facts(report),
         extra_lines=_lines_below_figures(report),
-        timed=data["time"] is not None,
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.predicted_bytes / limit if limit else None,
-        communication=_communication_table(report),
-        collectives=_collectives_table(report.collectives),
+        communication=_table(report_tables.communication(report)),
+        collectives=_table(report_tables.collectives(report, MAX_COLLECTIVES)),
         collectives_left=max(len(report.collectives) - MAX_COLLECTIVES, 0),
-        transfers=_transfers_table(report),
-        recomputed=_recomputed_table(report),
-        held=_held_table(report),
+        transfers=_table(report_tables.transfers(report)),
+        recomputed=_table(report_tables.recomputed(report, MAX_COLLECTIVES)),
+        held=_table(report_tables.held(report, MAX_COLLECTIVES)),
         host=host_view.page_rows(report.host_memory),
         host_bars=_phase_bars(report.host_memory),
         host_line=host_view.line(report.host_memory),
@@ -132,13 +115,17 @@ def render(
         allocator_notes=allocator_table.sentences(allocators) if allocators else [],
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),
         tried={finding.kind: tried_text(report, finding) for finding in report.findings},
-        ledger=_ledger(report),
-        zero=_zero_paper_table(report),
+        ledger=_table(report_tables.ledger(report)),
+        zero=_table(report_tables.zero(report)),
         residuals=_ranked_bars(report.residuals_by_name, "(no name)", folded),
         workspace=_ranked_bars(report.workspace_by_scope, "(no scope)", folded),
         about=_about(report),
         notes=[METHODS.get(report.method, report.method), *report.notes],
     )
+
+
+def _table(view: TableView) -> PageTable | None:
+    return page_table(view) if view.rows else None
 
 
 def _failure_section(post_mortem: PostMortem) -> dict[str, Any]:
@@ -185,183 +172,34 @@ def figures(report: ReportRecord) -> list[HeaderFigure]:
 def _speed_figures(report: ReportRecord) -> list[HeaderFigure]:
     best, prediction = at_best(report), StepPrediction.stated(report)
     per = "update" if report.subject.tokens else "call"
+    figures = []
     if prediction:
-        return [*_predicted(prediction, per), *([_bound(best, per)] if best else [])]
-    return _allowed(best, per) if best else []
-
-
-def _predicted(prediction: StepPrediction, per: str) -> list[HeaderFigure]:
-    figures = [
-        HeaderFigure(
-            f"one {per}, predicted",
-            times.predicted_time(prediction),
-            f"{times.interval(prediction)}; rates: {prediction.rates}",
-            f"{prediction.seconds:.6g} s",
-        )
-    ]
-    if prediction.tokens_per_s:
-        figures.append(HeaderFigure("tokens/s, predicted", times.rounded(prediction.tokens_per_s), "over all devices"))
-    if prediction.mfu:
-        figures.append(
-            HeaderFigure("MFU, predicted", f"{prediction.mfu:.0%}", "of the peak rate", f"{prediction.mfu:.2%}")
-        )
-    return figures
-
-
-def _bound(best: AtBest, per: str) -> HeaderFigure:
-    seconds = best.update_seconds
-    return HeaderFigure(f"one {per}, at least", f"{times.rounded(seconds)} s", f"by {best.source}", f"{seconds:.6g} s")
-
-
-def _allowed(best: AtBest, per: str) -> list[HeaderFigure]:
-    figures = [_bound(best, per)]
-    if best.tokens_per_s:
-        figures.append(HeaderFigure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
-    if best.mfu:
-        figures.append(HeaderFigure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate", f"{best.mfu:.2%}"))
+        spread = f"{times.interval(prediction)}; rates: {prediction.rates}"
+        exact = f"{prediction.seconds:.6g} s"
+        figures.append(HeaderFigure(f"one {per}, predicted", times.predicted_time(prediction), spread, exact))
+        if prediction.tokens_per_s:
+            speed = times.rounded(prediction.tokens_per_s)
+            figures.append(HeaderFigure("tokens/s, predicted", speed, "over all devices"))
+        if prediction.mfu:
+            figures.append(HeaderFigure("MFU, predicted", f"{prediction.mfu:.0%}", "of the peak rate"))
+    if best:
+        least, exact = f"{times.rounded(best.update_seconds)} s", f"{best.update_seconds:.6g} s"
+        figures.append(HeaderFigure(f"one {per}, at least", least, f"by {best.source}", exact))
+        if best.tokens_per_s and not prediction:
+            figures.append(HeaderFigure("tokens/s, at most", f"{best.tokens_per_s:,.0f}", "over all devices"))
+        if best.mfu and not prediction:
+            figures.append(HeaderFigure("MFU, at most", f"{best.mfu:.0%}", "of the peak rate"))
     return figures
 
 
 def _lines_below_figures(report: ReportRecord) -> list[str]:
-    elsewhere = [
-        f"{human(count)} {place}"
+    lines = [
+        f"In addition: {human(count)} {place}"
         for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))
         if count
     ]
-    others = f"In addition: {' · '.join(elsewhere)}" if elsewhere else ""
-    return [
-        line
-        for line in (
-            others,
-            compiled_with(report),
-            overheads(report),
-            xla_limit(report),
-            times.spent(report),
-            times.at_least(report),
-        )
-        if line
-    ]
-
-
-def _communication_table(report: ReportRecord) -> PageTable | None:
-    rows = report.communication
-    if not rows:
-        return None
-    times, payload, sent, exposed = (
-        sum(getattr(row, key) for row in rows) for key in ("times", "bytes", "wire_bytes", "exposed_bytes")
-    )
-    total = Communication(TOTAL, (), 1, times, payload, sent, exposed)
-    columns = (
-        ("collective", "name", lambda row: row.kind),
-        ("over", "text", lambda row: "" if row is total else over(row.axes, row.group, row.hosts)),
-        ("times", "num", lambda row: f"{row.times:,}"),
-        ("payload", "num", lambda row: size(row.bytes)),
-        ("on the wire", "num", lambda row: size(row.wire_bytes)),
-        ("exposed", "num", lambda row: _exposed(row, row is total)),
-        ("by formula", "num", lambda row: size(row.formula_bytes)),
-        ("formula", "text why", lambda row: row.formula),
-    )
-    return table(columns, [*rows, total], lambda row: TOTAL if row is total else "")
-
-
-def _exposed(row: Communication, is_total: bool) -> str:
-    if not row.wire_bytes and not is_total:
-        return ""
-    return f"{100 * row.exposed_bytes / max(row.wire_bytes, 1):.0f} %"
-
-
-def _collectives_table(collectives: Sequence[Collective]) -> PageTable:
-    columns = (
-        ("operation", "name", lambda item: Cell(item.name, item.op_name)),
-        ("over", "text", lambda item: over(item.axes, item.group, item.hosts)),
-        ("dtype", "text", lambda item: item.dtype),
-        ("times", "num", lambda item: f"{item.times:,}"),
-        ("on the wire", "num", lambda item: size(item.times * item.wire_bytes)),
-        ("in flight", "num", lambda item: size(item.in_flight_bytes)),
-        ("overlapped by", "num", overlapped_by),
-        ("where", "text why", lambda item: "/".join(filter(None, (item.phase, item.module or item.component)))),
-    )
-    return table(columns, sorted(collectives, key=lambda item: -item.times * item.wire_bytes)[:MAX_COLLECTIVES])
-
-
-def _transfers_table(report: ReportRecord) -> PageTable | None:
-    rows = report.transfers
-    if not rows:
-        return None
-    sums = [
-        Transfer(
-            "",
-            f"all {direction}",
-            report.moved(direction),
-            sum(row.seconds for row in rows if row.direction == direction),
-        )
-        for direction in dict.fromkeys(row.direction for row in rows)
-    ]
-
-    def is_sum(row: Any) -> bool:
-        return any(row is one for one in sums)
-
-    columns = (
-        ("direction", "name", lambda row: row.direction),
-        ("phase", "text", lambda row: "" if is_sum(row) else row.phase or "model"),
-        ("bytes", "num", lambda row: size(row.bytes)),
-        ("seconds", "num", lambda row: f"{row.seconds:.3g}" if row.seconds else "-"),
-    )
-    return table(columns, [*rows, *sums], lambda row: TOTAL if is_sum(row) else "")
-
-
-def _recomputed_table(report: ReportRecord) -> PageTable | None:
-    values = report.xla_recomputed
-    if not values:
-        return None
-    total = RecomputedValue(
-        f"all {len(values)}", "", "", sum(value.bytes for value in values), sum(value.flops for value in values)
-    )
-    columns = (
-        ("instruction", "name", lambda value: Cell(value.name, value.op_name)),
-        ("times", "num", lambda value: "" if value is total else f"{value.times:,}"),
-        ("FLOPs", "num", lambda value: flops_text(value.flops)),
-        ("bytes freed", "num", lambda value: size(value.bytes)),
-        ("operation", "text why", lambda value: operation_text(value)),
-    )
-    return table(columns, [*values[:MAX_COLLECTIVES], total], lambda value: TOTAL if value is total else "")
-
-
-def _held_table(report: ReportRecord) -> PageTable | None:
-    columns = (
-        ("buffer", "name", lambda held: Cell(held.name, held.op_name)),
-        ("type", "text", lambda held: f"{held.dtype}{list(held.shape)}"),
-        ("bytes", "num", lambda held: size(held.bytes)),
-        ("computed at", "text", lambda held: short_place(held.source)),
-        ("alive until", "text why", lambda held: Cell(waits_for(held), held.reader_op_name)),
-        ("at", "text", lambda held: short_place(held.reader_source)),
-    )
-    return table(columns, report.scheduler_held[:MAX_COLLECTIVES]) if report.scheduler_held else None
-
-
-def _ledger(report: ReportRecord) -> PageTable | None:
-    columns = (
-        ("state", "name", lambda row: row.role),
-        ("dtype", "text", lambda row: row.dtype),
-        ("values", "num", lambda row: f"{row.elements:,}"),
-        ("bytes", "num", lambda row: size(row.bytes)),
-        ("bytes / parameter", "num", lambda row: f"{row.bytes_per_param:.3g}" if row.role != "frozen" else ""),
-    )
-    return table(columns, report.ledger, _total) if report.ledger else None
-
-
-def _zero_paper_table(report: ReportRecord) -> PageTable | None:
-    columns = (
-        ("state", "name", lambda row: row.role),
-        ("ZeRO", "num", lambda row: f"{row.classic:.3g}"),
-        ("held", "num", lambda row: f"{row.held:.3g}"),
-        ("reason", "text why", lambda row: row.reason),
-    )
-    return table(columns, report.zero, _total) if report.zero else None
-
-
-def _total(row: Any) -> str:
-    return TOTAL if row.role == TOTAL else ""
+    lines += [compiled_with(report), overheads(report), xla_limit(report), times.spent(report), times.at_least(report)]
+    return [line for line in lines if line]
 
 
 def _ranked_bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, str]) -> list[RankedBar]:
@@ -396,31 +234,25 @@ def _phase_bars(host: HostMemory | None) -> list[RankedBar]:
 
 def _about(report: ReportRecord) -> list[Section]:
     xla = [(name.removesuffix("_bytes").replace("_", " "), human(count)) for name, count in vars(report.xla).items()]
-    target = [
-        (name, _format_figure(name, value)) for name, value in flatten(report.target) if not name.startswith("sources.")
-    ]
+    target = [entry for entry in flatten(report.target) if not entry[0].startswith("sources.")]
     return [
-        _section("XLA's own statistics", xla),
-        _section("Target", target),
-        _section("Versions", report.versions.items()),
-        _section("Configuration", flatten(report.config)),
+        Section("XLA's own statistics", xla),
+        Section("Target", [(name, _format_figure(name, value)) for name, value in target]),
+        Section("Versions", [(name, str(version)) for name, version in report.versions.items()]),
+        Section("Configuration", [(name, _format_figure("", value)) for name, value in flatten(report.config)]),
     ]
 
 
-def _section(title: str, entries: Iterable[tuple[str, Any]]) -> Section:
-    return Section(
-        title, [(str(name), f"{value:.4g}" if isinstance(value, float) else str(value)) for name, value in entries]
-    )
-
-
-def _format_figure(name: str, value: Any) -> Any:
+def _format_figure(name: str, value: Any) -> str:
     if not isinstance(value, int | float) or isinstance(value, bool):
-        return value
+        return str(value)
     if "_bytes_per_s" in name:
         return f"{value / 1e9:,.4g} GB/s"
     if name.startswith("peak_flops."):
         return f"{value / 1e12:,.4g} TFLOP/s"
-    return human(value) if name.endswith("_bytes") else value
+    if name.endswith("_bytes"):
+        return human(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def flatten(value: Any, prefix: str = "") -> list[tuple[str, Any]]:

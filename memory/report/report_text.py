@@ -1,12 +1,12 @@
-"""Shows a report on a terminal, and its summary at a prompt.
+"""Shows a report on a terminal, at a prompt and in a notebook.
 
-`render` shows verdict, findings and the rows at the peak on one screen; with `verbose`, the whole report. `summary` is
-the text that a `Report` shows at a prompt.
+`render` shows verdict, findings and the rows at the peak on one screen; with `verbose`, the whole report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -15,28 +15,26 @@ from rich.text import Text
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.xla_flags import flags_text
-from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
     CARD,
     METHODS,
     POOL,
     STEP_PHASES,
-    Collective,
-    HeldBuffer,
-    RecomputedValue,
     ReportRecord,
     TimelinePoint,
 )
-from bytescope.memory.report import audit_view, buffer_tables, host_view
+from bytescope.memory.report import audit_view, host_view, report_tables
+from bytescope.memory.report.buffer_tables import largest_table
 from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
-from bytescope.memory.view.console import one_line, plain_text, prompt_width, put, safe, shorten
+from bytescope.memory.view.console import one_line, put, safe, shorten
+from bytescope.memory.view.table_model import TableView
+from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, mixture, unwrapped
-from bytescope.memory.view.text_table import FigureColumn, FigureTable, figure, fixed, label, words
+from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 
-_FLOPS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 VERDICT_STYLE = {"fits": "bold green", "tight": "bold yellow", "exceeds": "bold red", "unknown": "bold"}
 PHASE_STYLE = {
@@ -51,14 +49,11 @@ PHASE_STYLE = {
 _BAR, _NAMES, _NAME, _FINDINGS, _TRAFFIC, _COLLECTIVES, _RECOMPUTED = 20, 7, 30, 5, 6, 4, 6
 # Rows of the breakdown below this fraction of the peak would show 0.0 %, so they are summed in one line.
 _MIN_SHARE = 0.0005
+# The last line of a report that is not verbose: the ways to see more, for a command and for a `Report`.
 MORE = "the timeline, the largest buffers, the state and the traffic: --verbose, or a page: --html=report.html"
-# Kinds and collectives below this fraction of the bytes on the wire are summed in one line.
-_SMALL = 0.001
+METHODS_OF_A_REPORT = ".show()  .table()  .to_html(path)  .save(path)  .diff(other)"
 # Maximum columns of the timeline; more columns would show the same curve.
 _CURVE = 120
-# Limits of the summary, which keep it under 2,000 characters for any program: columns, findings, and characters of a
-# name and of a finding.
-_SUMMARY_WIDTH, _SUMMARY_FINDINGS, _SUMMARY_NAME, _SUMMARY_MESSAGE = 80, 3, 36, 150
 
 
 def show(report: ReportRecord, console: Console | None = None, choices: str = "", verbose: bool = True) -> None:
@@ -70,34 +65,39 @@ def show(report: ReportRecord, console: Console | None = None, choices: str = ""
     put(render(report, choices, verbose), console)
 
 
-def render(report: ReportRecord, choices: str = "", verbose: bool = True) -> RenderableType:
+def render(report: ReportRecord, choices: str = "", verbose: bool = True, more: str = MORE) -> RenderableType:
     """Returns the report as a rich renderable.
 
     Args:
         choices: lines of text that list the settings that the trainer chose automatically.
         verbose: whether to add the timeline, the largest buffers, the training state and the traffic after the
             verdict, the findings and the breakdown.
+        more: the last line of a report that is not verbose.
     """
     parts = [
         _head(report, choices, verbose),
         findings(report),
         audit_view.render_failures(report.audit),
         host_view.render(report.host_memory, verbose),
-        xla_recomputed(report),
+        _table(report_tables.recomputed(report, _RECOMPUTED)),
         _composition(report),
     ]
     if verbose:
         parts += [
-            scheduler_held(report),
+            _table(report_tables.held(report, _RECOMPUTED)),
             _timeline(report),
-            buffer_tables.render(report),
+            largest_table(report).drawing() if report.buffers else None,
             _ledger(report),
-            _zero(report),
-            _communication(report),
-            _largest(report),
-            _transfers(report),
+            _table(report_tables.zero(report)),
+            _table(report_tables.communication(report, _TRAFFIC)),
+            _table(report_tables.collectives(report, _COLLECTIVES)),
+            _table(report_tables.transfers(report)),
         ]
-    return blocks(*parts, _remarks(report), None if verbose else Prose(MORE, "dim"))
+    return blocks(*parts, _remarks(report), None if verbose else Prose(more, "dim"))
+
+
+def _table(view: TableView) -> RenderableType | None:
+    return terminal_table(view) if view.rows else None
 
 
 def _head(report: ReportRecord, choices: str, verbose: bool) -> RenderableType:
@@ -212,57 +212,6 @@ def xla_limit(report: ReportRecord) -> str:
     return line
 
 
-def xla_recomputed(report: ReportRecord) -> RenderableType | None:
-    """Returns a table of the values that XLA's rematerialization pass computes again, with their totals; None if there
-    are none."""
-    values = report.xla_recomputed
-    if not values:
-        return None
-    table = _empty_table(
-        "recomputed by XLA", figure("times"), figure("FLOPs"), figure("bytes freed"), words("operation", "dim")
-    )
-    for value in values[:_RECOMPUTED]:
-        table.add(value.name, f"{value.times:,}", flops_text(value.flops), human(value.bytes), operation_text(value))
-    total = flops_text(sum(value.flops for value in values))
-    table.add(f"all {len(values)}", "", total, human(sum(value.bytes for value in values)), "", style="bold")
-    return table
-
-
-def scheduler_held(report: ReportRecord) -> RenderableType | None:
-    """Returns a table of the buffers that XLA's schedule keeps alive at the peak and an order of least memory would
-    not; None if there are none."""
-    if not report.scheduler_held:
-        return None
-    table = _empty_table("held by the schedule", figure("bytes"), words("where", "dim"), words("until"))
-    for held in report.scheduler_held[:_RECOMPUTED]:
-        table.add(held.name, human(held.bytes), short_place(held.source), waits_for(held))
-    rest = report.scheduler_held[_RECOMPUTED:]
-    if rest:
-        table.add(f"{len(rest)} more", human(sum(held.bytes for held in rest)), "", "", style="dim")
-    return table
-
-
-def operation_text(value: RecomputedValue) -> str:
-    """Returns the operation and the source line of a recomputed value, such as "dot_general at model.py:31"."""
-    operation = value.op_name.rsplit("/", 1)[-1]
-    return f"{operation} at {short_place(value.source)}" if value.source else operation
-
-
-def waits_for(held: HeldBuffer) -> str:
-    """Returns in words what a buffer is kept alive for: the gradient of a parameter, an instruction, or nothing yet."""
-    if held.weight_gradient:
-        return f"{held.reader}, the gradient of {held.parameter}"
-    return held.reader or "computed earlier than needed"
-
-
-def flops_text(flops: int) -> str:
-    """Returns FLOPs with a unit, such as "1.37 T"; "" for 0."""
-    for scale, unit in _FLOPS:
-        if flops >= scale:
-            return f"{flops / scale:.3g} {unit}"
-    return str(flops) if flops else ""
-
-
 def _items(report: ReportRecord, where: str) -> str:
     return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.runtime_overheads if row.where == where)
 
@@ -287,14 +236,10 @@ def breakdown(report: ReportRecord) -> RenderableType | None:
     smaller = [size for size in report.breakdown.values() if 0 < size < _MIN_SHARE * peak]
     for row, size in report.breakdown.items():
         if size >= _MIN_SHARE * peak:
-            table.add(row, human(size), f"{size / peak:.1%}", _text_bar(size / largest))
+            table.add(row, human(size), f"{size / peak:.1%}", "█" * round(_BAR * size / largest) or "▏")
     if smaller:
         table.add(f"{len(smaller)} more", human(sum(smaller)), style="dim")
     return Group(Text("at the peak", style="bold"), table)
-
-
-def _text_bar(share: float) -> str:
-    return "█" * round(_BAR * share) or "▏"
 
 
 def _names(title: str, sizes: Mapping[str, int], folded: Mapping[str, str]) -> RenderableType | None:
@@ -321,7 +266,10 @@ class _Curve:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         most = max(max(point.bytes for point in self._timeline), 1)
         curve, phases = Text(), Text(style="dim")
-        for point in _buckets(self._timeline, min(options.max_width, _CURVE)):
+        count = min(options.max_width, _CURVE, len(self._timeline))
+        edges = [column * len(self._timeline) // count for column in range(count + 1)]
+        for start, stop in itertools.pairwise(edges):
+            point = max(self._timeline[start:stop], key=lambda point: point.bytes)
             style = PHASE_STYLE.get(point.phase, "dim")
             curve.append(_BLOCKS[max(1, round(point.bytes / most * (len(_BLOCKS) - 1)))], style=style)
             phases.append(one_line(point.phase[:1]) or " ", style=style)
@@ -339,13 +287,6 @@ def _timeline(report: ReportRecord) -> RenderableType | None:
     return Group(legend, _Curve(report.timeline))
 
 
-def _buckets(timeline: tuple[TimelinePoint, ...], width: int) -> Iterable[TimelinePoint]:
-    count = min(width, len(timeline))
-    for column in range(count):
-        start, stop = column * len(timeline) // count, (column + 1) * len(timeline) // count
-        yield max(timeline[start : max(stop, start + 1)], key=lambda point: point.bytes)
-
-
 def _ledger(report: ReportRecord) -> RenderableType | None:
     rows = [row for row in report.ledger if row.bytes_per_param >= 0.005]
     if not rows:
@@ -356,118 +297,6 @@ def _ledger(report: ReportRecord) -> RenderableType | None:
         [*parts, Text(f"total {rows[-1].bytes_per_param:.2f} B", style="bold")],
         title="bytes per trained parameter" if frozen else "bytes per parameter",
     )
-
-
-def _zero(report: ReportRecord) -> RenderableType | None:
-    if not report.zero:
-        return None
-    table = _empty_table("bytes per parameter", figure("ZeRO"), figure("held"), words("why"))
-    for row in report.zero:
-        table.add(
-            row.role, f"{row.classic:.2f}", f"{row.held:.2f}", row.reason, style="bold" if row.role == "total" else ""
-        )
-    return table
-
-
-def _empty_table(title: str, *columns: FigureColumn) -> FigureTable:
-    return FigureTable(label(Text(title, style="bold")), *columns, heading="dim")
-
-
-def _communication(report: ReportRecord) -> RenderableType | None:
-    if not report.communication:
-        return None
-    table = _empty_table(
-        "communication",
-        label("over"),
-        figure("times"),
-        figure("payload"),
-        figure("sent"),
-        figure("exposed"),
-        figure("formula"),
-        words("of"),
-    )
-    sent = sum(row.wire_bytes for row in report.communication)
-    large = [row for row in report.communication if max(row.wire_bytes, row.formula_bytes or 0) > _SMALL * sent]
-    for row in large[:_TRAFFIC]:
-        table.add(
-            row.kind.removeprefix("collective-"),
-            over(row.axes, row.group, row.hosts),
-            f"{row.times:,}",
-            human(row.bytes),
-            human(row.wire_bytes),
-            f"{row.exposed_bytes / row.wire_bytes:.0%}" if row.wire_bytes else "",
-            human(row.formula_bytes) if row.formula_bytes is not None else "",
-            row.formula,
-        )
-    rest = [row for row in report.communication if row not in large[:_TRAFFIC]]
-    if rest:
-        table.add(
-            f"{len(rest)} more",
-            "",
-            f"{sum(row.times for row in rest):,}",
-            human(sum(r.bytes for r in rest)),
-            human(sum(r.wire_bytes for r in rest)),
-            style="dim",
-        )
-    return table
-
-
-def _transfers(report: ReportRecord) -> RenderableType | None:
-    if not report.transfers:
-        return None
-    table = _empty_table("host link", figure("bytes per step"), figure("seconds"), label("phase"))
-    for row in report.transfers:
-        table.add(row.direction, human(row.bytes), f"{row.seconds:.3g}" if row.seconds else "", row.phase or "model")
-    return table
-
-
-def _largest(report: ReportRecord) -> RenderableType | None:
-    table = _empty_table(
-        "",
-        label("over"),
-        figure("times"),
-        figure("sent"),
-        figure("in flight"),
-        figure("overlapped by"),
-        label("where", "dim"),
-    )
-    sent = sum(row.wire_bytes for row in report.communication)
-    listed = sorted(report.collectives, key=lambda item: -item.times * item.wire_bytes)[:_COLLECTIVES]
-    for item in listed:
-        if item.times * item.wire_bytes > _SMALL * sent:
-            where = "/".join(part for part in (item.phase, item.component) if part)
-            table.add(
-                item.name.removeprefix("collective-"),
-                over(item.axes, item.group, item.hosts),
-                f"{item.times:,}",
-                human(item.times * item.wire_bytes),
-                human(item.in_flight_bytes),
-                overlapped_by(item),
-                where,
-            )
-    return Group(Text("largest collectives", style="bold"), table) if table.rows else None
-
-
-def over(axes: Iterable[str], group: int, hosts: int = 1) -> str:
-    """Returns the devices that a collective spans as text. `axes` are its mesh axes, `group` is the number of devices
-    that exchange data, and `hosts` the number of their hosts. Examples: "data x fsdp 8" by mesh axes; "groups of 8" if
-    no axis is known; "stage 4, 4 hosts" if the devices are in several hosts.
-    """
-    spanned = f"{' x '.join(axes)} {group}" if axes else f"groups of {group}"
-    return f"{spanned}, {hosts} hosts" if hosts > 1 else spanned
-
-
-def overlapped_by(item: Collective) -> str:
-    """Returns the computation that overlaps a collective as text: "5 ops, 1.37 TFLOP"; "exposed" if nothing overlaps
-    it; "synchronous" if the device waits for the collective.
-    """
-    if item.exposed:
-        return "exposed" if item.asynchronous else "synchronous"
-    operations = "1 op" if item.overlapped == 1 else f"{item.overlapped} ops"
-    for scale, unit in _FLOPS:
-        if item.overlapped_flops >= scale:
-            return f"{operations}, {item.overlapped_flops / scale:.3g} {unit}FLOP"
-    return operations
 
 
 def findings(report: ReportRecord) -> RenderableType | None:
@@ -483,12 +312,9 @@ def findings(report: ReportRecord) -> RenderableType | None:
         if tried := tried_text(report, finding):
             out.append(Prose(tried, "green", indent=2))
     if len(report.findings) > _FINDINGS:
-        out.append(Prose(_more_findings(len(report.findings) - _FINDINGS), "dim"))
+        count = len(report.findings) - _FINDINGS
+        out.append(Prose(f"  and {count} more finding{'s' if count > 1 else ''}", "dim"))
     return Group(*out)
-
-
-def _more_findings(count: int) -> str:
-    return f"  and {count} more finding{'s' if count > 1 else ''}"
 
 
 def _remarks(report: ReportRecord) -> RenderableType | None:
@@ -496,47 +322,3 @@ def _remarks(report: ReportRecord) -> RenderableType | None:
     if report.method != "heap_trace":
         lines.insert(0, f"method: {METHODS.get(report.method, report.method)}")
     return Group(*(Prose(line, "yellow") for line in lines)) if lines else None
-
-
-# ---- the summary --------------------------------------------------------------------------------------------
-
-
-def summary(report: ReportRecord, remedies: bool = False) -> str:
-    """Returns a plain-text summary of at most 80 columns: the title, the figures, the rows of the breakdown at the
-    peak, and the first findings.
-
-    `remedies`: whether findings are shown in full and with their remedies. If False, the summary has at most 2,000
-    characters.
-    """
-    finding_lines = findings(report) if remedies else _cut_findings(report)
-    notes = [finding_lines] if finding_lines is not None else []
-    if report.method != "heap_trace":
-        notes.append(Prose("  lifetimes are derived from the schedule, see notes"))
-    ways = Prose(".show()  .table()  .to_html(path)  .save(path)  .diff(other)", "dim")
-    text = blocks(_summary_head(report), breakdown(report), Group(*notes) if notes else None, ways)
-    return plain_text(text, min(prompt_width(), _SUMMARY_WIDTH))
-
-
-def _summary_head(report: ReportRecord) -> RenderableType:
-    target = report.target
-    kind = f" ({_cut_name(str(target['kind']))})" if target.get("kind") not in (None, "", target.get("name")) else ""
-    where = _cut_name(str(target.get("name", "an unnamed target")))
-    title = f"Report of {_cut_name(report.title)} on {where}{kind}"
-    jax = f"jax {_cut_name(report.versions['jax'])}" if "jax" in report.versions else ""
-    taken = _cut_message(times.predicted(report) or times.unpredicted(report))
-    return Group(Items(filter(None, (title, jax))), verdict_line(report), *([Prose(taken)] if taken else []))
-
-
-def _cut_findings(report: ReportRecord) -> RenderableType | None:
-    lines = [f"! {_cut_message(one_line(finding.message))}" for finding in report.findings[:_SUMMARY_FINDINGS]]
-    if len(report.findings) > _SUMMARY_FINDINGS:
-        lines.append(_more_findings(len(report.findings) - _SUMMARY_FINDINGS))
-    return Prose(Text("\n").join(map(Text, lines))) if lines else None
-
-
-def _cut_name(name: str) -> str:
-    return shorten(one_line(name)[-4 * _SUMMARY_NAME :], _SUMMARY_NAME)
-
-
-def _cut_message(message: str) -> str:
-    return message if len(message) <= _SUMMARY_MESSAGE else f"{message[: _SUMMARY_MESSAGE - 1].rpartition(' ')[0]}…"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from bytescope.memory.records.report_record import STEP_PHASES
 from bytescope.memory.records.schedule_records import (
@@ -30,7 +30,6 @@ from bytescope.memory.records.schedule_records import (
     TILED,
     TO_DEVICE,
     TO_HOST,
-    InstructionSteps,
     Loop,
     ScheduledKernel,
     Start,
@@ -90,46 +89,6 @@ def walk(steps: Steps, rates: DeviceRates) -> Walked:
     return Walked(clock.now, by_phase, by_term)
 
 
-def start_seconds(
-    order: Sequence[InstructionSteps], settle: Callable[[Steps], Steps], rates: DeviceRates
-) -> tuple[dict[str, float], float]:
-    """Simulates a schedule to find when each instruction starts, for example to draw a timeline. Returns (name of the
-    instruction -> seconds from the start of the step to its start, seconds of the whole step).
-
-    A loop body is listed once in `order`, although it runs many times. Its single iteration is drawn as long as the
-    whole loop: start times in the body are scaled to the seconds of all iterations.
-
-    Args:
-        order: the schedule of one device and one call with one record per instruction, as in
-            `reading.CompiledSchedule`. Kernels of unknown work, such as library calls, have no FLOPs yet.
-        settle: function that adds these FLOPs (`reading.CompiledSchedule.settle`).
-    """
-    clock, visited = _DeviceClock(_Prices(rates)), 0
-
-    def place(order: Sequence[InstructionSteps], clock: _DeviceClock) -> dict[str, float]:
-        # Returns the starts of the instructions of `order`, and of those in their bodies, on the time of `clock`.
-        nonlocal visited
-        starts: dict[str, float] = {}
-        visited += len(order)
-        for one in order:
-            began = clock.now
-            starts.setdefault(one.name, began)
-            inside: dict[str, float] = {}
-            length = 0.0
-            if one.inside and visited <= _MAX_STEPS:  # ends the walk of a damaged module with endlessly nested calls
-                once = clock.copy_without_totals()
-                inside, length = place(one.inside, once), once.now - began
-            clock.walk(settle(one.steps))
-            stretch = (clock.now - began) / length if length else 0.0
-            for name, at in inside.items():
-                starts.setdefault(name, began + (at - began) * stretch)
-        return starts
-
-    starts = place(order, clock)
-    clock.wait_for_all_streams()
-    return starts, clock.now
-
-
 class _Prices:
     """The seconds of kernels and transfers at the rates of a device. The seconds of equal ones are computed once."""
 
@@ -159,12 +118,6 @@ class _DeviceClock:
         self.started: dict[str, tuple[float, str, tuple[str, str]]] = {}  # name -> (end, stream, (phase, term))
         self.spent: dict[tuple[str, str], float] = {}
         self.steps = 0
-
-    def copy_without_totals(self) -> _DeviceClock:
-        other = _DeviceClock(self.prices)
-        other.now, other.free, other.started = self.now, dict(self.free), dict(self.started)
-        other.last, other.steps = dict(self.last), self.steps
-        return other
 
     def walk(self, steps: Steps) -> None:
         self.steps += len(steps)

@@ -1,9 +1,9 @@
-"""Building blocks of all views: tables and text on the terminal, HTML pages, and HTML for notebooks.
+"""Building blocks of all views: tables and text on the terminal and in notebooks, and HTML pages.
 
 In: plain values. Out: objects that rich prints, or the text of one HTML file that opens offline, with its styles,
 scripts and data inside. `table_model` declares the columns of a table once, and `table_views` draws the table on the
-terminal, on a page and in a notebook. `object_table.Table` is a table that displays itself. `text_table` and
-`text_layout` make terminal output, `frame` and `elements` make pages, `notebook_piece` makes notebook output.
+terminal and on a page. `object_table.Table` is a table that displays itself. `text_table` and `text_layout` make
+terminal output, which `console.notebook_html` also shows in notebooks; `frame` and `elements` make pages.
 `compare/compare_columns.py` and `train/plan/levers_view.py` are good examples.
 
 To add a page NAME, in three steps:

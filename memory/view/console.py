@@ -17,12 +17,14 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable
+from importlib import resources
 from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import Progress
 from rich.segment import Segment
+from rich.terminal_theme import DIMMED_MONOKAI
 
 DEFAULT_WIDTH, PROMPT_WIDTH = 100, 80
 # Minimum width at which two blocks are printed side by side.
@@ -130,6 +132,17 @@ def plain_text(renderable: RenderableType | None, width: int) -> str:
     if renderable is not None:
         put(renderable, make_console(file=file, width=width, color_system=None))
     return file.getvalue().rstrip("\n")
+
+
+def notebook_html(renderable: RenderableType) -> str:
+    """Returns a rich renderable as HTML for a notebook's output area, as the terminal shows it at the default width.
+
+    The colours are readable on light and dark backgrounds. Text without a colour has the colour of the notebook.
+    """
+    console = make_console(file=io.StringIO(), width=DEFAULT_WIDTH, record=True)
+    put(renderable, console)
+    block = (resources.files("bytescope.memory.view") / "templates" / "notebook.html").read_text(encoding="utf-8")
+    return console.export_html(theme=DIMMED_MONOKAI, code_format=block, inline_styles=True)
 
 
 def prompt_width() -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.view.table_model import ColumnView, TableView
 
-# Maximum number of rows in a notebook; the number of remaining rows is written below them.
-MAX_NOTEBOOK_ROWS = 200
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -49,28 +49,23 @@ class Table:
 
     def __repr__(self) -> str:
         """Returns the table as text, as wide as the terminal."""
-        from rich.console import Group
-        from rich.text import Text
-
         from bytescope.memory.view.console import plain_text, prompt_width
-        from bytescope.memory.view.table_views import terminal_table
-        from bytescope.memory.view.text_layout import Prose
 
-        if not self.rows:
-            return f"{self.title or 'a table'}: no rows"
-        title = [Text(self.title)] if self.title else []
-        note = [Prose(self.note)] if self.note else []
-        return plain_text(Group(*title, terminal_table(TableView(self.columns, self.rows)), *note), prompt_width())
+        return plain_text(self.drawing(), prompt_width())
 
     def _repr_html_(self) -> str:
-        from bytescope.memory.view import notebook_piece
-        from bytescope.memory.view.table_views import notebook_table
+        from bytescope.memory.view.console import notebook_html
 
-        used = [column for column in self.columns if any(map(column.text, self.rows))]
-        return notebook_piece.render(
-            "rows",
-            title=self.title,
-            table=notebook_table(TableView(used, self.rows[:MAX_NOTEBOOK_ROWS])),
-            note=notebook_piece.cut(self.note, 600),
-            left=max(len(self.rows) - MAX_NOTEBOOK_ROWS, 0),
-        )
+        return notebook_html(self.drawing())
+
+    def drawing(self) -> RenderableType:
+        """Returns the table for the terminal."""
+        from rich.text import Text
+
+        from bytescope.memory.view.table_views import terminal_table
+        from bytescope.memory.view.text_layout import Prose, blocks
+
+        if not self.rows:
+            return Text(f"{self.title or 'a table'}: no rows")
+        table = terminal_table(TableView(self.columns, self.rows))
+        return blocks(Text(self.title), table, Prose(self.note) if self.note else None)

@@ -6,7 +6,7 @@
         ColumnView("recompute_flops_fraction", "recomputed", "share", short="recomp"),
     )
     view = TableView(COLUMNS, rows)
-    terminal_table(view), page_table(view), notebook_table(view)
+    terminal_table(view), page_table(view)
 
 A row is any object. A column without `read` uses the value at its path, such as "measured.step_seconds" or "ratios.2".
 """
@@ -23,7 +23,7 @@ from bytescope.memory.view.figures import count, percent, rounded, seconds, writ
 if TYPE_CHECKING:
     from rich.text import Text
 
-TERMINAL, PAGE, NOTEBOOK = "terminal", "page", "notebook"
+TERMINAL, PAGE = "terminal", "page"
 
 
 class ValueKind(NamedTuple):
@@ -62,20 +62,12 @@ def _seconds(value: Any, digits: int) -> str:
     return seconds(value)
 
 
-def _percent(value: Any, digits: int) -> str:
-    return percent(value, digits)
-
-
 def _fixed_point(value: Any, digits: int) -> str:
     return f"{value:.{digits}f}"
 
 
 def _signed_bytes(value: Any, digits: int) -> str:
     return ("+" if value > 0 else "-" if value < 0 else "") + human(abs(value))
-
-
-def _gap(value: Any, digits: int) -> str:
-    return written_gap(value, digits)
 
 
 KINDS: Mapping[str, ValueKind] = {
@@ -97,8 +89,8 @@ KINDS: Mapping[str, ValueKind] = {
     "seconds": ValueKind("figure", "num", rounded, _seconds, digits=4),
     "duration": ValueKind("figure", "num", _seconds, _seconds),
     # Other figures.
-    "share": ValueKind("figure", "num", lambda value, digits: f"{value:.{digits}%}", _percent, digits=1),
-    "gap": ValueKind("figure", "num", _gap, _gap, digits=1),
+    "share": ValueKind("figure", "num", lambda value, digits: f"{value:.{digits}%}", percent, digits=1),
+    "gap": ValueKind("figure", "num", written_gap, written_gap, digits=1),
     "ratio": ValueKind("figure", "num", _fixed_point, _fixed_point, digits=3),
     "count": ValueKind("figure", "num", _count, _count),
     "number": ValueKind("figure", "num", _plain, _plain),
@@ -127,7 +119,7 @@ def value_at(row: Any, path: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnView:
-    """One column of a table. The terminal, HTML pages and notebooks show tables from the same columns.
+    """One column of a table. The terminal and HTML pages show tables from the same columns.
 
     Fields:
         key: name of the column, and the default path of its value in a row.
@@ -182,7 +174,7 @@ class ColumnView:
         return KINDS[self.kind].css == "num"
 
     def only_on(self, place: str) -> ColumnView:
-        """Returns a copy of the column that is shown in one place only: TERMINAL, PAGE or NOTEBOOK."""
+        """Returns a copy of the column that is shown in one place only: TERMINAL or PAGE."""
         return dataclasses.replace(self, only=place)
 
     def value(self, row: Any) -> Any:
@@ -193,7 +185,7 @@ class ColumnView:
     def text(self, row: Any, place: str = TERMINAL, size: int | None = None) -> str:
         """Returns a row's value in this column as formatted text.
 
-        place: TERMINAL, PAGE or NOTEBOOK. size: if all bytes of the table are shown in one unit, the bytes of this
+        place: TERMINAL or PAGE. size: if all bytes of the table are shown in one unit, the bytes of this
         unit, such as 2**30 for GiB; None if each value has its own unit.
         """
         value, kind = self.value(row), KINDS[self.kind]
@@ -207,7 +199,7 @@ class ColumnView:
 
 @dataclasses.dataclass(frozen=True)
 class TableView:
-    """A table that can be shown on the terminal, on a page or in a notebook.
+    """A table that can be shown on the terminal or on a page.
 
     Fields:
         columns: the columns; the first one names the row.
@@ -222,8 +214,6 @@ class TableView:
     hover: Callable[[Any], str] | None = None
 
     def columns_for(self, place: str) -> list[ColumnView]:
-        """Returns the columns that are shown in one place: TERMINAL, PAGE or NOTEBOOK. TERMINAL and NOTEBOOK keep the
-        declared order; PAGE sorts by rank.
-        """
+        """Returns the columns that are shown in one place: TERMINAL in the declared order, PAGE sorted by rank."""
         columns = [column for column in self.columns if column.only in ("", place)]
         return sorted(columns, key=lambda column: column.rank) if place == PAGE else columns

@@ -1,8 +1,8 @@
-"""Draws the tables of `table_model` on the terminal, on a page and in a notebook."""
+"""Draws the tables of `table_model` on the terminal and on a page."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.text import Text
 
@@ -10,8 +10,7 @@ from bytescope.memory.view import text_table
 from bytescope.memory.view.console import one_line, safe
 from bytescope.memory.view.elements import Cell, Head, PageRow, PageTable
 from bytescope.memory.view.figures import exact
-from bytescope.memory.view.notebook_piece import cut
-from bytescope.memory.view.table_model import KINDS, NOTEBOOK, PAGE, TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_model import KINDS, PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.text_table import FigureColumn, FigureTable
 
 # Terminal styles of a cell's verdict, and of a row's emphasis.
@@ -94,28 +93,4 @@ def page_cell(column: ColumnView, row: Any) -> Cell:
         column.verdict(row) if column.verdict else "",
         order,
         note=column.note(row) if column.note else "",
-    )
-
-
-class NotebookTable(NamedTuple):
-    """A table in the form that a notebook shows.
-
-    Fields:
-        heads: (title, whether the column contains numbers) of each column.
-        rows: (text, colour class) of each cell.
-    """
-
-    heads: list[tuple[str, bool]]
-    rows: list[list[tuple[str, str]]]
-
-
-def notebook_table(view: TableView) -> NotebookTable:
-    """Returns a table in the form that a notebook shows. Long texts are shortened in their middle."""
-    columns = view.columns_for(NOTEBOOK)
-    return NotebookTable(
-        [(column.title, column.is_figure) for column in columns],
-        [
-            [(cut(column.text(row)), column.verdict(row) if column.verdict else "") for column in columns]
-            for row in view.rows
-        ],
     )

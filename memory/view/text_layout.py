@@ -113,8 +113,7 @@ class CopyCommand:
 def wrap_command(text: str, width: int, indent: int = 0) -> list[str]:
     """Wraps a shell command to lines of up to `width` columns. Each line except the last ends in a backslash.
 
-    An argument that is longer than a line is split after a comma. Its rest begins in the first column of the next
-    line, so that a shell joins both parts. A part without a comma is not split.
+    An argument that is longer than a line is not split.
     """
     try:
         arguments = shlex.split(text)
@@ -129,21 +128,8 @@ def wrap_command(text: str, width: int, indent: int = 0) -> list[str]:
             lines[-1] += f" {whole}"
             continue
         lines[-1] += " \\"
-        first, *rest = _split_after_commas(argument, width - 1 - indent - 2)
-        lines.append(" " * (indent + 2) + first)
-        for part in rest:
-            lines[-1] += "\\"
-            lines.append(part)
+        lines.append(" " * (indent + 2) + whole)
     return lines
-
-
-def _split_after_commas(argument: str, width: int) -> list[str]:
-    out = [""]
-    for part in re.findall(r"[^,]*,?", argument):
-        if out[-1] and cell_len(shlex.quote(out[-1] + part)) > width:
-            out.append("")
-        out[-1] += part
-    return [shlex.quote(part) for part in out if part]
 
 
 def blocks(*parts: RenderableType | None) -> Group:

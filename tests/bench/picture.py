@@ -1,7 +1,7 @@
-"""Draws the pictures of the README pages: a report in a headless browser, as a page and as a notebook shows it.
+"""Draws the picture of the README pages: the page of a report in a headless browser.
 
-    python tests/bench/picture.py                # writes memory/report.png and memory/notebook.png
-    python tests/bench/picture.py --out=FILE --config=llama_70b --target=h100:8x8 [--notebook] [--size=900,580]
+    python tests/bench/picture.py                # writes memory/report.png
+    python tests/bench/picture.py --out=FILE --config=llama_70b --target=h100:8x8 [--size=900,580]
 
 A picture contains the text that it shows, as a text chunk of the PNG. `stale_pictures` compares that text with a report
 of today, so a test notices a picture whose figures or words have changed; `python tests/bench/excerpts.py` draws stale
@@ -27,8 +27,6 @@ from pathlib import Path
 
 from outputs import Page
 
-from bytescope import memory
-
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = "bytescope report llama_8b h100:8"
@@ -50,26 +48,17 @@ class View:
     picture does not have to show."""
 
     size: str
-    is_notebook: bool
     end: str
 
 
-PAGE_VIEW = View("1180,1440", False, "One step, point by point")
-NOTEBOOK_VIEW = View("900,580", True, "the largest buffers")
-PICTURES = {ROOT / "memory" / "report.png": PAGE_VIEW, ROOT / "memory" / "notebook.png": NOTEBOOK_VIEW}
+PAGE_VIEW = View("1180,1440", "One step, point by point")
+PICTURES = {ROOT / "memory" / "report.png": PAGE_VIEW}
 
 
 def stale_pictures(folder: Path) -> list[Path]:
     """Returns the pictures that show another text than the report of COMMAND in `folder`, which has JSON and HTML."""
-    return [path for path, view in PICTURES.items() if recorded_text(path) != visible_text(html_of(folder, view), view)]
-
-
-def html_of(folder: Path, view: View) -> str:
-    """Returns the HTML that a picture shows, of the report in `folder`."""
-    if not view.is_notebook:
-        return (folder / HTML).read_text(encoding="utf-8")
-    piece = memory.load(folder / JSON)._repr_html_()
-    return f'<!doctype html><meta charset="utf-8"><body data-jp-theme-light="true">{piece}</body>'
+    html = (folder / HTML).read_text(encoding="utf-8")
+    return [path for path, view in PICTURES.items() if recorded_text(path) != visible_text(html, view)]
 
 
 def visible_text(html: str, view: View) -> str:
@@ -117,12 +106,10 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 def draw(path: Path, folder: Path, view: View | None = None) -> None:
     """Draws the report in `folder`. Raises CalledProcessError or TimeoutExpired if the browser fails."""
     view = view or PICTURES[path]
-    html = html_of(folder, view)
-    page = folder / "pictured.html"
-    page.write_text(html, encoding="utf-8")
+    page = folder / HTML
     screenshot(page, view.size, path, folder / "profile")
     reduce_colors(path)
-    record_text(path, visible_text(html, view))
+    record_text(path, visible_text(page.read_text(encoding="utf-8"), view))
 
 
 def screenshot(page: Path, size: str, out: Path, profile: Path) -> None:
@@ -168,10 +155,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", default="llama_8b", help="a config file or shipped name (default: llama_8b)")
     parser.add_argument("--target", default="h100:8", help="what to compile for (default: h100:8)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="PNG to write (default: the pictures of the READMEs)")
-    parser.add_argument(
-        "--size", metavar="W,H", help="size of the window in pixels, with --out (default: 1180,1440 or 900,580)"
-    )
-    parser.add_argument("--notebook", action="store_true", help="draw the output of a notebook, with --out")
+    parser.add_argument("--size", metavar="W,H", help="size of the window in pixels, with --out (default: 1180,1440)")
     parser.add_argument("--limit", type=int, default=150_000, metavar="BYTES", help="maximum size (default: 150000)")
     return parser.parse_args()
 
@@ -181,8 +165,7 @@ def main() -> int:
     args = parse_arguments()
     views = PICTURES
     if args.out:
-        view = NOTEBOOK_VIEW if args.notebook else PAGE_VIEW
-        views = {args.out: dataclasses.replace(view, size=args.size or view.size)}
+        views = {args.out: dataclasses.replace(PAGE_VIEW, size=args.size or PAGE_VIEW.size)}
     _, command, *_ = shlex.split(COMMAND)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -124,8 +124,8 @@ def test_stale_references_to_source_lines_are_seen_and_renumbered():
 @pytest.mark.quick
 def test_a_picture_contains_its_text(tmp_path):
     copy = tmp_path / "copy.png"
-    copy.write_bytes((ROOT / "memory" / "notebook.png").read_bytes())
+    copy.write_bytes((ROOT / "memory" / "report.png").read_bytes())
     picture.record_text(copy, "10 GiB ✓")
     assert picture.recorded_text(copy) == "10 GiB ✓"
     html = '<p title="8 bytes">8 B</p><p>jax 0.10.2 · flax 0.12.1</p><p>Findings</p><p>none</p>'
-    assert picture.visible_text(html, picture.View("9,9", False, "Findings")) == "8 B\n# · #"
+    assert picture.visible_text(html, picture.View("9,9", "Findings")) == "8 B\n# · #"

@@ -112,12 +112,6 @@ def test_described_gpu(traced_for_gpu, policy):
     assert report.breakdown["unattributed"] < 0.02 * report.peak_bytes
     assert report.xla.peak_bytes == report.peak_bytes
     assert report.fits and report.verdict == "fits" and report.target["name"] == "h200"
-    assert len(report.point_seconds) == len(report.timeline) + 1
-    assert list(report.point_seconds) == sorted(report.point_seconds)
-    assert report.point_seconds[-1] == pytest.approx(report.prediction["seconds"])
-    # A turn of the loop of blocks is stretched to all of them.
-    backward = [at for point, at in zip(report.timeline, report.point_seconds) if point.phase == "backward"]
-    assert max(backward) - min(backward) > 0.2 * report.point_seconds[-1]
     tokens = programs.LAYERS * programs.BATCH * programs.LENGTH * 2
     named = {"q": tokens * programs.WIDTH, "attn_out": tokens * programs.WIDTH, "up": tokens * programs.HIDDEN}
     found = {name: size for name, size in report.residuals_by_name.items() if not name.startswith("(")}

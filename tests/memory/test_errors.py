@@ -110,21 +110,6 @@ def test_what_users_can_mend_is_told(error, code, text, capsys):
     assert capsys.readouterr() == ("", text)
 
 
-def test_a_notebook_shows_the_message_and_the_line_that_led_to_it():
-    with pytest.raises(ReportError) as caught:
-        memory.load("no/such/report.json")
-    shown = caught.value._render_traceback_()
-    assert (
-        shown[0].endswith(
-            ": cannot read no/such/report.json: No such file or directory; give a report "
-            "that bytescope report --json=FILE wrote"
-        )
-        and len(shown) == 2
-    )
-    assert shown[1].startswith("  test_errors.py:") and shown[1].endswith(': memory.load("no/such/report.json")')
-    assert len(ReportError("made by hand")._render_traceback_()) == 1
-
-
 def test_what_may_have_no_end_is_not_read(tmp_path, capsys):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)

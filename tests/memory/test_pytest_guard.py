@@ -19,9 +19,9 @@ from bytescope.memory import Report
 def report(size):
     return Report(size, size, {"params": size}, program="jit_step", target={"name": "h200"})
 
-def test_fits(assert_fits, memory_guard):
+def test_fits(assert_fits):
     assert isinstance(assert_fits(report(1024), budget="1GiB"), Report)
-    assert memory_guard(report(1024), "1KiB").peak_bytes == 1024
+    assert assert_fits(report(1024), "1KiB").peak_bytes == 1024
 
 def test_too_much(assert_fits):
     assert_fits(report(1024), "1023B")

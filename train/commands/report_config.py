@@ -114,9 +114,7 @@ def _report_step(args: argparse.Namespace) -> int:
         row_cache.use(row_cache.folder())
     finished = row_cache.read(row_cache.folder(), name) if name else None
     if finished is not None:
-        report = dataclasses.replace(
-            ReportRecord.from_json(finished["report"]), point_seconds=tuple(finished["point_seconds"])
-        )
+        report = ReportRecord.from_json(finished["report"])
         report_command.show(report, args.verbose, finished["choices"])
         return _finish(args, report, b"", {"batch": finished["batch"]})
     return _compile_and_report(args, target, name)
@@ -180,7 +178,6 @@ def _compile_and_report(args: argparse.Namespace, target: Target, name: str) -> 
         finished = {
             "status": "ok",
             "report": report.to_json(),
-            "point_seconds": report.point_seconds,
             "choices": prepared.choices,
             "batch": prepared.batch,
         }
@@ -273,7 +270,7 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
     from rich.console import Group
     from rich.text import Text
 
-    from bytescope.memory.compare import formulas_text
+    from bytescope.memory.compare import compare_text
     from bytescope.memory.cost import flops
     from bytescope.memory.formulas import reconcile
     from bytescope.memory.view.console import put
@@ -284,7 +281,7 @@ def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[
         put(Group(Text(), Prose(f"no formula: {formula}")))
         return None
     counted = flops.count(jaxpr)
-    formulas_text.show_report(
+    compare_text.show_formulas(
         formula,
         reconcile.lines(
             formula,

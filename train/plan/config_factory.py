@@ -428,7 +428,7 @@ def measure_program(program: Program, compiled: Any) -> dict[str, float | None]:
     import jax
     import jax.numpy as jnp
 
-    from bytescope.memory.compare.measured_steps import time_updates
+    from bytescope.memory.compare.prepared_program import time_updates
 
     state = program.init()
     zeros = jax.tree.map(

@@ -5,7 +5,6 @@
 //   charts.xy("id", {                       draws into the element with this id; hidden series stay hidden
 //     legend: true,                         false: none; or the result of charts.legend, for charts that share a legend
 //     columns: 3, height: 300,              maximum panels per row, and the height of a panel (px)
-//     unzoomed: true,                       ends the zoom of an earlier drawing
 //     panels: [panel, ...]                  for a single panel, its keys may be given here instead
 //   })
 //   panel = {
@@ -265,7 +264,6 @@ const charts = window.charts = (() => {
   const xy = (id, spec) => {
     const box = $(id), state = held.get(box) || begin(box);
     state.spec = spec;
-    if (spec.unzoomed) state.zoom = state.whole = null;
     legendOf(state);
     redraw(state);
   };

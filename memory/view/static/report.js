@@ -25,7 +25,6 @@
     at: address.has("at") ? Number(address.get("at")) : data.n_points ? data.peak : null,
     q: address.get("q") || "", category: address.get("category") || "", phase: address.get("phase") || "",
     row: /^\d+$/.test(address.get("row")) ? Number(address.get("row")) : null,
-    axis: data.time && address.get("axis") === "time" ? "time" : "schedule",
   };
   const sort = { by: address.get("sort") || "bytes", down: address.get("down") !== "0" };
   if (address.get("at") === "all") state.at = null;
@@ -34,7 +33,6 @@
     for (const key of ["q", "category", "phase"]) if (state[key]) out.set(key, state[key]);
     if (state.at !== data.peak) out.set("at", state.at === null ? "all" : state.at);
     if (state.row !== null) out.set("row", state.row);
-    if (state.axis !== "schedule") out.set("axis", state.axis);
     if (sort.by !== "bytes" || !sort.down) { out.set("sort", sort.by); out.set("down", +sort.down); }
     base.remember(out);
   };
@@ -77,46 +75,27 @@
   const legend = charts.legend($("categories"), drawn.map((row) => ({ key: row, name: rowName(row),
     color: `var(--c-${row})` })));
 
-  // Both axes of the timeline. `xs`: positions of the drawn points. `steps`: points between which areas are drawn.
-  // `band`: the ends of a phase.
-  const all = [...P.index.keys()];
-  const pointAxis = () => ({ xs: P.index, steps: all, end: 0,
-    axis: { title: "point in the schedule", range: [0, Math.max(data.n_points - 1, 1)], whole: true },
-    band: (i) => [data.bands[i][0], Math.max(data.bands[i][1] + 1, data.bands[i][0] + 1)] });
-  const timeAxis = () => {
-    const { points, bands, unit, end } = data.time;
-    // If several points begin at the same time, the last of them lasts until the next point.
-    const steps = all.filter((k) => points[k] !== points[k + 1]);
-    return { xs: points, steps, unit, end, axis: { title: `predicted time, ${unit}`, range: [0, end] },
-      band: (i) => bands[i] };
-  };
-
-  const timeline = (unzoomed = false) => {
+  const timeline = () => {
     if (!P.index.length) return;
     const stack = drawn.filter((row) => data.by_category[row]);
-    const { axis, xs, unit: timeUnit = "", steps, end, band } = state.axis === "time" ? timeAxis() : pointAxis();
-    const peak = nearest(data.peak);
-    // Values at these points. The last value is repeated at the end of the axis, if that is after the last point.
-    const last = P.index.length - 1, ends = end > xs[last] ? [last] : [];
-    const along = (points) => [...points.map((k) => xs[k]), ...ends.map(() => end)];
-    const over = (points, values) => [...points, ...ends].map((k) => values[k] / size);
+    const xs = P.index, peak = nearest(data.peak), scaled = (values) => values.map((value) => value / size);
     // From the top of the stack to its bottom, as the areas are drawn.
-    const tip = (k) => [[`point ${count(P.index[k])}`, S[P.phase[k]], timeUnit && `${xs[k].toPrecision(4)} ${timeUnit}`]
-      .filter(Boolean).join(" · "),
+    const tip = (k) => [[`point ${count(P.index[k])}`, S[P.phase[k]]].filter(Boolean).join(" · "),
       short(S[P.instruction[k]], 90), { name: "live", value: human(P.bytes[k]), strong: true },
       ...[...stack].reverse().filter((row) => data.by_category[row][k]).map((row) => ({ name: rowName(row),
         value: human(data.by_category[row][k]), color: `var(--c-${row})` }))];
-    const bands = data.bands.flatMap(([, , phase], i) => {
-      const [from, to] = band(i), color = `var(--p-${S[phase] || "other"})`;
+    const bands = data.bands.flatMap(([from, end, phase]) => {
+      const to = Math.max(end + 1, from + 1), color = `var(--p-${S[phase] || "other"})`;
       return [{ from, to, color, strip: true }, { from, to, color, opacity: 0.09 }];
     });
     const limited = data.limit_bytes && data.limit_bytes <= 2 * top;
     charts.xy("timeline", {
-      legend, bands, zoom: true, unzoomed, x: axis,
+      legend, bands, zoom: true,
+      x: { title: "point in the schedule", range: [0, Math.max(data.n_points - 1, 1)], whole: true },
       y: { title: "live " + unit, range: [0, (1.17 * Math.max(top, limited ? data.limit_bytes : 0)) / size] },
-      series: [...stack.map((row) => ({ kind: "area", name: rowName(row), key: row, x: along(steps), step: true,
-        y: over(steps, data.by_category[row]), color: `var(--c-${row})` })),
-      { kind: "line", x: along(all), y: over(all, P.bytes), step: true, color: "var(--ink)",
+      series: [...stack.map((row) => ({ kind: "area", name: rowName(row), key: row, x: xs, step: true,
+        y: scaled(data.by_category[row]), color: `var(--c-${row})` })),
+      { kind: "line", x: xs, y: scaled(P.bytes), step: true, color: "var(--ink)",
         width: P.index.length > 800 ? 0.7 : 1.3, legend: false }],
       limits: limited ? [{ y: data.limit_bytes / size, text: "limit " + human(data.limit_bytes) }] : [],
       notes: [{ x: xs[peak], y: P.bytes[peak] / size, text: "peak " + human(data.peak_bytes), dy: -14,
@@ -124,19 +103,6 @@
       cross: { x: xs, tip, mark: state.at === null ? null : xs[nearest(state.at)], pick: (k) => pin(P.index[k]),
         move: (k) => inspect(k === null ? rest() : P.index[k]) },
     });
-  };
-
-  // The buttons that choose the axis. A report without seconds has no buttons.
-  const axes = () => {
-    for (const button of document.querySelectorAll("[data-axis]")) {
-      button.setAttribute("aria-pressed", String(button.dataset.axis === state.axis));
-      button.onclick = () => {
-        if (button.dataset.axis === state.axis) return;
-        state.axis = button.dataset.axis;
-        axes(); timeline(true); remember();  // a range of points is no range of seconds
-      };
-    }
-    if (data.time) $("stretched").hidden = state.axis !== "time";
   };
 
   const lifetime = (i) => `alive from point ${count(B.start[i])} to ${count(B.end[i])} of ${count(data.n_points)}`;
@@ -293,7 +259,7 @@
   $("search").value = state.q;
   $("search").oninput = () => { state.q = $("search").value; filter(); remember(); };
   $("scroll").onscroll = rows;
-  axes(); headings(); chip(); filter();
+  headings(); chip(); filter();
   inspect(rest());
   if (state.row !== null) reveal();
   base.start(() => { timeline(); treemap(); });

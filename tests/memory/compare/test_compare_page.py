@@ -7,10 +7,9 @@ import pytest
 
 from bytescope.memory.compare import compare_page
 from bytescope.memory.compare import compare_rows as plan_rows
-from bytescope.memory.compare import feasibility_grid as feasibility_grid_page
 from bytescope.memory.records.report_record import ROWS
 from bytescope.train.plan.config_grid import ConfigRow as Row
-from support.browser import HOSTILE, body, browse, literally, one_file, with_style_attributes
+from support.browser import HOSTILE, body, browse, literally, one_file
 from support.pages.sweep import check_page
 from support.rows import row, some_rows
 
@@ -43,7 +42,6 @@ def test_the_page_is_one_file_and_nothing_breaks_it(rows):
     )
     page = one_file(compare_page.render(out, Row))
     assert page.data["rows"][-1]["best"] is True and literally(page) > 4
-    assert ("id", "map-card") in page.attributes
     compare_page.render(plan_rows.to_json([], {}, {}), Row)
 
 
@@ -74,57 +72,10 @@ def layouts():
     return rows[:-1]
 
 
-def test_the_map_has_a_cell_for_every_combination():
-    grid = feasibility_grid_page.grid(layouts())
-    squares = [square for line in grid.lines for square in line.squares]
-    assert [square and (square.kind, square.text) for square in squares] == [
-        ("near", "38.0"),
-        ("failed", "failed"),
-        ("room best", "4.8"),
-        ("room", "0.38"),  # 8b on h100:8
-        ("over", "76.0"),
-        ("room", "6.0"),
-        ("room best", "9.5"),
-        ("room", "0.75"),
-        ("over", "342"),
-        ("room", "27.0"),
-        ("over", "42.8"),
-        ("room best", "3.4"),
-        ("over", "684"),
-        ("over", "54.0"),
-        ("over", "85.5"),
-        None,
-    ]
-    assert [line.names for line in grid.lines] == [["8b", "h100:8"], ["", "h100:4"], ["70b", "h100:8"], ["", "h100:4"]]
-    assert [line.first for line in grid.lines] == [False, False, True, False] and grid.unit == "GiB"
-    assert [head.spans for head in grid.heads] == [
-        [("1", 2), ("8", 2)],
-        [("none", 1), ("full", 1), ("none", 1), ("full", 1)],
-    ]
-    assert [[*head.left, head.corner] for head in grid.heads] == [["", "tensor"], ["config", "target \\ policy"]]
-
-
-def test_the_map_of_the_page_is_escaped_and_has_one_unit():
-    text = with_style_attributes(compare_page.render(plan_rows.to_json(layouts(), {}, {}), Row))
-    text = text[text.index('<section class="card" id="map-card">') : text.index('id="pareto-card"')]
-    assert text.count("<td></td>") == 1 and "GiB" not in re.sub("<p>.*?</p>", "", text), "one unit, said once"
-    assert re.findall('<th class="value" colspan="([0-9])">([^<]*)</th>', text)[1:3] == [("2", "8"), ("1", "none")]
-    assert '<td class="room best" style="--share: 12%" title="' in text and ">4.8</td>" in text
-    assert "the worker died &lt;b&gt;" in text and "33.0 % recomputed" in text and 'style="--share: 95%"' in text
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_rows", [growing, layouts])
 def test_the_page_is_sound_when_it_is_used(make_rows, browser):
     check_page(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {}), Row))
-
-
-def test_a_map_of_one_line_is_none(rows):
-    for few in (rows, [], [row(keys={"config": name}) for name in "ab"]):
-        assert feasibility_grid_page.grid(few) is None
-    free = feasibility_grid_page.grid([dataclasses.replace(one, limit_bytes=None, fits=None) for one in layouts()])
-    assert {square.kind for line in free.lines for square in line.squares if square} == {"free", "failed"}
-    assert [kind for kind, _ in free.legend] == ["free", "failed"]
 
 
 def test_formulas_are_columns_of_the_page(rows):
@@ -171,7 +122,7 @@ def test_the_browser_draws_all_of_it(tmp_path):
     largest, found, residuals, axis, limits = title.split(";")
     assert "48.00 GiB" in largest and "llama_8b" in largest and "exceeds" in largest, "sorted by size, largest first"
     assert (found, residuals, axis, limits) == ("1", "1.5,3,6", "residuals GiB", "0")
-    assert seen.count('class="stack section"') == 2 and 'id="map-card"' in seen and "1 of 18 rows" in seen
+    assert seen.count('class="stack section"') == 2 and "1 of 18 rows" in seen
 
 
 def many(count):

@@ -28,12 +28,11 @@ def transposed(size, devices):
 
 
 @pytest.fixture(scope="module")
-def trials(devices):
+def trials():
     seen = []
     found = try_constraints(
         *transposed(256, described(TARGET)),
         target=TARGET,
-        small=transposed(16, devices),
         max_trials=5,
         progress=lambda number, count, words: seen.append((number, count, words)),
     )
@@ -49,7 +48,6 @@ def test_the_best_constraint_moves_one_axis(trials):
     assert best.seconds_after < best.seconds_before
     assert best.source.startswith(f"{__file__}:") and best.array == "the result of mul, float32[256,256,256]"
     assert best.code.endswith(f"NamedSharding(mesh, {best.spec}))")
-    assert best.numerics == "equal"
 
 
 def test_trials_are_sorted_and_one_that_changes_nothing_is_no_improvement(trials):
@@ -77,28 +75,7 @@ def test_the_gradient_of_a_constrained_array_is_constrained(devices):
     assert made == [False, True]
 
 
-def test_without_a_small_program_numerics_are_not_checked():
-    (trial,) = try_constraints(*transposed(256, described(TARGET)), target=TARGET, max_trials=1)
-    assert trial.numerics == "not checked"
-
-
-def test_a_step_that_gathers_nothing_has_no_trials(devices):
+def test_a_step_that_gathers_nothing_has_no_trials():
     mesh = jax.sharding.Mesh(np.asarray(described(TARGET)), ("x",))
     rows = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=NamedSharding(mesh, P("x")))
     assert try_constraints(jnp.sin, [rows], target=TARGET) == ()
-
-
-def test_another_result_differs(devices, monkeypatch):
-    """A constraint cannot change a result, so that the test makes the changed program compute something else."""
-    step, args = transposed(16, devices)
-    run = constraint_trials._SmallStep(step, args)
-    (equation,) = [
-        each
-        for each, _ in constraint_trials._equations(run.traced.jaxpr)
-        if each.primitive.name == "mul" and each.outvars[0].aval.shape == (16, 16, 16)
-    ]
-    site = constraint_trials._Site(constraint_trials.equation_line(equation), "mul", False, 0, (16,) * 3, "float32")
-    spec = (("x",), (), ())
-    assert run.compare(site, spec) == "equal"
-    monkeypatch.setattr(constraint_trials, "_changed", lambda *_: jax.jit(lambda a, b: a + b).trace(*args))
-    assert run.compare(site, spec) == "differs"

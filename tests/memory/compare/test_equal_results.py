@@ -100,13 +100,10 @@ def test_a_program_that_does_not_repeat_is_not_checked():
     assert equality.outcome == "not checked" and "different results on each run" in equality.sentence
 
 
-def test_other_arguments_and_results_that_are_only_noise():
-    """A change of the batch size is not compared. A sum that is zero without rounding hides no real difference."""
+def test_results_that_are_only_noise():
+    """A sum that is zero without rounding hides no real difference."""
     spec = jax.ShapeDtypeStruct
     step = run(lambda x: {"mean": x.mean(), "zero": (x - x.mean()).sum()}, spec((64, 8), jnp.float32))
-    other = run(lambda x: {"mean": x.mean(), "zero": (x - x.mean()).sum()}, spec((32, 8), jnp.float32))
-    equality = compare_results(step, other)
-    assert equality.outcome == "not checked" and "has the shape [64, 8]" in equality.sentence
     changed = {"['mean']": step.values["['mean']"] * (1 + 1e-6), "['zero']": -step.values["['zero']"]}
     equality = compare_results(step, dataclasses.replace(step, values=changed))
     assert (equality.outcome, equality.path) == ("equal", "['mean']") and equality.difference < 1e-5

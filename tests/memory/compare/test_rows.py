@@ -193,20 +193,6 @@ def test_predicted_seconds_stand_with_their_spread_and_the_rates_once():
     assert text.count("measured on h100: products") == 1 and "at least" not in text
 
 
-def test_a_row_that_recomputes_no_more_and_is_slower_says_why():
-    terms = {"products": 0.1, "memory": 0.02, "collectives": 0.02}
-    rows = [
-        predicted("full", 10, 0.25, 0.14, predicted_by_term=terms),
-        predicted("none", 40, 0.0, 0.24, predicted_by_term=terms | {"products": 0.08, "collectives": 0.142}),
-        predicted("dots", 30, 0.4, 0.24, predicted_by_term=terms | {"products": 0.2}),
-        predicted("same", 30, 0.0, 0.141, predicted_by_term=terms),
-    ]
-    reason = "0.099 s slower than same: waiting for collectives 0.142 s instead of 0.02 s"
-    assert plan_rows.why_slower(rows) == {"none": reason}
-    assert reason in " ".join(printed(rows).split())
-    assert plan_rows.why_slower(rows[2:3]) == {}
-
-
 def test_rows_beyond_xlas_limit_are_named_if_others_are_below_it():
     rows = [row("none", 30, xla_recomputes=True), row("dots", 20), row("full", 10)]
     sentence = plan_rows.beyond_xla_limit(rows)

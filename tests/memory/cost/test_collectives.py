@@ -22,7 +22,7 @@ from bytescope.memory.hlo import loops
 from bytescope.memory.hlo import mesh as hlo_mesh
 from bytescope.memory.hlo.dataflow import COLLECTIVES
 from bytescope.memory.records.report_record import Collective, Communication, ReportRecord
-from bytescope.memory.report import report_page, report_text
+from bytescope.memory.report import report_page, report_tables, report_text
 from bytescope.train.plan.config_facts import model_facts
 from bytescope.train.program.config_files import flatten
 from support import programs
@@ -173,8 +173,8 @@ def test_trip_counts(condition, config, times):
     report = memory.analyze(while_module(condition, config))
     (found,) = report.collectives
     assert (found.times, found.group, found.axes, found.bytes, found.wire_bytes) == (times, 8, (), 16, 28)
-    assert report_text.over(found.axes, found.group) == "groups of 8"
-    assert report_text.over(("stage",), 4, 4) == "stage 4, 4 hosts"
+    assert report_tables.over(found.axes, found.group) == "groups of 8"
+    assert report_tables.over(("stage",), 4, 4) == "stage 4, 4 hosts"
 
 
 # ---- overlap ---------------------------------------------------------------------------------------------------
@@ -219,10 +219,10 @@ def test_flops_of_a_loop_are_those_of_its_trips(devices):
 
 def test_words_for_overlap():
     item = Collective("x", "all-gather", asynchronous=True, overlapped=3, overlapped_flops=1_370_000_000_000)
-    assert report_text.overlapped_by(item) == "3 ops, 1.37 TFLOP"
-    assert report_text.overlapped_by(Collective("x", "all-gather", asynchronous=True)) == "exposed"
-    assert report_text.overlapped_by(Collective("x", "all-gather", overlapped=3)) == "synchronous"
-    assert report_text.overlapped_by(Collective("x", "all-gather", asynchronous=True, overlapped=1)) == "1 op"
+    assert report_tables.overlapped_by(item) == "3 ops, 1.37 TFLOP"
+    assert report_tables.overlapped_by(Collective("x", "all-gather", asynchronous=True)) == "exposed"
+    assert report_tables.overlapped_by(Collective("x", "all-gather", overlapped=3)) == "synchronous"
+    assert report_tables.overlapped_by(Collective("x", "all-gather", asynchronous=True, overlapped=1)) == "1 op"
 
 
 def test_described_gpus_hide_their_gathers():
@@ -339,7 +339,7 @@ def test_the_terminal_has_both_tables(talk):
         for head in ("communication", "largest collectives")
     )
     assert lines[sums + 1].split() == ["all-reduce", "model", "4", "15", "60.00", "KiB", "90.00", "KiB", "100%"]
-    assert lines[one_by_one + 2].split()[1:] == [
+    assert lines[one_by_one + 1].split()[1:] == [
         "model",
         "4",
         "15",

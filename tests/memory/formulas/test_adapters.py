@@ -9,7 +9,6 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import (
     adapter_formulas,
     rematerialized,
-    training_flops,
     training_state,
     transformer_formulas,
 )
@@ -121,13 +120,14 @@ def test_frozen_matrices_take_four_flops_and_adapters_six():
     weights = transformer_formulas.parameter_count(LLAMA_8B) - 128256 * 4096  # looking a token up multiplies nothing
     added = 6 * adapter_formulas.adapter_count(model) * tokens
     assert (
-        training_flops.model_flops(LLAMA_8B, tokens, 1) - training_flops.model_flops(model, tokens, 1)
+        transformer_formulas.model_flops(LLAMA_8B, tokens, 1) - transformer_formulas.model_flops(model, tokens, 1)
         == 2 * weights * tokens - added
     )
     assert (
-        training_flops.hardware_flops(model, tokens, 1, "full") - training_flops.model_flops(model, tokens, 1)
-        == training_flops.hardware_flops(LLAMA_8B, tokens, 1, "full")
-        - training_flops.model_flops(LLAMA_8B, tokens, 1)
+        transformer_formulas.hardware_flops(model, tokens, 1, "full")
+        - transformer_formulas.model_flops(model, tokens, 1)
+        == transformer_formulas.hardware_flops(LLAMA_8B, tokens, 1, "full")
+        - transformer_formulas.model_flops(LLAMA_8B, tokens, 1)
         + added / 3
     )
 

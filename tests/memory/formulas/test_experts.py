@@ -13,7 +13,6 @@ from bytescope.memory.formulas import (
     expert_formulas,
     reconcile,
     rematerialized,
-    training_flops,
     training_state,
     transformer_formulas,
 )
@@ -95,10 +94,12 @@ def test_flops_are_those_of_active_parameters():
     """6 a parameter and token, the look-up aside; and 12 a s for each width of a head."""
     tokens = 16 * 32
     core = 12 * 5 * 64 * 32 * tokens
-    assert training_flops.model_flops(MIXED, 32, 16) == 6 * transformer_formulas.active_count(MIXED) * tokens + core
+    assert (
+        transformer_formulas.model_flops(MIXED, 32, 16) == 6 * transformer_formulas.active_count(MIXED) * tokens + core
+    )
     crammed = dataclasses.replace(MIXED, experts=dataclasses.replace(MIXED.experts, capacity=1.25, slots=True))
-    assert training_flops.model_flops(crammed, 32, 16) == training_flops.model_flops(MIXED, 32, 16)
-    full = training_flops.hardware_flops(MIXED, 32, 16, "full") - training_flops.model_flops(MIXED, 32, 16)
+    assert transformer_formulas.model_flops(crammed, 32, 16) == transformer_formulas.model_flops(MIXED, 32, 16)
+    full = transformer_formulas.hardware_flops(MIXED, 32, 16, "full") - transformer_formulas.model_flops(MIXED, 32, 16)
     assert full == 2 * (transformer_formulas.active_count(MIXED) - 128 * 64) * tokens + core / 3
 
 
@@ -141,7 +142,7 @@ def test_latent_attention_by_hand():
     assert kept == 4096 * 2 * (attention + 2 * 7168 + 3 * 18432)
     tokens, core = 4096, 6 * 61 * 4096 * 128 * (192 + 128)
     matrices = transformer_formulas.active_count(DEEPSEEK) - 129280 * 7168
-    assert training_flops.model_flops(DEEPSEEK, 4096, 1) == (6 * matrices + core) * tokens
+    assert transformer_formulas.model_flops(DEEPSEEK, 4096, 1) == (6 * matrices + core) * tokens
 
 
 @pytest.mark.parametrize("model", [MIXTRAL, DEEPSEEK, MIXED], ids=["mixtral", "deepseek", "mixed"])
@@ -244,7 +245,7 @@ def test_a_runs_utilization_counts_the_same_flops(overrides):
     model = ModelConfig.from_dict(
         {key.removeprefix("model."): value for key, value in config.items() if key.startswith("model.")}
     )
-    assert model_flops_per_token(model, 64) * 64 == training_flops.model_flops(question_of(config).model, 64, 1)
+    assert model_flops_per_token(model, 64) * 64 == transformer_formulas.model_flops(question_of(config).model, 64, 1)
     matrices = [f"blocks.{name}" for name in ("attention.w_o", "experts.w_router", "experts.w_up", "shared.w_down")]
     frozen = [name for name in matrices if model.experts or "attention" in name]
     assert frozen_matmul_parameters(model, frozen) > 0
@@ -256,7 +257,7 @@ def test_capacity_and_padding_are_no_model_flops():
     config = load_flat("tiny", [("model.experts", "8"), ("model.moe_kernel", "capacity")])
     settled = {"mesh.data": 2, "mesh.fsdp": 1, "mesh.expert": 4, "mesh.context": 1, "mesh.tensor": 1}
     length, sequences = config["data.seq_len"], 8 * config["batch.micro"]
-    expected = training_flops.model_flops(question_of(config).model, length, sequences)
+    expected = transformer_formulas.model_flops(question_of(config).model, length, sequences)
     assert reconcile.model_flops(model_facts(config, settled), 1e30) == expected
     assert reconcile.model_flops(model_facts({**config, "model.experts": 0}, settled), 7) == 7
 

@@ -7,7 +7,7 @@ import re
 from rich.console import Console
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.compare import formulas_text, worker_pool
+from bytescope.memory.compare import compare_text, worker_pool
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.reconcile import FormulaLine
 from bytescope.memory.records.report_record import load
@@ -62,7 +62,7 @@ def test_a_line_for_each_row():
         Row({"remat.policy": "bad"}, status="no"),
         row("custom", **{"remat.save": ["q_rot", "v", "context", "attn_out"], "remat.offload": ["block_in"]}),
     ]
-    text = printed(formulas_text.show_rows, rows)
+    text = printed(compare_text.show_row_formulas, rows)
     lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.strip()}
     assert lines["none"] == ["6.00", "5.00", "+20.0", "%", "60.00", "50.00", "+20.0", "%", "1.500", "1.333"]
     assert lines["dots"] == ["6.00", "no", "formula", "60.00", "no", "formula", "1.500", "-"] == lines["gone"]
@@ -83,7 +83,7 @@ def test_a_reports_table():
         ("model FLOPs", 0),
         ("hardware FLOPs", 1e9),
     ]
-    text = printed(formulas_text.show_report, FORMULA, lines)
+    text = printed(compare_text.show_formulas, FORMULA, lines)
     assert re.search(r"\+1\.00 MiB +\+10\.0 %", text) and "9.000e+09" in text and "total: why" in text
 
 

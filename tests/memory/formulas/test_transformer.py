@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.formulas import training_flops, training_state, transformer_formulas
+from bytescope.memory.formulas import training_state, transformer_formulas
 from bytescope.memory.formulas.model_shape import ModelShape, StepLayout, gpt
 from bytescope.memory.formulas.training_state import ADAM, MIXED
 from bytescope.train.plan.config_facts import OPTIMIZERS, PRECISIONS
@@ -35,10 +35,12 @@ def test_mfu_and_hfu_of_the_paper(name):
     is recomputed: s/(3h) instead of 2s/(9h)."""
     shape, devices, batch, seconds, mfu, hfu = RUNS[name]
     model = gpt(*shape, V)
-    core = training_flops.hardware_flops(model, S, batch, "selective") - training_flops.model_flops(model, S, batch)
+    core = transformer_formulas.hardware_flops(model, S, batch, "selective") - transformer_formulas.model_flops(
+        model, S, batch
+    )
     for computed, published in (
-        (training_flops.model_flops(model, S, batch), mfu),
-        (training_flops.model_flops(model, S, batch) + 3 * core, hfu),
+        (transformer_formulas.model_flops(model, S, batch), mfu),
+        (transformer_formulas.model_flops(model, S, batch) + 3 * core, hfu),
     ):
         assert 100 * computed / (seconds * devices * A100) == pytest.approx(published, abs=0.2)
 
@@ -47,13 +49,13 @@ def test_mfu_and_hfu_of_the_paper(name):
 def test_flops_are_the_papers_closed_form(name):
     (L, h, a), _, B, *_ = RUNS[name]
     model = gpt(L, h, a, V)
-    assert training_flops.model_flops(model, S, B) == pytest.approx(
+    assert transformer_formulas.model_flops(model, S, B) == pytest.approx(
         72 * B * L * S * h**2 * (1 + S / (6 * h) + V / (12 * h * L)), rel=1e-12
     )
-    assert training_flops.hardware_flops(model, S, B, "selective") == pytest.approx(
+    assert transformer_formulas.hardware_flops(model, S, B, "selective") == pytest.approx(
         72 * B * L * S * h**2 * (1 + 2 * S / (9 * h) + V / (12 * h * L)), rel=1e-12
     )
-    assert training_flops.hardware_flops(model, S, B, "full") == pytest.approx(
+    assert transformer_formulas.hardware_flops(model, S, B, "full") == pytest.approx(
         96 * B * L * S * h**2 * (1 + S / (6 * h)) + 6 * B * S * h * V, rel=1e-12
     )
 
@@ -106,7 +108,7 @@ def test_llama_and_flash_forms_by_hand():
     assert transformer_formulas.recomputed_bytes(llama, StepLayout(), S, 1, recompute="none") == 0
     assert transformer_formulas.parameter_count(llama) == pytest.approx(8.03e9, rel=1e-3)
     # 6 FLOPs a matrix parameter and token, the look-up table apart, and 12 s for each of 4096 in 32 layers.
-    assert training_flops.model_flops(llama, S, 1) == pytest.approx(
+    assert transformer_formulas.model_flops(llama, S, 1) == pytest.approx(
         S * (6 * (transformer_formulas.parameter_count(llama) - 128256 * 4096) + 12 * 32 * 4096 * S)
     )
 

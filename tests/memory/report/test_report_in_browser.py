@@ -94,58 +94,6 @@ def test_the_timeline_tells_every_category_by_pointer_and_by_keyboard(report, tm
         assert all(report_page.human(size) in words for size in sizes.values())
 
 
-def with_seconds(report):
-    """Half a millisecond a point; the points of the first half in pairs that begin at the same time."""
-    n = len(report.timeline)
-    starts = [k - k % 2 if k < n // 2 else k for k in range(n)]
-    return dataclasses.replace(report, point_seconds=tuple(5e-4 * k for k in (*starts, n)))
-
-
-def test_the_timeline_has_a_time_axis(report, tmp_path):
-    """A click changes the axis and ends a zoom; points keep their tips, with their times; the address remembers."""
-    script = (
-        KEYS
-        + """
-      const state = charts.of("timeline"), button = (axis) => document.querySelector(`[data-axis="${axis}"]`);
-      press("timeline", "+");
-      const zoomed = !!state.zoom;
-      button("time").click();
-      out.push([zoomed, !!state.zoom, state.views[0].panel.x.title, state.views[0].x.high]);
-      out.push(["schedule", "time"].map((axis) => button(axis).getAttribute("aria-pressed")));
-      // Of each area its ends, and whether every time is there once.
-      const areas = state.spec.series.filter((one) => one.kind === "area");
-      out.push(areas.every(({ x, y }) => x[0] === 0 && x.at(-1) === 60 && new Set(x).size === x.length
-        && x.length === y.length));
-      const sums = new Map();
-      for (const { x, y } of areas) x.forEach((at, i) => sums.set(at, (sums.get(at) || 0) + y[i]));
-      const line = state.spec.series.find((one) => one.kind === "line");
-      out.push(line.x.every((at, i) => line.x[i + 1] === at || Math.abs(sums.get(at) - line.y[i]) < 1e-9));
-      press("timeline", "Home", "ArrowRight", "ArrowRight", "ArrowRight");
-      out.push(tip());
-      const { svg, views: [view] } = state, box = svg.getBoundingClientRect();
-      svg.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + view.x.at(45), clientY: box.top + 99 }));
-      out.push(tip(), document.querySelector("#inspector h3").textContent);
-      svg.dispatchEvent(new MouseEvent("click", { clientX: box.left + view.x.at(45), clientY: box.top + 99 }));
-      out.push(location.hash);
-      button("schedule").click();
-      out.push([state.views[0].panel.x.title, state.views[0].x.high, location.hash]);
-      document.title = JSON.stringify(out);"""
-    )
-    document = browse(tmp_path, report_page.render(with_seconds(report)), script=script, options=["--dump-dom"])
-    axis, pressed, areas, sums, third, late, inspected, fragment, back = said(document)
-    assert axis == [True, False, "predicted time, ms", 60] and pressed == ["false", "true"]
-    assert areas and sums, "the areas add up to the live bytes"
-    assert "point 3 · " in third and "· 1.000 ms" in third
-    assert "point 90 · " in late and "· 45.00 ms" in late and inspected == "Point 90"
-    assert fragment == "#at=90&axis=time" and back == ["point in the schedule", 119, "#at=90"]
-
-
-def test_an_address_selects_the_time_axis(report, tmp_path):
-    timed = report_page.render(with_seconds(report))
-    for page, title in ((timed, "predicted time, ms"), (report_page.render(report), "point in the schedule")):
-        assert title in body(browse(tmp_path, page, "#axis=time", options=["--dump-dom"]))
-
-
 def test_a_tile_leads_to_its_row(report, tmp_path):
     """Even when the table shows others; its tip has type, source and lifetime; titles zoom, crumbs go back."""
     script = (
@@ -233,7 +181,7 @@ def test_the_page_is_sound_when_it_is_used(report, browser):
         buffers=report.buffers + narrow,
         breakdown={**report.breakdown, "outputs": report.breakdown["outputs"] + size},
     )
-    check_page(browser, report_page.render(with_seconds(dataclasses.replace(changed, audit=REQUESTS))))
+    check_page(browser, report_page.render(dataclasses.replace(changed, audit=REQUESTS)))
 
 
 REQUESTS = (

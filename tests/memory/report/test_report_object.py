@@ -1,12 +1,10 @@
-"""The report that users hold: short at a prompt, small in a notebook, and a record in every other respect."""
+"""The report that users hold: text at a prompt and in a notebook, and a record in every other respect."""
 
 import copy
 import dataclasses
 import json
 import pickle
 import re
-import sys
-from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
@@ -14,9 +12,10 @@ from rich.cells import cell_len
 from bytescope import memory
 from bytescope.memory.commands import github
 from bytescope.memory.records import report_record
-from bytescope.memory.report import report_page
+from bytescope.memory.report import report_page, report_text
 from bytescope.memory.units import human
-from support.browser import HOSTILE, Page, literally
+from bytescope.memory.view.console import plain_text
+from support.browser import HOSTILE, Page
 from support.rows import make_report
 from support.screen import seen, terminal
 
@@ -145,39 +144,26 @@ def test_to_html_is_the_page_of_the_command(record, report, tmp_path):
 
 def test_repr_says_what_it_is_of_and_what_it_holds(report):
     text = repr(report)
-    assert "Report of jit_train_step on h200:8 (NVIDIA H200)" in text and "FITS" in text
+    assert "jit_train_step on h200:8 (NVIDIA H200)" in text and "FITS" in text and ".table()" in text
     for row, size in report.breakdown.items():
         assert (f"{human(size)} " in text) == (size > 0), row
     for size in (report.peak_bytes, report.allocated_bytes, report.limit_bytes):
         assert human(size) in text
-    assert "! the logits are alive" in text and "\x1b" not in text
-
-
-def test_printed_text_has_the_remedies_of_the_findings(report):
-    text, shown = " ".join(str(report).split()), " ".join(repr(report).split())
+    words = " ".join(text.split())
     for finding in report.findings:
-        assert " ".join(finding.remedy.split()) in text and finding.remedy not in shown
-        assert finding.flags in text
-    assert max(map(cell_len, str(report).splitlines())) <= 80
+        assert " ".join(finding.remedy.split()) in words and finding.flags in text
+    assert "\x1b" not in text and str(report) == text
 
 
-@pytest.mark.parametrize(
-    "name", ["x" * 5000, "long/name " * 900, "\u0301" * 4000, "漢" * 3000, HOSTILE, "\x1b[2J\n\n" * 99]
-)
-def test_repr_is_one_short_screen_whatever_the_program(record, name):
+@pytest.mark.parametrize("name", ["x" * 900, "\u0301" * 900, "漢" * 900, HOSTILE, "\x1b[2J\n\n" * 99])
+def test_repr_is_as_wide_as_the_terminal_whatever_the_program(record, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
     text = repr(with_names(record, name))
-    lines = text.splitlines()
-    assert len(text) < 2000 and len(lines) < 40 and "\x1b" not in text
-    assert max(map(cell_len, lines)) <= 80
+    assert "\x1b" not in text and max(map(cell_len, text.splitlines())) <= 60
 
 
 def test_repr_of_an_empty_report():
     assert "peak 0 B" in repr(memory.Report(0, 0, {}))
-
-
-def test_repr_takes_no_more_than_a_narrow_terminal(report, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, repr(report).splitlines())) <= 60
 
 
 @pytest.mark.parametrize("width", [80, 132])
@@ -189,62 +175,17 @@ def test_show_prints_the_whole_report_as_wide_as_the_terminal(report, monkeypatc
     assert "bytes per parameter" in "\n".join(lines) and max(map(len, lines)) > min(width, 100) - 12
 
 
-def test_show_displays_in_a_notebook(report, monkeypatch, capsys):
-    displayed = []
-    shell = SimpleNamespace(kernel=object())
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=displayed.append))
-    report.show()
-    report.diff(report).show()
-    assert displayed[0] is report and len(displayed) == 2 and not capsys.readouterr().out
-    del shell.kernel  # IPython's own prompt
-    report.show()
-    assert len(displayed) == 2 and "largest at the peak" in capsys.readouterr().out
-
-
 # ---- in a notebook ---------------------------------------------------------------------------------------
 
 
-def test_the_piece_for_a_notebook_says_the_same(report):
-    piece = Page(report._repr_html_())
-    text = " ".join(piece.words)
-    assert "jit_train_step" in text and "✓ fits" in text and "the logits are alive" in text
-    assert report.findings[0].flags and report.findings[0].flags in text
-    for size in (
-        report.peak_bytes,
-        report.allocated_bytes,
-        report.limit_bytes,
-        *filter(None, report.breakdown.values()),
-    ):
-        assert human(size) in text
-    assert piece.tags["svg"] == 1 and piece.tags["path"] >= 5 and piece.tags["rect"] == 4
-    assert f"{human(report.alive_at(report.peak_index)[0].bytes)}" in text
+def test_a_notebook_shows_the_whole_report(report):
+    text = "".join(Page(report._repr_html_()).words)
+    for line in plain_text(report_text.render(report), 100).splitlines():
+        assert line in text
 
 
-@pytest.mark.parametrize("name", [HOSTILE, HOSTILE * 400])
-def test_the_piece_is_small_escaped_and_asks_for_nothing(name):
-    big = with_names(make_report(points=1500, buffers=600), name)
+def test_names_are_escaped_in_a_notebook():
+    big = with_names(make_report(points=1500, buffers=600), HOSTILE)
     for text in (big._repr_html_(), big.table(500)._repr_html_(), big.diff(make_report(seed=1))._repr_html_()):
-        assert len(text.encode()) < 300_000
-        piece = Page(text)
-        assert not {"script", "link", "img", "iframe", "object"} & set(piece.tags) and "<b>x" not in text
-        assert not [value for attribute, value in piece.attributes if attribute in ("src", "href", "id")]
-        assert not re.search(r"https?:|@import|url\(|\son\w+=", text)
-    if len(name) < 100:
-        assert literally(Page(big._repr_html_())) > 5
-
-
-def test_the_colours_are_the_pages_in_both_themes(report):
-    from bytescope.memory.view.notebook_piece import palettes
-
-    light, dark = palettes()
-    assert light.count("--c-") == dark.count("--c-") == len(report_record.ROWS)
-    assert light != dark and "--card: #ffffff;" in light and "--card: #161a20;" in dark
-    style = report._repr_html_().split("</style>")[0]
-    for row in report_record.CATEGORIES:
-        assert f".c-{row} " in style and f"--c-{row}: " in style
-
-
-def test_a_report_without_a_timeline_has_a_piece():
-    text = memory.Report(0, 0, {})._repr_html_()
-    assert "<svg" not in text and "program" in text
+        assert set(Page(text).tags) <= {"pre", "span"} and "<b>x" not in text
+    assert HOSTILE.replace("\u2028", "\ufffd") in "".join(Page(big._repr_html_()).words)

@@ -198,7 +198,6 @@ def test_programs_on_both_sides_of_xlas_limit_are_hard_to_compare(report):
     beyond = dataclasses.replace(report, findings=(*report.findings, finding))
     (warning,) = report.diff(beyond).warnings
     assert "in the second program only" in warning and "warning: XLA's remat" in repr(report.diff(beyond))
-    assert warning.replace("'", "&#39;") in report.diff(beyond)._repr_html_()
     (warning,) = beyond.diff(report).warnings
     assert "in the first program only" in warning
     assert not beyond.diff(beyond).warnings

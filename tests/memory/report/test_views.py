@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from bytescope.memory.compare import compare_rows, compare_text, formulas_text
+from bytescope.memory.compare import compare_rows, compare_text
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
 from bytescope.memory.profile import profile_text
@@ -31,7 +31,7 @@ from bytescope.memory.records.report_record import (
     XlaStats,
     ZeroRow,
 )
-from bytescope.memory.report import diff_view, report_text
+from bytescope.memory.report import difference, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, list_command, names_command
@@ -296,15 +296,15 @@ def show_formulas(console, name):
     lines = reconcile.lines(
         formula, 60 * GIB, {"params": 11 * GIB, "residuals": 6 * GIB}, {"model_flops": 6e9, "hardware_flops": 9e9}
     )
-    formulas_text.show_report(formula, lines, console)
-    formulas_text.show_rows(
+    compare_text.show_formulas(formula, lines, console)
+    compare_text.show_row_formulas(
         [row(name, 60, 0.1, formula=dataclasses.asdict(formula)), row("full", 30, 0.2, keys={"config": name})], console
     )
 
 
 def show_diff(console, name):
     before, after = report(name), dataclasses.replace(report(f"{name}'", 23_456_789_012), versions={"jax": name})
-    put(diff_view.render_text(before, after, report_diff.diff(before, after)), console)
+    put(difference.render_text(before, after, report_diff.diff(before, after)), console)
 
 
 def show_trace(console, name):

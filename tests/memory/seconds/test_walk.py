@@ -15,14 +15,13 @@ from bytescope.memory.records.schedule_records import (
     TILED,
     TO_DEVICE,
     TO_HOST,
-    InstructionSteps,
     Loop,
     ScheduledKernel,
     Start,
     Wait,
 )
 from bytescope.memory.seconds import constants, operation_seconds
-from bytescope.memory.seconds.schedule_walk import TERMS, start_seconds, walk
+from bytescope.memory.seconds.schedule_walk import TERMS, walk
 
 pytestmark = pytest.mark.quick
 
@@ -196,43 +195,3 @@ def test_a_schedule_that_nests_loops_without_end_is_walked_in_time():
 def test_no_steps_take_no_time():
     found = took()
     assert found.seconds == 0 and not any(found.by_term.values()) and not any(found.by_phase.values())
-
-
-def test_the_start_of_each_instruction_with_a_loop_as_one_stretched_turn():
-    body = (InstructionSteps("a", (compute(1),)), InstructionSteps("b", (compute(3),)))
-    order = (
-        InstructionSteps("first", (compute(2),)),
-        InstructionSteps("while", (Loop(5, (compute(1), compute(3))),), body),
-        InstructionSteps("free", ()),
-        InstructionSteps("gather-start", (gather("gather-start", 10),)),
-        InstructionSteps("beside", (compute(4),)),
-        InstructionSteps("gather-done", (Wait("gather-start"),)),
-        InstructionSteps("last", (compute(1),)),
-    )
-    starts, whole = start_seconds(order, lambda steps: steps, RATES)
-    assert starts == {
-        "first": 0,
-        "while": 2,
-        "a": 2,
-        "b": 7,
-        "free": 22,
-        "gather-start": 22,
-        "beside": 22,
-        "gather-done": 27,
-        "last": 32,
-    }
-    steps = tuple(step for one in order for step in one.steps)
-    assert whole == 33 == took(*steps).seconds
-
-
-def test_a_loop_that_takes_no_time_starts_and_ends_at_once():
-    order = (InstructionSteps("while", (Loop(0, (compute(1),)),), (InstructionSteps("a", (compute(1),)),)),)
-    assert start_seconds(order, lambda steps: steps, RATES) == ({"while": 0, "a": 0}, 0)
-
-
-def test_calls_that_nest_without_end_are_placed_in_time():
-    order = ()
-    for level in range(40):
-        order = (InstructionSteps(f"call.{level}", (), order), InstructionSteps(f"call.{level}", (), order))
-    starts, whole = start_seconds(order, lambda steps: steps, RATES)
-    assert whole == 0 and starts["call.39"] == 0

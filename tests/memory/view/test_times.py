@@ -6,7 +6,7 @@ import pytest
 
 from bytescope.memory.records.report_record import ReportRecord, Subject
 from bytescope.memory.report import report_page
-from bytescope.memory.report.report_text import render, summary
+from bytescope.memory.report.report_text import render
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import plain_text
@@ -67,7 +67,7 @@ def test_both_stand_in_the_report_and_on_its_page():
     ):
         assert shown in page, shown
     assert "tokens/s, at most" not in page and "MFU, at most" not in page
-    assert times.predicted(REPORT) in " ".join(summary(REPORT).split())
+    assert times.predicted(REPORT) in " ".join(plain_text(render(REPORT), 100).split())
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_both_stand_in_the_report_and_on_its_page():
 def test_a_report_without_predicted_seconds_says_why(target, why):
     bare = ReportRecord(8, 8, {}, target=target)
     assert times.predicted(bare) == "" and times.unpredicted(bare).startswith(f"no seconds are predicted: {why}")
-    for shown in (plain_text(render(bare), 100), summary(bare)):
+    for shown in (plain_text(render(bare), 100), plain_text(render(bare, verbose=False), 100)):
         assert times.unpredicted(bare) in " ".join(shown.split())
 
 

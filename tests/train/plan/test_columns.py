@@ -8,11 +8,11 @@ import re
 
 import pytest
 
-from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text, formulas_text
+from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text
 from bytescope.memory.records import report_diff
-from bytescope.memory.report import diff_view, notebook_difference
+from bytescope.memory.report import difference as report_difference
 from bytescope.memory.view.console import make_console
-from bytescope.memory.view.table_model import KINDS, NOTEBOOK, PAGE, TERMINAL, TableView
+from bytescope.memory.view.table_model import KINDS, PAGE, TERMINAL
 from bytescope.memory.view.text_table import FigureTable
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
 from bytescope.train.plan.config_grid import ConfigRow
@@ -59,7 +59,7 @@ ROWS = compare_rows.mark_pareto(
 def comparison():
     out = compare_rows.to_json(ROWS, TARGET, VERSIONS)
     compare_text.render(ROWS, TARGET, VERSIONS)
-    formulas_text.show_rows(ROWS, make_console(file=io.StringIO()))
+    compare_text.show_row_formulas(ROWS, make_console(file=io.StringIO()))
     keys = compare_columns.key_columns(compare_rows.varying(ROWS))
     tables = [
         ((*keys, compare_columns.MARKED_VERDICT, *compare_columns.COLUMNS), BOTH),
@@ -114,11 +114,11 @@ def difference():
         for report, seconds in ((before, 1.0), (after, 2.0))
     )
     tables = [
-        (diff_view.change_columns("", str), TERMINAL),
-        (diff_view.change_columns("buffers that changed most", str), TERMINAL),
-        (diff_view.MEASURE_COLUMNS, TERMINAL),
+        (report_difference.change_columns("", str), TERMINAL),
+        (report_difference.change_columns("buffers that changed most", str), TERMINAL),
+        (report_difference.MEASURE_COLUMNS, TERMINAL),
     ]
-    diff_view.render_text(before, after, report_diff.diff(before, after))
+    report_difference.render_text(before, after, report_diff.diff(before, after))
     return tables, ""
 
 
@@ -177,13 +177,6 @@ def test_declarations_are_whole(name):
         keys = [column.key for column in columns]
         assert len(set(keys)) == len(keys), "each column has its own key"
         assert all(column.kind in KINDS and column.only in ("", TERMINAL, PAGE) for column in columns)
-
-
-def test_the_notebook_shows_the_columns_of_a_difference():
-    before, after = make_report(), make_report(seed=1)
-    piece = notebook_difference.render(before, after, report_diff.diff(before, after), 5)
-    titles = [column.title for column in TableView(notebook_difference.COLUMNS, ()).columns_for(NOTEBOOK)]
-    assert re.findall(r'<th scope="col"[^>]*>([^<]*)', piece) == titles
 
 
 def test_the_script_of_a_comparison_draws_the_declared_columns(tmp_path):
