@@ -22,8 +22,7 @@ from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.memory.units import human
 from bytescope.train.commands.config_arguments import SET_KEY, add_config
 from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
-from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
+from bytescope.train.pipeline.schedule import SCHEDULES, held_share, idle_fraction, make_schedule
 from bytescope.train.plan import config_facts
 from bytescope.train.plan.config_facts import question_of
 from bytescope.train.source import ASSUMED, NO_CONFIG, shipped, title_of

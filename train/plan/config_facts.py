@@ -21,9 +21,7 @@ from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
 from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
 from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
-from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
-from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.schedule import Schedule, held_share, idle_fraction, make_schedule
 
 # Axis of the mesh -> the role of its devices in a step. The order is the order in which devices are assigned to axes.
 ROLES = {

@@ -29,7 +29,7 @@ from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.pipeline.gradients import PipelineGradients
-from bytescope.train.pipeline.schedule_figures import full_ticks, held_share, idle_fraction
+from bytescope.train.pipeline.schedule import full_ticks, held_share, idle_fraction
 from bytescope.train.pipeline.stage_units import stack_units
 from bytescope.train.program.checks import check
 from bytescope.train.program.choices import Choices
