@@ -94,7 +94,7 @@ def tokens_for(program: Any) -> Iterator[dict[str, Any]]:
     """Endless host batches as the trainer's reader gives them: int32 [rows, L] inputs and targets."""
     from interleave import random_tokens
 
-    rows = program.batch.rows * program.batch.read_steps
+    rows = program.batch.global_rows
     for tokens in random_tokens(rows, program.batch.seq_len, program.config.model.vocab_size):
         yield {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
 

@@ -160,7 +160,7 @@ def _with_stages(config: Mapping[str, Any], args: argparse.Namespace) -> dict[st
     if args.stages is not None and args.stages < 1:
         raise ReportError(f"--stages={args.stages} is out of range: give at least 1")
     if args.micro_batches is not None:
-        changed |= {"batch.accumulation": args.micro_batches, "batch.tokens": 0, "batch.accumulation_schedule": ()}
+        changed |= {"batch.accumulation": args.micro_batches, "batch.tokens": 0}
     if args.schedule is not None:
         changed |= {"pipeline.virtual": _chunks(config, args.schedule), "pipeline.schedule": args.schedule}
     return changed

@@ -48,8 +48,7 @@ class Case:
     def by_layer(self) -> bool:
         """Returns whether the optimizer can update one layer at a time. Updates fused into the backward pass and
         optimizer moments in host memory need this."""
-        scheduled, scaled = self.flat["batch.accumulation_schedule"], self.flat["precision.preset"] == "fp16"
-        return not (scheduled or scaled or self.adapters)
+        return self.flat["precision.preset"] != "fp16" and not self.adapters
 
     @property
     def adapters(self) -> bool:
@@ -59,9 +58,7 @@ class Case:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-batches per update. With `batch.accumulation_schedule` it is the largest in the schedule."""
-        if self.flat["batch.accumulation_schedule"]:
-            return max(count for _, count in schedule(self.flat))
+        """Number of micro-batches per update."""
         if self.flat["batch.tokens"]:
             return max(self.flat["batch.tokens"] // (self.flat["batch.micro"] * self._tokens_per_row), 1)
         return self.flat["batch.accumulation"]
@@ -113,10 +110,3 @@ def case_of(report: ReportRecord) -> Case | None:
         return None
     axes = mesh_of(flat, int(report.target.get("n_devices") or 1))
     return Case(flat, axes, report.target.get("platform") not in (None, "cpu"), report)
-
-
-def schedule(flat: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Returns the config key `batch.accumulation_schedule` as pairs (first update, number of micro-batches per update
-    from then on). `flat`: the config, dotted key -> value."""
-    pairs = (str(text).split(":") for text in flat["batch.accumulation_schedule"])
-    return [(int(start), int(count)) for start, count in pairs]

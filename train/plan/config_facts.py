@@ -201,15 +201,11 @@ def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
     """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update. `config`:
-    dotted key -> value.
-
-    With `batch.accumulation_schedule` it is the largest number in the schedule.
-    """
+    dotted key -> value."""
     tokens = config.get("batch.tokens", 0)
     if tokens:
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
-    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
-    return max(scheduled, default=config.get("batch.accumulation", 1))
+    return config.get("batch.accumulation", 1)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from bytescope.memory.findings.expert_findings import room_for, smaller_room
 from bytescope.memory.formulas.adapter_formulas import BASES
 from bytescope.memory.formulas.training_state import ZERO
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.plan.config_case import Case, Keys, case_of, schedule
+from bytescope.train.plan.config_case import Case, Keys, case_of
 from bytescope.train.plan.config_facts import ZERO_STAGES
 from bytescope.train.plan.lever_catalogue import BATCH_ROWS, SAVINGS
 
@@ -158,9 +158,6 @@ def _smaller_micro_batch(case: Case) -> Lever | None:
 
 def _split_micro_batch_keys(case: Case, times: int) -> dict[str, str]:
     keys = {"batch.micro": str(case.flat["batch.micro"] // times)}
-    if case.flat["batch.accumulation_schedule"]:
-        steps = ",".join(f"{start}:{times * count}" for start, count in schedule(case.flat))
-        return {**keys, "batch.accumulation_schedule": steps}
     if not case.flat["batch.tokens"]:
         keys["batch.accumulation"] = str(times * case.micro_steps)
     if case.micro_steps == 1 and case.flat["batch.mode"] != "scan":

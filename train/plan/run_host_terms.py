@@ -113,7 +113,7 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
     # One more batch than the buffer has is being read by each thread, and one is being copied to the devices.
     options = program.config.data
     readers = min(options.workers, options.prefetch)
-    read = batch * devices * (program.batch.read_steps if not program.scanned else 1)
+    read = batch * devices * (program.batch.accumulation if not program.scanned else 1)
     yield HostTerm(
         "train",
         "batches in host memory",

@@ -25,7 +25,7 @@ from bytescope.train.data import settings as data_settings
 from bytescope.train.parallel.axes import STRATEGIES
 from bytescope.train.step.losses import LOSSES
 from bytescope.train.step.optimizer.loss_scale import MAX_SCALE
-from bytescope.train.step.optimizer.rules import CLIPS, OPTIMIZERS, SCALINGS
+from bytescope.train.step.optimizer.rules import CLIPS, OPTIMIZERS
 from bytescope.train.step.routing import BALANCE_LAYERS
 from bytescope.train.step.train_step import ACCUMULATION
 
@@ -38,7 +38,6 @@ CHOICES: Mapping[str, Collection[str]] = {
     "loss.balance_layers": BALANCE_LAYERS,
     "batch.mode": ACCUMULATION,
     "optimizer.name": OPTIMIZERS,
-    "optimizer.batch_scaling": SCALINGS,
     "optimizer.clip": CLIPS,
     "remat.cost": COSTS,
     "mesh.strategy": STRATEGIES,
@@ -93,7 +92,6 @@ MIN_VALUES: Mapping[str, float] = {
     "model.router_scale": 0.0,
     "mesh.prefetch": 0,
     "batch.tokens": 0,
-    "optimizer.base_batch_tokens": 0,
     "lora.rank": 0,
     "precision.loss_scale_init": 2.0**-14,
     "precision.loss_scale_growth_every": 1,
@@ -110,7 +108,6 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # Python decodes bytes that are
 MAX_INT = 2**31 - 1
 MAX_VALUES: Mapping[str, int] = {
     "batch.tokens": MAX_COUNT,
-    "optimizer.base_batch_tokens": MAX_COUNT,
     "model.n_layers": 2**16,
     "data.prefetch": 2**16,
     "data.workers": 2**12,

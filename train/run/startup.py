@@ -44,7 +44,6 @@ from bytescope.train.program.program import Program
 from bytescope.train.program.program_settings import Settings
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
 from bytescope.train.run import summary
-from bytescope.train.step.optimizer.rules import describe_scaling
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.adapter_folder import origin
 
@@ -117,7 +116,6 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
             f"attention {kernel}, matmuls {matmul}, loss {program.config.loss.kind}",
         ),
         ("remat", program.decided),
-        ("learning rate", describe_scaling(program.optimizer, program.batch)),
     ]
     init = program.config.init
     if init.adapter:
@@ -138,7 +136,7 @@ def passes(program: Program, sequences: int) -> str:
     """Returns text that says how often the run will read the training data, such as "300 sequences to train on, 100
     updates read each 2.7 times". `sequences`: number of sequences in the training data."""
     steps = program.config.train.steps
-    share = program.batch.rows_before(steps) / sequences
+    share = steps * program.batch.global_rows / sequences
     if share < 1:
         read = f"read {100 * share:.2g} % of them"
     else:

@@ -28,6 +28,7 @@ from bytescope.train.checkpoints.workdir import (
     new_workdir,
     recordable,
     recorded,
+    saved_config,
 )
 from bytescope.train.commands import train_command
 from bytescope.train.data.file_digests import file_digests
@@ -220,6 +221,18 @@ def test_a_key_that_is_newer_than_the_run_has_its_default(tmp_path):
     with pytest.raises(UserError, match="contains another run: optimizer.freeze"):
         claim(tmp_path, identity(optimizer__freeze="w_head"), extend=False)
     assert claim(tmp_path, identity(), extend=False) == []
+
+
+def test_a_key_that_is_gone_may_have_its_default(tmp_path):
+    claim(tmp_path, identity(), extend=False)
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_text())
+    gone = {"batch.accumulation_schedule": [], "optimizer.batch_scaling": "none", "optimizer.base_batch_tokens": 0}
+    path.write_text(json.dumps({**whole, "config": {**whole["config"], **gone}}))
+    assert claim(tmp_path, identity(), extend=False) == []
+    path.write_text(json.dumps({**whole, "config": {**whole["config"], "optimizer.batch_scaling": "sqrt"}}))
+    with pytest.raises(UserError, match="optimizer.batch_scaling"):
+        saved_config(recorded(path), path)
 
 
 def test_a_run_that_never_began_may_become_another(tmp_path):
