@@ -16,6 +16,7 @@ from typing import NamedTuple
 from bytescope.memory.findings.evidence import NOTABLE, STATE
 from bytescope.memory.findings.expert_findings import smaller_room
 from bytescope.memory.findings.finding_rules import RULES
+from bytescope.memory.findings.spare_memory import measure_spare
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.units import human
 from bytescope.train.plan.config_case import Case, Keys, case_of
@@ -36,10 +37,14 @@ class Remedy(NamedTuple):
     Attributes:
         words: a description of the change.
         keys: the config keys to set, dotted key -> text.
+        message: a message that replaces the message of the finding; "" keeps it.
+        bytes: a number of bytes that replaces the bytes of the finding; None keeps them.
     """
 
     words: str
     keys: Keys
+    message: str = ""
+    bytes: int | None = None
 
 
 def with_remedies(report: ReportRecord) -> ReportRecord:
@@ -66,7 +71,10 @@ def _with_remedy(case: Case, finding: Finding) -> Finding:
     remedy = REMEDIES[finding.kind](case, finding) if finding.kind in REMEDIES else None
     if remedy is None:
         return finding
-    return dataclasses.replace(finding, remedy=remedy.words, flags=flags(remedy.keys) if remedy.keys else "")
+    size = finding.bytes if remedy.bytes is None else remedy.bytes
+    message = remedy.message or finding.message
+    given = flags(remedy.keys) if remedy.keys else ""
+    return dataclasses.replace(finding, bytes=size, message=message, remedy=remedy.words, flags=given)
 
 
 def _cheapest_lever_keys(case: Case, key: str) -> Keys | None:
@@ -204,10 +212,13 @@ def _host_has_room(report: ReportRecord, lever: Lever, whole: int) -> bool:
     return not available or (report.host_bytes + moved) * devices <= available
 
 
-def _recompute_less(case: Case, finding: Finding) -> Remedy:
+def _recompute_less(case: Case, finding: Finding) -> Remedy | None:
+    spare = measure_spare(case.report)
+    if spare is None:
+        return None
     keys = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
     words = "remat.policy=auto compiles plans to find the least recomputation that fits"
-    return Remedy(words, {"remat.policy": "auto", **keys})
+    return Remedy(words, {"remat.policy": "auto", **keys}, spare.message, spare.free)
 
 
 # Kind of a finding -> its remedy.
