@@ -220,7 +220,7 @@ PROGRAM_MODULES = (
     *(f"bytescope.memory.remat.{name}" for name in ("layer_discovery", "layer_graph", "layer_values", "named_block")),
     *(f"bytescope.train.{name}" for name in ("parallel", "pipeline", "program", "step")),
     "bytescope.train.data.batch_algebra",
-    *(f"bytescope.train.plan.{name}" for name in ("block_description", "config_factory", "config_facts", "run_peak")),
+    *(f"bytescope.train.plan.{name}" for name in ("block_description", "config_factory", "config_facts", "run_memory")),
 )
 # The modules whose code chooses, for `remat.policy=auto`, which tensors each layer saves.
 PLAN_MODULES = (
@@ -327,7 +327,7 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     from bytescope.memory.formulas import reconcile
     from bytescope.model.names import NAMES
     from bytescope.train.plan.config_facts import model_facts
-    from bytescope.train.plan.run_peak import loop_overhead
+    from bytescope.train.plan.run_memory import loop_overhead
     from bytescope.train.program.checks import check_optimization_level
 
     settled = settle(program)

@@ -27,7 +27,7 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
 from bytescope.train.plan.config_grid import plan_keys
-from bytescope.train.plan.run_peak import loop_overhead
+from bytescope.train.plan.run_memory import loop_overhead
 from bytescope.train.program.checks import check
 from bytescope.train.program.config_files import flatten, override
 from bytescope.train.program.program import Program, assemble, build

@@ -19,9 +19,9 @@ from bytescope.memory.findings.finding_rules import RULES
 from bytescope.memory.findings.spare_memory import measure_spare
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.units import human
-from bytescope.train.plan.config_case import Case, Keys, case_of
+from bytescope.train.plan.advice import Lever, flags, open_levers
 from bytescope.train.plan.config_facts import EVEN_CHUNKS, EVEN_SCHEDULE
-from bytescope.train.plan.open_levers import Lever, flags, open_levers
+from bytescope.train.plan.lever_catalogue import Case, Keys, case_of
 
 # The logits of a proposed smaller loss chunk should take at most this fraction of the size that makes them a finding.
 _WELL_BELOW = 0.8

@@ -38,7 +38,7 @@ from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import refusal
 from bytescope.train.plan.config_factory import prepare_program, subject_of
 from bytescope.train.plan.report_remedies import with_remedies
-from bytescope.train.plan.run_host_terms import run_terms, step_terms
+from bytescope.train.plan.run_memory import run_terms, step_terms
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.program_settings import Settings

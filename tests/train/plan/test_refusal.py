@@ -9,7 +9,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.launch.failures import explained
 from bytescope.train.plan import refusal
-from bytescope.train.plan.open_levers import combine_levers, open_levers
+from bytescope.train.plan.advice import combine_levers, open_levers
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.program.checks import check
 from bytescope.train.program.program import build

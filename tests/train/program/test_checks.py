@@ -13,8 +13,7 @@ from bytescope.train.launch.processes import find
 from bytescope.train.plan import remat_auto
 from bytescope.train.program import program_settings
 from bytescope.train.program.program import build
-from bytescope.train.program.program_settings import read_settings
-from bytescope.train.program.valid_values import DECAYS, POSITIVE
+from bytescope.train.program.program_settings import DECAYS, POSITIVE, read_settings
 from bytescope.train.run.startup import doubtful_data, doubtful_settings
 from bytescope.train.user_errors import UserError
 from support.toy import small_config
