@@ -110,8 +110,6 @@ def _report_step(args: argparse.Namespace) -> int:
     if args.allocators:
         check_target(target.to_json())
     name = _cache_name(args, target)
-    if target.is_described:
-        row_cache.use(row_cache.folder())
     finished = row_cache.read(row_cache.folder(), name) if name else None
     if finished is not None:
         report = dataclasses.replace(
