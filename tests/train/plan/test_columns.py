@@ -101,7 +101,6 @@ def fit():
         ((*fit_view.WALK_COLUMNS, COMMAND), PAGE),
         ((*fit_view.REACH_COLUMNS, COMMAND), BOTH),
         (fit_view.LAYOUT_COLUMNS, BOTH),
-        (fit_view.FINISHED_COLUMNS, TERMINAL),
     ]
     fit_view.render_text(out, "x")
     return tables, fit_view.render_page(out)
