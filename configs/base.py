@@ -174,7 +174,6 @@ def _batch_group() -> ConfigDict:
     batch.micro = 8  # sequences per data-parallel rank and micro-step
     batch.accumulation = 1  # micro-steps per optimizer update
     batch.tokens = 0  # tokens per update, which sets the accumulation (leave batch.accumulation at 1); 0: not set
-    batch.accumulation_schedule = ()  # update:accumulation pairs such as 0:1,1000:4 (small batches first); (): constant
     batch.mode = "multisteps"  # multisteps: optax.MultiSteps, one call per micro-step | scan: a loop inside the step
     return batch
 
@@ -187,8 +186,6 @@ def _optimizer_group() -> ConfigDict:
     # adamw | adamw_bf16 (first moment) | adamw_8bit (both) | adafactor | adagrad | rmsprop | momentum | lion | muon
     optimizer.name = "adamw"
     optimizer.learning_rate = 3e-4  # peak learning rate, reached at the end of warm-up
-    optimizer.batch_scaling = "none"  # scale the learning rate by tokens / base_batch_tokens: none | sqrt | linear
-    optimizer.base_batch_tokens = 0  # tokens per update for which the learning rate was tuned
     optimizer.warmup_steps = 100  # updates of linear warm-up
     optimizer.end_fraction = 0.1  # final learning rate of the cosine decay, as a fraction of the peak
     optimizer.b1 = 0.9  # decay of the first moment: adamw*, lion, and muon for parameters that are not matrices

@@ -74,18 +74,14 @@ class Jobs:
             rates=str(chosen) if chosen else None,
         )
 
-    def name(
-        self, resolved: Mapping[str, Any], target: str, measure: bool = False, env: Mapping[str, str] | None = None
-    ) -> str:
-        """Returns the name of the cached row of a program. `resolved`: every config key with its value. `env`: the
-        environment variables (default: the variables of this process)."""
+    def name(self, resolved: Mapping[str, Any], target: str, measure: bool = False) -> str:
+        """Returns the name of the cached row of a program. `resolved`: every config key with its value."""
         return row_cache.key(
             resolved,
             target,
             self._versions,
             self._sources,
             measure,
-            env,
             factory=self.factory.reference,
             choice=self._digest_open_choices(resolved),
         )

@@ -81,25 +81,6 @@ def digest_files(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-_in_use: tuple[Path, Mapping[str, str]] | None = None
-
-
-def use(place: str | Path | None, env: Mapping[str, str] | None = None) -> None:
-    """Sets what `in_use` returns: the folder of finished rows that a search inside this process reads.
-
-    place: the folder; "" or None for no folder. env: the environment variables with which the rows are named (default:
-    the variables of this process). A worker process has more variables than the process that names the rows.
-    """
-    global _in_use
-    _in_use = (Path(place), settings(os.environ if env is None else env)) if place else None
-
-
-def in_use() -> tuple[Path, Mapping[str, str]] | None:
-    """Returns (the folder of finished rows that a search inside this process may read, such as the search for the plan
-    of `remat.policy=auto`; the environment variables in their names). None if the process compiles everything."""
-    return _in_use
-
-
 def settings(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables that change a compiled program or the available memory."""
     return {

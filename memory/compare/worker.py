@@ -88,13 +88,11 @@ def answer_to(job: dict[str, Any], factory: ProgramFactory, programs: HeldProgra
     result is returned. programs: the program of the last job. Raises the factory's errors.
     """
     from bytescope.memory.analysis import report_of
-    from bytescope.memory.compare import row_cache
     from bytescope.memory.devices import targets
     from bytescope.memory.records.schedule_records import to_json
     from bytescope.memory.seconds import rates
 
     rates.use(job.get("rates"))
-    row_cache.use(job.get("cache"), job.get("settings"))
     target = targets.parse(job["target"], factory.memory_fraction)
     overrides = job["overrides"]
     if job.get("method"):

@@ -50,8 +50,6 @@ class Job:
             its result is JSON values. "" compiles.
         rates: path of a file with measured compute and transfer rates, which the worker uses to choose settings that
             the config leaves open; None for the built-in table.
-        cache: the folder of finished rows, which the worker reads instead of compiling a program that a search for such
-            settings needs; "" for none.
         cpu_devices: number of CPU devices that the worker simulates for the mesh of a user's function. 0 means the
             number in the pool's environment.
     """
@@ -65,7 +63,6 @@ class Job:
     chosen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     method: str = ""
     rates: str | None = None
-    cache: str = ""
     cpu_devices: int = 0
 
     def message(self, measure: bool) -> str:
@@ -80,8 +77,6 @@ class Job:
                     "measure": measure,
                     "method": self.method,
                     "rates": self.rates,
-                    "cache": self.cache,
-                    "settings": row_cache.settings(os.environ),
                 }
             )
             + "\n"
@@ -311,7 +306,7 @@ def ask(
     left = [job for job in jobs if job.name not in answers]
     begun: dict[str, str] = {}
     progress((), len(answers))
-    pool.submit([dataclasses.replace(job, cache=str(cache or "")) for job in left])
+    pool.submit(left)
     try:
         while len(answers) < len(jobs):
             job, answer = _next(pool)

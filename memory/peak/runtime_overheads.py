@@ -9,9 +9,9 @@ These are not items, because the compiler's report contains them: the states of 
 between packed temporaries (the report's row fragmentation).
 
 These are not items, because they add nothing to the peak: programs that run before or after the step
-(`train.plan.run_peak` compares their peaks); the autotuner, which runs before the training state is allocated and needs
-the operands of only one matrix product at a time; and constants, which are usually a few bytes. The compiler counts
-constants, but the runtime keeps them outside of the pool.
+(`train.plan.run_memory` compares their peaks); the autotuner, which runs before the training state is allocated and
+needs the operands of only one matrix product at a time; and constants, which are usually a few bytes. The compiler
+counts constants, but the runtime keeps them outside of the pool.
 
 The items count bytes, not the addresses of blocks. `memory.allocators` replays a run on models of jax's allocators, and
 finds requests that fail because the free memory is in pieces.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bytescope import memory
 from bytescope.memory import cli
-from bytescope.train.program import valid_values
+from bytescope.train.program import program_settings
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -128,8 +128,8 @@ def values_of(nodes: Iterable[ast.AST], group: str) -> set[tuple[str, str]]:
     group: keys may be named without it, as the tests of its folder do."""
     tables = {
         name: key
-        for key, table in valid_values.CHOICES.items()
-        for name, value in vars(valid_values).items()
+        for key, table in program_settings.CHOICES.items()
+        for name, value in vars(program_settings).items()
         if value is table
     }
     found = set()
@@ -143,9 +143,9 @@ def values_of(nodes: Iterable[ast.AST], group: str) -> set[tuple[str, str]]:
         elif isinstance(node, ast.keyword) and node.arg and isinstance(node.value, ast.Constant):
             found.add((node.arg.replace("__", "."), str(node.value.value)))
         elif isinstance(node, ast.Name) and node.id in tables:
-            found |= {(tables[node.id], str(value)) for value in valid_values.CHOICES[tables[node.id]]}
+            found |= {(tables[node.id], str(value)) for value in program_settings.CHOICES[tables[node.id]]}
     found |= {(f"{group}.{key}", value) for key, value in found}
-    return {(key, value) for key, value in found if value in map(str, valid_values.CHOICES.get(key, ()))}
+    return {(key, value) for key, value in found if value in map(str, program_settings.CHOICES.get(key, ()))}
 
 
 def names_of(nodes: Iterable[ast.AST]) -> set[str]:
@@ -162,7 +162,7 @@ def names_of(nodes: Iterable[ast.AST]) -> set[str]:
 def coverage() -> dict[str, list[str]]:
     """Subject ("command fit", "key batch.mode", "key batch.mode=scan", "name analyze") -> tests of the default set."""
     found: dict[str, list[str]] = {f"command {name}": [] for name in commands()}
-    for key, table in valid_values.CHOICES.items():
+    for key, table in program_settings.CHOICES.items():
         found |= {f"key {key}": [], **{f"key {key}={value}": [] for value in table}}
     found |= {f"name {name}": [] for name in public_names()}
     for test, nodes in default_tests():

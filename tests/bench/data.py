@@ -35,7 +35,7 @@ def main() -> int:
         program,
         train_batches(
             data,
-            rows=program.batch.rows * program.batch.read_steps,
+            rows=program.batch.global_rows,
             row_slices=local_rows(program),
             seed=config.seed,
             position=0,

@@ -32,7 +32,7 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """(answer so far, program, compiled step); a config that cannot run gives ({"cannot": why}, None, None)."""
     from bytescope.memory.analysis import report_of, with_seconds
     from bytescope.memory.devices import targets
-    from bytescope.train.plan import run_peak
+    from bytescope.train.plan import run_memory
     from bytescope.train.program.config_files import load
     from bytescope.train.program.program import build
 
@@ -44,10 +44,10 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     except ValueError as error:
         return {"cannot": " ".join(str(error).split())}, None, None
     answer = {"compile_s": time.perf_counter() - began}
-    report = with_seconds(report_of(compilation, target=target, loop=run_peak.loop_overhead(program)))
+    report = with_seconds(report_of(compilation, target=target, loop=run_memory.loop_overhead(program)))
     if asked.get("keep"):
         Path(asked["keep"]).write_text(json.dumps(report.to_json()))
-    others = run_peak.peaks(program, run_peak.other_programs(program)) if asked.get("others") else {}
+    others = run_memory.peaks(program, run_memory.other_programs(program)) if asked.get("others") else {}
     sizes = {"step": report.predicted_bytes, **others}
     most = max(sizes, key=sizes.__getitem__)
     answer |= {
@@ -94,7 +94,7 @@ def tokens_for(program: Any) -> Iterator[dict[str, Any]]:
     """Endless host batches as the trainer's reader gives them: int32 [rows, L] inputs and targets."""
     from interleave import random_tokens
 
-    rows = program.batch.rows * program.batch.read_steps
+    rows = program.batch.global_rows
     for tokens in random_tokens(rows, program.batch.seq_len, program.config.model.vocab_size):
         yield {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
 

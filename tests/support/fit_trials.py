@@ -36,7 +36,6 @@ FLAT = {
     "model.experts": 0,
     "mesh.expert": 1,
     "batch.accumulation": 8,
-    "batch.accumulation_schedule": (),
     "batch.mode": "scan",
     "precision.preset": "bf16",
     "optimizer.name": "adamw",

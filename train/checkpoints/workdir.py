@@ -88,6 +88,8 @@ MAX_DIFFERENCES = 8  # maximum number of differences in a message
 # Keys that set the sequences of a micro-batch over all data-parallel ranks.
 MICRO_BATCH = ("batch.micro", "batch.accumulation", "batch.tokens", "mesh.data", "mesh.fsdp", "mesh.expert")
 SHARED_S = 15.0  # maximum seconds until a network file system shows a file that another machine wrote
+# Keys of earlier versions that changed the loss curve -> the default, which is what runs do now.
+NEUTRAL = {"batch.accumulation_schedule": [], "optimizer.batch_scaling": "none", "optimizer.base_batch_tokens": 0}
 LOCK = "run.lock"
 # Errors of flock on a file system without locks. EBADF: NFS locks only files that are open for writing.
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
@@ -363,7 +365,7 @@ def _check_micro_batch(workdir: Path, old: Identity, new: Identity) -> None:
 
 
 def _same_batch_remedy(old: Identity, new: Identity) -> str:
-    if new.config.get("batch.tokens") or new.config.get("batch.accumulation_schedule"):  # these set the accumulation
+    if new.config.get("batch.tokens"):  # sets the accumulation
         return ""
     ranks_and_micro = new.global_rows // new.config["batch.accumulation"]
     if old.global_rows == new.global_rows or old.global_rows % ranks_and_micro or _use_of_micro_batch(new.config):
@@ -396,11 +398,12 @@ def recorded(path: Path) -> Identity:
         raise _damaged(path, f"the required key {error} is missing") from error
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, one_line(error)) from error
-    # A key that the run's version did not have yet has today's default.
-    kept = {key: value for key, value in old.config.items() if key not in GONE}
+    # A key that the run's version did not have yet has today's default. A key that is gone is left out; if it changed
+    # the loss curve, it must have had its default.
+    kept = {key: value for key, value in old.config.items() if key not in GONE or NEUTRAL.get(key, value) != value}
     config = {**Identity.from_config(base.get_config(), 0, "").config, **kept}
     micro_rows = old.micro_rows
-    if not micro_rows and not config["batch.tokens"] and not config["batch.accumulation_schedule"]:
+    if not micro_rows and not config["batch.tokens"]:
         micro_rows = old.global_rows // config["batch.accumulation"]
     return dataclasses.replace(old, config=config, micro_rows=micro_rows)
 

@@ -22,8 +22,7 @@ from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.memory.units import human
 from bytescope.train.commands.config_arguments import SET_KEY, add_config, add_target
 from bytescope.train.launch.runtime import TRAIN_FRACTION
-from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
-from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
+from bytescope.train.pipeline.schedule import SCHEDULES, held_share, idle_fraction, make_schedule
 from bytescope.train.plan import config_facts
 from bytescope.train.plan.config_facts import question_of
 from bytescope.train.source import ASSUMED, NO_CONFIG, shipped, title_of
@@ -160,7 +159,7 @@ def _with_stages(config: Mapping[str, Any], args: argparse.Namespace) -> dict[st
     if args.stages is not None and args.stages < 1:
         raise ReportError(f"--stages={args.stages} is out of range: give at least 1")
     if args.micro_batches is not None:
-        changed |= {"batch.accumulation": args.micro_batches, "batch.tokens": 0, "batch.accumulation_schedule": ()}
+        changed |= {"batch.accumulation": args.micro_batches, "batch.tokens": 0}
     if args.schedule is not None:
         changed |= {"pipeline.virtual": _chunks(config, args.schedule), "pipeline.schedule": args.schedule}
     return changed

@@ -165,7 +165,7 @@ def _show_and_write(args: argparse.Namespace, front: frontier.Front) -> None:
         config=args.config,
         given=given_flags(front.trials.overrides),
     )
-    frontier_view.show(front.points, front.fixed, out)
+    frontier_view.show(out)
     rates = next((point.row.rates for point in front.points if point.row.rates), "")
     write_json(args, out, caveats=(COMPILED, *predicted_caveat(rates)))
     if args.html:

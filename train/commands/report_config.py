@@ -110,8 +110,6 @@ def _report_step(args: argparse.Namespace) -> int:
     if args.allocators:
         check_target(target.to_json())
     name = _cache_name(args, target)
-    if target.is_described:
-        row_cache.use(row_cache.folder())
     finished = row_cache.read(row_cache.folder(), name) if name else None
     if finished is not None:
         report = ReportRecord.from_json(finished["report"])
@@ -161,7 +159,7 @@ def _compile_and_report(args: argparse.Namespace, target: Target, name: str) -> 
     from bytescope.memory.findings.host_findings import with_host_memory
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
     from bytescope.train.plan.report_remedies import with_remedies
-    from bytescope.train.plan.run_host_terms import checkpoint_findings, run_host_memory
+    from bytescope.train.plan.run_memory import checkpoint_findings, run_host_memory
     from bytescope.train.program import config_files as configs
 
     program = build_program(args.config, args.overrides, target)
@@ -187,13 +185,13 @@ def _compile_and_report(args: argparse.Namespace, target: Target, name: str) -> 
     if args.formulas and prepared.facts:
         more["formula"] = _show_formulas(report, prepared.facts, compilation.jaxpr)
     if args.run or args.allocators:
-        from bytescope.train.plan import run_peak
+        from bytescope.train.plan import run_memory
 
-        others = run_peak.other_programs(program)
+        others = run_memory.other_programs(program)
     if args.run:
-        more["run"] = _show_peaks_of_run(report, run_peak.peaks(program, others))
+        more["run"] = _show_peaks_of_run(report, run_memory.peaks(program, others))
     if args.allocators:
-        more["allocators"] = report_command.show_allocators(report, run_peak.run_calls(report, others))
+        more["allocators"] = report_command.show_allocators(report, run_memory.run_calls(report, others))
     return _finish(args, report, compilation.proto, more)
 
 
@@ -208,8 +206,8 @@ def with_tried_remedies(
         prepared: the step as it is.
         report: the report of the step, with remedies as flags.
     """
+    from bytescope.train.plan.advice import parse_flags
     from bytescope.train.plan.config_factory import build_program, prepare_program, subject_of
-    from bytescope.train.plan.open_levers import parse_flags
     from bytescope.train.program import config_files as configs
 
     subject = functools.partial(subject_of, args.config, args.overrides, prepared)

@@ -2,6 +2,6 @@
 stages.
 
 Start with gradients.py, the loop over the ticks of a schedule. stage_units.py has the work of a stage in one tick.
-schedule.py has the table of a pipeline and assigns layers to stages, schedules.py builds each table by name, and
-schedule_figures.py computes their idle fraction and stored activations. These three do not import jax.
+schedule.py builds the table of a pipeline by the schedule's name, divides layers among stages, and computes the idle
+fraction and the stored activations. It does not import jax.
 """

@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope.model.experts.expert_layer import Load
 from bytescope.model.frozen import merge_parameters
-from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.schedule_figures import full_ticks
+from bytescope.train.pipeline.schedule import Schedule, full_ticks
 from bytescope.train.pipeline.stage_units import STAGE, Micro, StackUnit, broadcast_from, inside, turns_scope, when
 from bytescope.train.step.losses import count_tokens
 from bytescope.train.step.pullback import row_of

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.compare import row_cache, what_if
 from bytescope.memory.compare.grids import CONFIG
-from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.compare.what_if import Variant
@@ -220,7 +218,7 @@ PROGRAM_MODULES = (
     *(f"bytescope.memory.remat.{name}" for name in ("layer_discovery", "layer_graph", "layer_values", "named_block")),
     *(f"bytescope.train.{name}" for name in ("parallel", "pipeline", "program", "step")),
     "bytescope.train.data.batch_algebra",
-    *(f"bytescope.train.plan.{name}" for name in ("block_description", "config_factory", "config_facts", "run_peak")),
+    *(f"bytescope.train.plan.{name}" for name in ("block_description", "config_factory", "config_facts", "run_memory")),
 )
 # The modules whose code chooses, for `remat.policy=auto`, which tensors each layer saves.
 PLAN_MODULES = (
@@ -296,26 +294,7 @@ def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Targe
     from bytescope.train.plan.remat_auto import settled_program
 
     with config_mistakes():
-        config, rows = configs.load(name, overrides), finished_rows(target)
-        return settled_program(config, target.devices(), target=target, rows=rows)
-
-
-def finished_rows(target: Target) -> Callable[[Mapping[str, Any]], Mapping[str, Any] | None]:
-    """Returns a function from a whole config (dotted key -> value) to its row in the cache that this process uses, None
-    if there is none. Rows of devices that are present are not used."""
-    cache = row_cache.in_use() if target.is_described else None
-
-    @functools.cache
-    def jobs() -> Jobs:
-        return Jobs(FACTORY)
-
-    def read(resolved: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        if cache is None:
-            return None
-        place, env = cache
-        return row_cache.read(place, jobs().name(resolved, target.name, env=env))
-
-    return read
+        return settled_program(configs.load(name, overrides), target.devices(), target=target)
 
 
 def prepare_program(program: Program, target: Target, config: Mapping[str, Any]) -> PreparedProgram:
@@ -327,7 +306,7 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     from bytescope.memory.formulas import reconcile
     from bytescope.model.names import NAMES
     from bytescope.train.plan.config_facts import model_facts
-    from bytescope.train.plan.run_peak import loop_overhead
+    from bytescope.train.plan.run_memory import loop_overhead
     from bytescope.train.program.checks import check_optimization_level
 
     settled = settle(program)

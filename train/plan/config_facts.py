@@ -21,9 +21,7 @@ from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts, Pipeline, RematSegment
 from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout
 from bytescope.memory.formulas.training_state import ADAM, MIXED, OptimizerBytes, PrecisionBytes
-from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
-from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.schedule import Schedule, held_share, idle_fraction, make_schedule
 
 # Axis of the mesh -> the role of its devices in a step. The order is the order in which devices are assigned to axes.
 ROLES = {
@@ -203,15 +201,11 @@ def mesh_of(config: Mapping[str, Any], devices: int = 0) -> dict[str, int]:
 
 def accumulation(config: Mapping[str, Any], ranks: int) -> int:
     """Returns the number of micro-batches that each of `ranks` data-parallel ranks processes per update. `config`:
-    dotted key -> value.
-
-    With `batch.accumulation_schedule` it is the largest number in the schedule.
-    """
+    dotted key -> value."""
     tokens = config.get("batch.tokens", 0)
     if tokens:
         return max(tokens // (config["batch.micro"] * config["data.seq_len"] * ranks), 1)
-    scheduled = [int(str(pair).partition(":")[2]) for pair in config.get("batch.accumulation_schedule", ())]
-    return max(scheduled, default=config.get("batch.accumulation", 1))
+    return config.get("batch.accumulation", 1)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------

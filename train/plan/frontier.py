@@ -24,16 +24,15 @@ The JSON of a front has these keys (sizes are bytes on ONE device, null if unkno
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row, thrift
-from bytescope.memory.compare.grids import as_text
 from bytescope.memory.remat.remat_problem import CompiledPlan
 from bytescope.memory.remat.remat_search import RematSearch
 from bytescope.memory.seconds import ranking
-from bytescope.train.plan.config_grid import POLICY, ConfigRow, plan_keys
+from bytescope.train.plan.config_grid import ConfigRow, plan_keys
+from bytescope.train.plan.levers import changed_flags
 from bytescope.train.plan.trials import Stopped, Trials
 
 # The fields of a row that the JSON of a fixed policy contains.
@@ -175,7 +174,7 @@ class Front:
         """
         keys = plan_keys(tried.plan)
         answer = self.trials.compile([keys])[0]  # the plan is compiled already, so its answer is only looked up
-        flags = flags_of(keys, self.trials.flat(keys), self.trials.flat({}))
+        flags = changed_flags(keys, self.trials.flat(keys), self.trials.flat({}))
         return Fixed(tried.plan.policy or str(tried.plan), flags, ConfigRow.from_answer(keys, answer))
 
 
@@ -248,23 +247,6 @@ def points_of(
     return points
 
 
-def flags_of(keys: Mapping[str, str], values: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Returns the command-line flags that run a remat plan (which tensors each layer saves), quoted for a shell.
-
-    The flags set the remat policy, and all other keys whose value the plan changes.
-
-    Args:
-        keys: the config keys that the plan sets, dotted key -> text.
-        values: the whole config with these keys.
-        config: the whole config without these keys.
-    """
-    return shlex.join(
-        f"--config.{key}={as_text(values[key])}"
-        for key in keys
-        if key == POLICY or as_text(values[key]) != as_text(config.get(key))
-    )
-
-
 def saved_fractions(points: Sequence[Point]) -> dict[str, float | None]:
     """Returns the fractions (0 to 1) of predicted `seconds` and of recomputed `flops` that the remat plans save, summed
     over all budgets.
@@ -306,15 +288,6 @@ def cheapest(points: Sequence[Point], cost: str) -> Point | None:
         key=lambda point: (getattr(point.row, field), point.row.allocated_bytes, not point.row.names_a_policy()),
         default=None,
     )
-
-
-def plans_of(points: Sequence[Point]) -> list[Point]:
-    """Returns for each different remat plan its point (memory budget and plan) with the smallest budget, smallest
-    budget first. `points`: sorted by budget."""
-    first: dict[str, Point] = {}
-    for point in points:
-        first.setdefault(point.plan, point)
-    return list(first.values())
 
 
 def to_json(

@@ -23,7 +23,6 @@ from bytescope.memory.compare.compare_columns import (
     Record,
     command_column,
 )
-from bytescope.memory.compare.compare_rows import unit_of
 from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import column_unit, human
@@ -48,8 +47,7 @@ from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
-from bytescope.train.plan import frontier
-from bytescope.train.plan.frontier import COSTS, Fixed, Point, cheapest
+from bytescope.train.plan.frontier import COSTS, Fixed
 
 # Cost to minimize -> its name.
 COST_NAMES = {"time": "predicted time", "flops": "recomputed FLOPs"}
@@ -173,18 +171,13 @@ def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
 # ---- the terminal ---------------------------------------------------------------------------------------------
 
 
-def show(
-    points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any], *, console: Console | None = None
-) -> None:
+def show(front: Mapping[str, Any], console: Console | None = None) -> None:
     """Prints the best remat plan (which tensors each layer saves) for each memory budget on the console, by default
     standard output.
 
-    Args:
-        points: the memory budgets with their plans.
-        fixed: the compiled policies that are the same for all layers.
-        about: the whole result as JSON (`train.plan.frontier.to_json`).
+    front: the result as JSON (`train.plan.frontier.to_json`).
     """
-    put(render_text(points, fixed, about), console)
+    put(render_text(front), console)
 
 
 def line(budget: float, plan: Fixed | None) -> RenderableType:
@@ -205,76 +198,63 @@ def line(budget: float, plan: Fixed | None) -> RenderableType:
     return Prose(Text.assemble((f"{human(int(budget))}: ", "bold"), words))
 
 
-def render_text(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
+def render_text(front: Mapping[str, Any]) -> RenderableType:
     """Renders the best remat plan (which tensors each layer saves) for each memory budget for the terminal.
 
     The text has a heading, a row per memory budget, the policies for all layers, the plans with their flags, and the
     average savings.
 
-    Args:
-        points: the memory budgets with their plans.
-        fixed: the compiled policies that are the same for all layers.
-        about: the whole result as JSON (`train.plan.frontier.to_json`).
+    front: the result as JSON (`train.plan.frontier.to_json`).
     """
-    unit, size = unit_of([point.row for point in points] or [policy.row for policy in fixed])
-    numbers = {plan["plan"]: number for number, plan in enumerate(plans_of(about["points"]), 1)}
-    records = [{**point, "number": numbers[point["plan"]]} for point in about["points"]]
-    table = [terminal_table(TableView(POINT_COLUMNS, records), size)] if points else []
+    points, fixed, target = front["points"], front["fixed"], front["target"]
+    unit, size = column_unit(
+        min((row["allocated_bytes"] for row in points or fixed if row["allocated_bytes"]), default=0)
+    )
+    plans = plans_of(points)
+    numbers = {plan["plan"]: number for number, plan in enumerate(plans, 1)}
+    records = [{**point, "number": numbers[point["plan"]]} for point in points]
     words = (
-        f"{unit} on each device; the plan with the least {COST_NAMES[about['cost']]} for each budget, and the best "
+        f"{unit} on each device; the plan with the least {COST_NAMES[front['cost']]} for each budget, and the best "
         "policy for all layers:"
     )
-    counted, target = Text(f"{len(points)} budgets", "bold"), about["target"]
-    return blocks(
-        Group(*heading(counted, target, target.get("limit_bytes"), about["versions"], words), *table),
-        terminal_table(TableView(POLICY_COLUMNS, about["fixed"]), size) if fixed else None,
-        _plans(points),
-        _below(points, fixed, about),
-    )
-
-
-def _plans(points: Sequence[Point]) -> RenderableType | None:
-    out: list[RenderableType] = []
-    for number, point in enumerate(frontier.plans_of(points), 1):
-        out += [
-            Items([re.sub(r",\s*", ", ", point.plan)], title=f"{number:2}", gap=1),
-            CopyCommand(point.flags or "as configured", "green", indent=3),
+    head = heading(Text(f"{len(points)} budgets", "bold"), target, target.get("limit_bytes"), front["versions"], words)
+    table = [terminal_table(TableView(POINT_COLUMNS, records), size)] if points else []
+    commands: list[RenderableType] = []
+    for number, plan in enumerate(plans, 1):
+        commands += [
+            Items([re.sub(r",\s*", ", ", plan["plan"])], title=f"{number:2}", gap=1),
+            CopyCommand(plan["flags"] or "as configured", "green", indent=3),
         ]
-    return Group(*out) if out else None
-
-
-def _below(points: Sequence[Point], fixed: Sequence[Fixed], about: Mapping[str, Any]) -> RenderableType:
-    out: list[RenderableType] = [Prose(summary(points, about))]
-    rows = [*(point.row for point in points), *(policy.row for policy in fixed)]
-    predicted = "seconds per update are predicted, with their interval"
-    out += sources_of_rates(predicted, (row.rates for row in rows), f"; plans within {TIE:.0%} are a tie")
-    winner = cheapest(points, about["cost"])
-    if winner is not None:
-        out += [Text("cheapest that fits the target:", style="bold"), CopyCommand(winner.flags or "as configured")]
-    elif points:
-        out.append(Text("no plan fits the target", style="bold red"))
-    if about["missing"]:
-        out.append(Prose(f"stopped: {about['missing']} points left; run the same command to continue", "yellow"))
-    return Group(*out)
-
-
-def summary(points: Sequence[Point], about: Mapping[str, Any]) -> Text:
-    """Returns one line: the number of memory budgets, the number of compiled programs, and how many seconds and
-    recomputed FLOPs the plans save on average.
-
-    The savings are relative to the best policies that are the same for all layers.
-    """
-    cached = about["programs"] - about["compiled"]
-    counts = f"{len(points)} points, {about['programs']} programs compiled" + (
-        f" ({cached} of them from the cache)" if cached > 0 else ""
+    return blocks(
+        Group(*head, *table),
+        terminal_table(TableView(POLICY_COLUMNS, fixed), size) if fixed else None,
+        Group(*commands) if commands else None,
+        _below(front),
     )
+
+
+def _below(front: Mapping[str, Any]) -> RenderableType:
+    points, best, cached = front["points"], front["best"], front["programs"] - front["compiled"]
+    counts = f"{len(points)} points, {front['programs']} programs compiled"
+    if cached > 0:
+        counts += f" ({cached} of them from the cache)"
     savings = []
     for key, verb, words, what in SAVED_WORDS:
-        fraction = about["less"][key]
+        fraction = front["less"][key]
         if fraction is not None:
             savings.append(f"{verb} {abs(fraction):.1%} {words[fraction < 0]} {what}")
-    more = f"; {', '.join(savings)} than the best fixed policy on average" if savings else ""
-    return Text(counts + more, style="bold")
+    if savings:
+        counts += f"; {', '.join(savings)} than the best fixed policy on average"
+    predicted = "seconds per update are predicted, with their interval"
+    rates = sources_of_rates(predicted, (point["rates"] for point in points), f"; plans within {TIE:.0%} are a tie")
+    out: list[RenderableType] = [Prose(Text(counts, style="bold")), *rates]
+    if best is not None:
+        out += [Text("cheapest that fits the target:", style="bold"), CopyCommand(best["flags"] or "as configured")]
+    elif points:
+        out.append(Text("no plan fits the target", style="bold red"))
+    if front["missing"]:
+        out.append(Prose(f"stopped: {front['missing']} points left; run the same command to continue", "yellow"))
+    return Group(*out)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------

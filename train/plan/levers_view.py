@@ -1,4 +1,5 @@
-"""Shows memory savings on the terminal and as an HTML page: a stacked bar per stage, and a table of effects and costs.
+"""Shows memory savings on the terminal and as an HTML page: a table of effects and costs, and on the page a stacked bar
+per stage.
 
 Both show the JSON of `train.plan.levers.to_json`, whose levels are the records of the table. The page is one HTML file
 that opens offline; `static/levers.js` draws its bars.
@@ -10,14 +11,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.compare.compare_columns import (
     ALLOCATED,
     HFU_OVER_MFU,
-    PEAK,
     PREDICTED_MFU,
     PREDICTED_STEP,
     PREDICTED_TOKENS,
@@ -25,13 +24,11 @@ from bytescope.memory.compare.compare_columns import (
     VERDICT,
     Record,
     command_column,
-    fits,
-    verdict,
 )
 from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.units import column_unit, human
-from bytescope.memory.view.console import one_line, put, safe, shorten
+from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.elements import (
     HeaderFigure,
     command,
@@ -49,32 +46,9 @@ from bytescope.memory.view.elements import (
 from bytescope.memory.view.figures import percent, seconds
 from bytescope.memory.view.frame import page
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
-from bytescope.memory.view.table_views import VERDICT_STYLES, page_table, terminal_table
-from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks, unwrapped
+from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.text_layout import CopyCommand, Prose, blocks
 from bytescope.train.plan.levers import STAGES, longest_bar
-
-# Maximum and minimum width of the bars in terminal columns. Long names beside the bars are cut to leave the minimum.
-MAX_BAR, MIN_BAR = 56, 20
-
-# Category of the memory breakdown -> (its letter in a bar, its colour). The page uses the same colours.
-COLOURS = {
-    "params": ("P", "#0072b2"),
-    "frozen": ("F", "#8c7cf8"),
-    "optimizer": ("O", "#e69f00"),
-    "accumulator": ("A", "#863967"),
-    "cache": ("K", "#3c14c8"),
-    "rng": ("r", "#b4dc8c"),
-    "gradients": ("G", "#009e73"),
-    "residuals": ("R", "#d55e00"),
-    "workspace": ("W", "#56b4e9"),
-    "logits_loss": ("L", "#cc79a7"),
-    "collectives": ("C", "#74f0c0"),
-    "batch": ("b", "#f3e745"),
-    "outputs": ("o", "#5b5700"),
-    "unattributed": ("?", "#dbe3ec"),
-    "fragmentation": ("f", "#767d85"),
-}
-
 
 NOTES = (
     "Each stage is the trainer's own step, compiled with the keys of this stage and of all stages before it.",
@@ -106,29 +80,25 @@ def adds(level: Record) -> str:
     return "\n".join(flag.removeprefix("--config.") for flag in shlex.split(level["flags"])) + chosen
 
 
-def numbered_adds(level: Record) -> str:
-    """Returns the number of a level and the config keys that its memory saving sets, such as "2 remat.policy=full". The
-    number is the label of its bar.
-
-    A saving that sets no key is named by its title instead.
-
-    level: a level (config with the memory savings up to one stage) in the JSON result.
-    """
-    return f"{level['number']} " + (adds(level) or level["title"]).replace("\n", "\n  ")
-
-
 def why(level: Record) -> str:
     return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
 
 
-# The columns in the order of the terminal. There titles, allocated bytes and verdicts are beside the bars instead.
+# The columns in the order of the terminal.
 COLUMNS = (
     ColumnView("title", "stage", only=PAGE, note=why),
-    ColumnView("flags", "what it adds", "lines", read=adds, terminal=numbered_adds, css="flag", rank=8),
-    ALLOCATED.only_on(PAGE),
-    VERDICT.only_on(PAGE),
+    ColumnView(
+        "flags",
+        "what it adds",
+        "lines",
+        read=adds,
+        terminal=lambda level: adds(level) or level["title"],
+        css="flag",
+        rank=8,
+    ),
+    ALLOCATED,
+    VERDICT,
     ColumnView("change_bytes", "change", "growth", hover=lambda level: f"{level['change_bytes']:+,} bytes"),
-    PEAK.only_on(TERMINAL),
     ColumnView(
         "host_bytes",
         "in host memory",
@@ -159,7 +129,7 @@ def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
 
 
 def render_text(staircase: Mapping[str, Any]) -> RenderableType:
-    """Renders the memory savings for the terminal: bars, a legend, a table, and the savings that are left out.
+    """Renders the memory savings for the terminal: a table, and the savings that are left out.
 
     Below them are the command-line flags of the first level (config with the savings so far) that fits, and of the last
     level.
@@ -169,12 +139,8 @@ def render_text(staircase: Mapping[str, Any]) -> RenderableType:
     unit, size = _unit_of_levels(levels)
     words = f"{unit} allocated on each device; each stage includes all stages before it:"
     head = heading(Text(f"{len(levels)} stages", "bold"), target, limit, staircase["versions"], words)
-    records = [{**level, "number": number} for number, level in enumerate(levels, 1)]
-    return blocks(
-        Group(*head, _LevelBars(levels, size, limit), _legend(levels)),
-        terminal_table(TableView(COLUMNS, records), size) if levels else None,
-        _below(staircase),
-    )
+    table = [terminal_table(TableView(COLUMNS, levels), size)] if levels else []
+    return blocks(Group(*head, *table), _below(staircase))
 
 
 def _limit(levels: Sequence[Record]) -> int | None:
@@ -183,75 +149,6 @@ def _limit(levels: Sequence[Record]) -> int | None:
 
 def _unit_of_levels(levels: Sequence[Record]) -> tuple[str, int]:
     return column_unit(min((level["allocated_bytes"] for level in levels if level["allocated_bytes"]), default=0))
-
-
-def bar(breakdown: Mapping[str, int], scale: int, width: int = MAX_BAR) -> Text:
-    """Returns a stacked bar of a memory breakdown, as text for the terminal.
-
-    A bar that is longer than `width` is cut off and ends with an arrow.
-
-    Args:
-        breakdown: category, such as "gradients" -> bytes.
-        scale: the number of bytes that `width` columns represent.
-        width: the maximum width in terminal columns.
-    """
-    out, at = Text(), 0
-    for row in ROWS:
-        before, at = at, at + breakdown.get(row, 0)
-        first, last = (min(round(width * x / scale), width) for x in (before, at))
-        letter, colour = COLOURS[row]
-        out.append(letter * (last - first), style=f"{colour} reverse")
-    if at > scale:
-        out.right_crop(1)
-        out.append("▶", style="bold")
-    return out
-
-
-class _LevelBars:
-    """A terminal bar chart with a row for each level of memory savings: its title, a bar of its memory, its allocated
-    bytes, and whether it fits. A mark below the bars shows the memory limit.
-    """
-
-    def __init__(self, levels: Sequence[Record], size: int, limit: int | None) -> None:
-        self._levels, self._size, self._limit = levels, size, limit
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        names = [f"{number} {one_line(level['title'])}" for number, level in enumerate(self._levels, 1)]
-        sizes = [f"{(level['allocated_bytes'] or 0) / self._size:,.2f}" for level in self._levels]
-        figures = max(map(len, sizes), default=0)
-        room = options.max_width - figures - len("exceeds") - 3
-        name_width = max(min(max(map(cell_len, names), default=0), room - MIN_BAR), 2)
-        width = max(min(MAX_BAR, room - name_width), 4)
-        scale = longest_bar([level["allocated_bytes"] or 0 for level in self._levels], self._limit)
-        for name, level, text in zip(names, self._levels, sizes):
-            drawn = bar(level["breakdown"], scale, width)
-            short = shorten(name, name_width)
-            yield unwrapped(
-                Text.assemble(
-                    short,
-                    " " * (name_width - cell_len(short) + 1),
-                    drawn,
-                    " " * (width - drawn.cell_len + 1),
-                    f"{text:>{figures}} ",
-                    (verdict(level), VERDICT_STYLES[fits(level)]),
-                )
-            )
-        if self._limit and self._limit <= scale:
-            column, note = min(round(width * self._limit / scale), width - 1), f"limit {human(self._limit)}"
-            text = f"{' ' * column}╵ {note}"
-            if len(text) > width:
-                text = f"{' ' * max(column - len(note) - 1, 0)}{note} ╵"
-            yield unwrapped(Text(" " * (name_width + 1) + text, style="red"))
-
-
-def _legend(levels: Sequence[Record]) -> RenderableType:
-    return Items(
-        [
-            Text.assemble((COLOURS[row][0], f"{COLOURS[row][1]} reverse"), f" {row.replace('_', '/')}")
-            for row in ROWS
-            if any(level["breakdown"].get(row) for level in levels)
-        ]
-    )
 
 
 def _below(staircase: Mapping[str, Any]) -> RenderableType:

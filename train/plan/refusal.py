@@ -14,7 +14,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.launch.failures import too_big
 from bytescope.train.plan import advice
 from bytescope.train.plan.remat_auto import with_keys
-from bytescope.train.plan.run_peak import loop_overhead
+from bytescope.train.plan.run_memory import loop_overhead
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program, build
 from bytescope.train.program.run_command import DEFAULT, Command

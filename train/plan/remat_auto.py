@@ -15,9 +15,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
-from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, PlanFigures, RematProblem
 from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, rates, step_prediction
@@ -27,7 +25,7 @@ from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import advice
 from bytescope.train.plan.block_description import describe_block, fixed_policies, max_ranges
 from bytescope.train.plan.config_grid import plan_keys
-from bytescope.train.plan.run_peak import loop_overhead
+from bytescope.train.plan.run_memory import loop_overhead
 from bytescope.train.program.checks import check
 from bytescope.train.program.config_files import flatten, override
 from bytescope.train.program.program import Program, assemble, build
@@ -61,16 +59,6 @@ def with_keys(config: ConfigDict, keys: Mapping[str, str]) -> ConfigDict:
     return out
 
 
-# Returns the worker's JSON record of a program that was compiled before, None if it was not. Argument: the whole
-# config, dotted key -> value.
-Rows = Callable[[Mapping[str, Any]], Mapping[str, Any] | None]
-
-
-def no_rows(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The default of `Rows`: no program was compiled before."""
-    return None
-
-
 @dataclasses.dataclass
 class Compiler:
     """Compiles remat plans (which tensors each layer saves) of one config for given devices.
@@ -82,20 +70,16 @@ class Compiler:
         devices: the devices to compile for.
         target: the same devices as a target, with their memory limit.
         rates: the FLOP/s and bytes/s of the devices.
-        rows: returns the row of a comparison for a whole config (dotted key -> value), None if the program was not
-            compared. A comparison or a search often compiles the same policies as the search for a plan.
         full: the program that recomputes every block.
     """
 
     config: ConfigDict
     devices: Sequence[jax.Device]
     target: targets.Target
-    rows: Rows = no_rows
 
     def __post_init__(self):
         self.rates = figures_of(self.target)
         self.full = self.program({"remat.policy": FULL})
-        self._full_row = self._finished_row({"remat.policy": FULL})
 
     @functools.cached_property
     def report(self) -> ReportRecord:
@@ -105,9 +89,6 @@ class Compiler:
     @property
     def overhead(self) -> int:
         """Bytes that the program `full` needs in the allocator's pool beside the bytes that XLA allocates for it."""
-        row = self._full_row
-        if row is not None:
-            return row["predicted_bytes"] - row["allocated_bytes"]
         return self.report.predicted_bytes - self.report.allocated_bytes
 
     def program(self, keys: Mapping[str, str]) -> Program:
@@ -128,30 +109,21 @@ class Compiler:
 
     def _figures(self, plan: LayerPlan) -> PlanFigures:
         keys = plan_keys(plan)
-        row = self._finished_row(keys)
-        if row is not None:
-            by_phase = self._row_by_phase(row)
-            recomputed = sum(row["work"]["recompute"]["flops"].values())
-            return PlanFigures(row["allocated_bytes"], row["host_bytes"], sum(by_phase.values()), recomputed)
         try:
             full = keys["remat.policy"] == FULL and keys["remat.layers"] == "()"
             report = self.report if full else self._report(self.program(keys))
         except ValueError as error:  # the search skips a plan that cannot run
             return PlanFigures(status=" ".join(str(error).split()))
-        seconds = sum(self._predict_by_phase(report.schedule, report.work).values())
+        seconds = sum(self._predict_by_phase(report).values())
         recomputed = sum(report.work["recompute"]["flops"].values())
         return PlanFigures(report.allocated_bytes, report.host_bytes, seconds, recomputed)
 
-    def _finished_row(self, keys: Mapping[str, str]) -> Mapping[str, Any] | None:
-        return self.rows(flatten(with_keys(self.config, keys)))
-
-    def _row_by_phase(self, row: Mapping[str, Any]) -> Mapping[str, float]:
-        return self._predict_by_phase(schedule_records.from_json(row["schedule"]), row["work"])
-
-    def _predict_by_phase(self, schedule: Steps, work: Mapping[str, Any]) -> Mapping[str, float]:
+    def _predict_by_phase(self, report: ReportRecord) -> Mapping[str, float]:
         """Predicts the seconds of each phase of one call of the step."""
-        predicted = step_prediction.predict(schedule, self.target) if self.rates is not NOMINAL else None
-        return predicted.by_phase if predicted else roofline.seconds(work, self.rates).by_phase
+        predicted = None
+        if self.rates is not NOMINAL:
+            predicted = step_prediction.predict(report.schedule, self.target)
+        return (predicted or roofline.seconds(report.work, self.rates)).by_phase
 
     def problem(self) -> RematProblem:
         """Returns the input of the search for remat plans (which tensors each layer saves): the graph of a block, the
@@ -160,14 +132,10 @@ class Compiler:
         scanned = self.full if config.model.scan else self.program({"remat.policy": FULL, "model.scan": "true"})
         micro_steps = self.full.batch.accumulation if self.full.scanned else 1
         policies = {name: names for name, names in fixed_policies().items() if names is not None}
-        if self._full_row is not None:
-            by_phase = self._row_by_phase(self._full_row)
-        else:
-            by_phase = self._predict_by_phase(self.report.schedule, self.report.work)
         moving = config.remat.auto_offload and self.target.platform != "cpu" and not self.full.stages
         return RematProblem.on_target(
             describe_block(scanned),
-            by_phase,
+            self._predict_by_phase(self.report),
             micro_steps,
             self.rates,
             self.target,
@@ -184,7 +152,6 @@ def settled_program(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
     target: targets.Target | None = None,
-    rows: Rows = no_rows,
 ) -> Program:
     """Returns the training program of a config. `remat.policy=auto` is replaced by a plan (which tensors each layer
     saves) that fits the memory budget.
@@ -196,14 +163,13 @@ def settled_program(
         agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
             The default is for one process.
         target: the devices as a target, with the memory that programs can use; None if it follows from the devices.
-        rows: finds the figures of programs that were compiled before.
 
     Raises:
         DoesNotFit: no plan fits the memory budget.
         ValueError: the config cannot run on the devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    settings, decided = settle(read_settings(config), devices, tell, agree, target, rows)
+    settings, decided = settle(read_settings(config), devices, tell, agree, target)
     return assemble(check(settings, devices), decided)
 
 
@@ -213,7 +179,6 @@ def settle(
     tell: Callable[[str], None] = lambda line: None,
     agree: Callable[[Any], Any] = lambda value: value,
     target: targets.Target | None = None,
-    rows: Rows = no_rows,
 ) -> tuple[Settings, str]:
     """Replaces `remat.policy=auto` in the settings by a plan (which tensors each layer saves) that fits the memory
     budget.
@@ -231,7 +196,6 @@ def settle(
         agree: takes a JSON value and returns the value that process 0 passed. All processes call it in the same order.
             The default is for one process.
         target: the devices as a target, with the memory that programs can use; None if it follows from the devices.
-        rows: finds the figures of programs that were compiled before.
 
     Raises:
         DoesNotFit: no plan fits the memory budget.
@@ -257,7 +221,7 @@ def settle(
                 f"remat.{key}: give one of the two"
             )
     target = target or targets.from_devices(devices, TRAIN_FRACTION)
-    keys, line = _search_plan(Compiler(settings.config, devices, target, rows), remat.budget, tell, agree)
+    keys, line = _search_plan(Compiler(settings.config, devices, target), remat.budget, tell, agree)
     return read_settings(with_keys(settings.config, keys)), line
 
 

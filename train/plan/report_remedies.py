@@ -13,17 +13,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from bytescope.memory.findings import spare_memory
 from bytescope.memory.findings.evidence import NOTABLE, STATE
 from bytescope.memory.findings.expert_findings import smaller_room
 from bytescope.memory.findings.finding_rules import RULES
-from bytescope.memory.findings.spare_memory import FILL, SPARED
-from bytescope.memory.formulas import reconcile
+from bytescope.memory.findings.spare_memory import measure_spare
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.units import human
-from bytescope.train.plan.config_case import Case, Keys, case_of
-from bytescope.train.plan.config_facts import EVEN_CHUNKS, EVEN_SCHEDULE, model_facts, named_segment
-from bytescope.train.plan.open_levers import Lever, flags, open_levers
+from bytescope.train.plan.advice import Lever, flags, open_levers
+from bytescope.train.plan.config_facts import EVEN_CHUNKS, EVEN_SCHEDULE
+from bytescope.train.plan.lever_catalogue import Case, Keys, case_of
 
 # The logits of a proposed smaller loss chunk should take at most this fraction of the size that makes them a finding.
 _WELL_BELOW = 0.8
@@ -31,8 +29,6 @@ _WELL_BELOW = 0.8
 _MIN_CHUNK, _MAX_TENSOR = 256, 8
 # Maximum number of levers that are proposed together.
 _MAX_TOGETHER = 4
-# Policies that are proposed if memory is free. They save tensors by name, so their bytes follow from shapes.
-_KEEPING = ("full", "selective", "minimal")
 
 
 class Remedy(NamedTuple):
@@ -216,106 +212,13 @@ def _host_has_room(report: ReportRecord, lever: Lever, whole: int) -> bool:
     return not available or (report.host_bytes + moved) * devices <= available
 
 
-# ---- memory that is left over ---------------------------------------------------------------------------------------
-
-
-class _LessRecomputation(NamedTuple):
-    """A change of the remat policy that saves more activations and recomputes less. Bytes and FLOPs are computed by
-    formulas, not by compiling.
-
-    Attributes:
-        name: a description of the change.
-        policy: a value of `remat.policy`.
-        keys: the config keys to set, dotted key -> text.
-        adds: the additional bytes on each device.
-        spares: the FLOPs that are no longer recomputed, as a fraction of the model's FLOPs, 0 to 1.
-    """
-
-    name: str
-    policy: str
-    keys: Keys
-    adds: float
-    spares: float
-
-
 def _recompute_less(case: Case, finding: Finding) -> Remedy | None:
-    """Returns the remedy for a finding of unused memory: the remat policy that should fit and avoids the most
-    recomputation.
-
-    The policy is used for all layers, or only for the first layers if not all fit. If no policy helps, the remedy is
-    `remat.policy=auto`. Returns None if there is no unused memory.
-    """
-    spare = spare_memory.measure_spare(case.report)
+    spare = measure_spare(case.report)
     if spare is None:
         return None
-    fitting: list[_LessRecomputation] = []
-    for policy in _KEEPING:
-        everywhere = _policy_on_all_layers(case, policy, spare.recomputed)
-        if everywhere is None:
-            continue
-        if everywhere.adds <= FILL * spare.free:
-            fitting.append(everywhere)
-        partly = _policy_on_first_layers(case, everywhere, spare.free)
-        if partly is not None:
-            fitting.append(partly)
-    fitting = [plan for plan in fitting if plan.spares >= SPARED]
-    if not fitting:
-        words = "remat.policy=auto compiles plans to find the least recomputation that fits"
-        return Remedy(words, _policy_keys(case, "auto"), spare.message, spare.free)
-    best = max(fitting, key=lambda plan: (round(plan.spares, 2), -plan.adds))
-    left = max(spare.recomputed - best.spares, 0.0)
-    words = (
-        f"{best.name} should fit by the formula: it keeps another {human(best.adds)} of activations in the "
-        f"{human(spare.free)} that are free, and then {f'{left:.0%}' if left >= 0.005 else 'nothing'} is recomputed"
-    )
-    return Remedy(words, best.keys, spare.message, int(best.adds))
-
-
-def _policy_on_all_layers(case: Case, policy: str, recomputed: float) -> _LessRecomputation | None:
-    """Returns the change that applies a remat policy to all layers; None if the policy has no formula, or stores no
-    more than the current policy.
-
-    recomputed: the FLOPs that are recomputed now, as a fraction of the model's FLOPs.
-    """
-    none, now, then = (_formula_with_policy(case, name) for name in ("none", case.flat["remat.policy"], policy))
-    if none is None or then is None or none.hardware_flops is None or then.hardware_flops is None:
-        return None
-    kept: float = case.report.breakdown.get("residuals", 0)
-    if now is not None and now.residual_bytes is not None and not case.flat["remat.layers"]:
-        kept = min(kept, now.residual_bytes)
-    left = max(then.hardware_flops - none.hardware_flops, 0.0) / none.model_flops
-    adds = (then.residual_bytes or 0.0) - kept
-    if adds <= 0:
-        return None
-    return _LessRecomputation(f"remat.policy={policy}", policy, _policy_keys(case, policy), adds, recomputed - left)
-
-
-def _policy_on_first_layers(case: Case, plan: _LessRecomputation, free: int) -> _LessRecomputation | None:
-    flat, layers = case.flat, case.flat["model.n_layers"]
-    if flat["remat.layers"] or flat["remat.policy"] not in _KEEPING or case.axes["stage"] > 1:
-        return None
-    unroll = max(flat.get("model.unroll") or 1, 1)
-    count = min(int(FILL * free * layers / plan.adds), layers - 1) // unroll * unroll
-    if count < 1:
-        return None
-    name, fraction = f"{plan.policy} in the first {count} of {layers} layers", count / layers
-    keys = {"remat.layers": f"0-{count}:{plan.policy}"}
-    return _LessRecomputation(name, plan.policy, keys, plan.adds * fraction, plan.spares * fraction)
-
-
-def _formula_with_policy(case: Case, policy: str) -> reconcile.Formula | None:
-    if policy not in (*_KEEPING, "dots_no_batch", "offload_dots", "none") or case.flat["precision.preset"] == "fp8":
-        return None
-    settled = {f"mesh.{axis}": size for axis, size in case.axes.items()} | {"segments": ()}
-    segments = (named_segment(policy, case.flat["model.n_layers"]),)
-    facts = dataclasses.replace(model_facts(case.flat, settled), segments=segments)
-    formula = reconcile.formula_of(facts, str(case.report.target.get("platform", "")))
-    return None if isinstance(formula, str) else formula
-
-
-def _policy_keys(case: Case, policy: str) -> dict[str, str]:
-    cleared = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
-    return {"remat.policy": policy, **cleared}
+    keys = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
+    words = "remat.policy=auto compiles plans to find the least recomputation that fits"
+    return Remedy(words, {"remat.policy": "auto", **keys}, spare.message, spare.free)
 
 
 # Kind of a finding -> its remedy.

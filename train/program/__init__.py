@@ -3,7 +3,7 @@
 The path, in the order of `program.build`:
 
     config_files.load              file and overrides -> ConfigDict
-    program_settings.read_settings ConfigDict -> Settings: typed groups, each value checked by valid_values.py
+    program_settings.read_settings ConfigDict -> Settings: typed groups, each value checked by itself
     checks.check                   Settings, devices -> Choices: mesh, kernels, batch, ..., checked together, once
     program.assemble               Choices -> Program: the traced step is checked once by step_checks.check_traced
     Program.compile_for_report     the compiled step, checked once by step_checks.check_compiled

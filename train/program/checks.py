@@ -26,8 +26,7 @@ from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.parallel.axes import SHARDS, STRATEGIES, make_mesh
 from bytescope.train.parallel.layout import Layout
 from bytescope.train.parallel.xla_options import compiler_options
-from bytescope.train.pipeline.schedule import Schedule
-from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.schedule import Schedule, make_schedule
 from bytescope.train.pipeline.stages import Stages
 from bytescope.train.program.choices import Choices
 from bytescope.train.program.program_settings import Settings

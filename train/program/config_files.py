@@ -31,6 +31,9 @@ SYNONYMS = {
 }
 # Key that configs no longer have -> what to use instead. The config.json of an older run may have it.
 GONE = {
+    "batch.accumulation_schedule": "leave it out: set batch.accumulation, and start again with --extend to change it",
+    "optimizer.batch_scaling": "set optimizer.learning_rate for the batch",
+    "optimizer.base_batch_tokens": "set optimizer.learning_rate for the batch",
     "train.eval_prompts": "leave it out: bytescope generate RUN --prompts=FILE --step=N answers prompts",
     "train.tensorboard": "leave it out: the page of the run has its curves, and train.wandb=PROJECT sends them",
 }

@@ -29,7 +29,7 @@ from bytescope.train.parallel.layout import Layout, match_parameters
 from bytescope.train.parallel.xla_options import Options, compiler_options, for_pallas, xla_remat_pass
 from bytescope.train.pipeline.forward import PipelineForward
 from bytescope.train.pipeline.gradients import PipelineGradients
-from bytescope.train.pipeline.schedule_figures import full_ticks, held_share, idle_fraction
+from bytescope.train.pipeline.schedule import full_ticks, held_share, idle_fraction
 from bytescope.train.pipeline.stage_units import stack_units
 from bytescope.train.program.checks import check
 from bytescope.train.program.choices import Choices
@@ -40,7 +40,7 @@ from bytescope.train.step.losses import make_cross_entropy, make_loss, token_mas
 from bytescope.train.step.optimizer.host_offload import compute_in_groups, hosted_state
 from bytescope.train.step.optimizer.loss_scale import Scaling
 from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
-from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule, scale_by_batch
+from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule
 from bytescope.train.step.optimizer.trainable import stored_frozen
 from bytescope.train.step.state import TrainState, zero_tally
 from bytescope.train.step.step_weights import Weights
@@ -75,8 +75,7 @@ class Program(Choices):
 
     @property
     def calls_per_update(self) -> int:
-        """Number of calls of the step per optimizer update. If the accumulation changes during the run, the maximum
-        over all updates."""
+        """Number of calls of the step per optimizer update."""
         return 1 if self.scanned else self.batch.accumulation
 
     @cached_property
@@ -322,11 +321,11 @@ def assemble(choices: Choices, decided: str = "") -> Program:
       ValueError: the traced model cannot run: a parameter is not divisible over the mesh, a tensor name of the remat
         policy does not occur, or an optimizer update layer by layer conflicts with another setting.
     """
-    settings, layout, precision, batch = choices.settings, choices.layout, choices.precision, choices.batch
+    settings, layout, precision = choices.settings, choices.layout, choices.precision
     abstract = choices.abstract()
     graph, _ = nnx.split(abstract)
-    schedule = scale_by_batch(make_schedule(settings.optimizer, settings.steps), settings.optimizer, batch)
-    micro_steps = _steps_per_update(choices)
+    schedule = make_schedule(settings.optimizer, settings.steps)
+    micro_steps = choices.batch.accumulation if ACCUMULATION[settings.batch.mode][1] else 1
     optimizer = make_optimizer(
         settings.optimizer,
         schedule,
@@ -361,14 +360,6 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         pipeline=pipeline,
     )
     return Program(**vars(choices), parts=parts, state=state, graph=graph, decided=decided)
-
-
-def _steps_per_update(choices: Choices) -> int | Callable[[jax.Array], jax.Array]:
-    batch = choices.batch
-    wrapped = ACCUMULATION[choices.settings.batch.mode][1]
-    if not wrapped:
-        return 1
-    return batch.traced_at if batch.schedule and batch.accumulation > 1 else batch.accumulation
 
 
 def _make_cross_entropy(choices: Choices) -> Callable[..., jax.Array]:
@@ -432,14 +423,10 @@ def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
 
 
 def _make_partwise_update(
-    choices: Choices,
-    schedule: optax.Schedule,
-    micro_steps: int | Callable[[jax.Array], jax.Array],
-    state: TrainState,
+    choices: Choices, schedule: optax.Schedule, micro_steps: int, state: TrainState
 ) -> PartwiseUpdate | None:
     if not choices.settings.layerwise_key:
         return None
-    assert isinstance(micro_steps, int)  # an update layer by layer has no schedule of the accumulation
     return make_partwise(
         choices.optimizer,
         schedule,

@@ -64,11 +64,6 @@ def _check_layerwise_update(choices: Choices) -> None:
             "overflow in one layer would have to undo the update of all layers; choose precision.preset=bf16, which "
             "needs no loss scale"
         )
-    if settings.batch.accumulation_schedule:
-        raise ValueError(
-            f"{settings.layerwise_key} cannot be combined with batch.accumulation_schedule: an update layer by layer "
-            "needs a constant number of micro-batches; set batch.accumulation instead"
-        )
 
 
 def _check_fused_backward(choices: Choices, state: TrainState) -> None:

@@ -1,6 +1,5 @@
 """Puts batches on the devices, one update ahead of the step that needs them, and evaluates held-out batches."""
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,9 +22,9 @@ def _local_row_ranges(shape: jax.ShapeDtypeStruct) -> list[tuple[int, int]]:
 
 def local_rows(program: Program) -> list[slice]:
     """Returns the rows (sequences) of each host batch that this process's devices need, in order and without
-    duplicates. A host batch contains the sequences of one update, or a part of them."""
+    duplicates. A host batch contains the sequences of one update."""
     slices = []
-    for micro in range(program.batch.read_steps):
+    for micro in range(program.batch.accumulation):
         first = micro * program.batch.rows
         for start, stop in _local_row_ranges(program.eval_shapes["inputs"]):
             slices.append(slice(first + start, first + stop))
@@ -65,8 +64,8 @@ def _put_array(array: np.ndarray, shape: jax.ShapeDtypeStruct) -> jax.Array:
 
 def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
     """Transfers a host batch to the devices. Returns the device batches, one for each call of the step. The host batch
-    contains the sequences of one update, or a part of them."""
-    micro_steps = program.batch.read_steps
+    contains the sequences of one update."""
+    micro_steps = program.batch.accumulation
     split = {name: array.reshape(micro_steps, -1, array.shape[-1]) for name, array in host.items()}
     if program.scanned:
         return [put(split, program.batch_shapes)]
@@ -76,19 +75,14 @@ def calls(program: Program, host: HostBatch) -> list[dict[str, jax.Array]]:
     return batches
 
 
-def feed(program: Program, batches: Iterator[HostBatch], update: int = 0) -> Iterator[list[dict[str, Any]]]:
-    """Yields the device batches of each update, starting with update number `update`: a list with one batch for each
-    call of the step.
+def feed(program: Program, batches: Iterator[HostBatch]) -> Iterator[list[dict[str, Any]]]:
+    """Yields the device batches of each update: a list with one batch for each call of the step.
 
     Ask for the next update while the devices compute the current one. Reading and transfer then overlap with the step.
-    `batches`: batches in host memory.
+    `batches`: batches in host memory, one for each update.
     """
-    for number in itertools.count(update):
-        reads = program.batch.at(number) // program.batch.read_steps
-        read = list(itertools.islice(batches, reads))
-        if len(read) < reads:
-            return
-        yield list(itertools.chain.from_iterable(calls(program, host) for host in read))
+    for host in batches:
+        yield calls(program, host)
 
 
 def held_out_loss(

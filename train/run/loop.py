@@ -187,7 +187,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     """
     values = jax.device_get(metrics)
     batch, mesh = run.program.batch, run.program.mesh
-    clock.tick(batch.tokens_at(step - 1))
+    clock.tick(batch.tokens)
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale an update whose gradients overflow is skipped. A scale that keeps falling ends the run.
@@ -210,7 +210,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
             "lr": float(values["lr"]),
             **scaling,
             **routing_row(values),
-            "batch_tokens": batch.tokens_at(step - 1),
+            "batch_tokens": batch.tokens,
             "tokens_per_s": tokens_per_s,
             "step_time_s": lap.seconds,
             "data_wait_s": lap.data_wait,
@@ -258,13 +258,12 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
         program,
         train_batches(
             run.data,
-            rows=program.batch.rows * program.batch.read_steps,
+            rows=program.batch.global_rows,
             row_slices=local_rows(program),
             seed=run.config.seed,
             position=start.sequences,
             config=DataConfig(**run.config.data),
         ),
-        start.step,
     )
     pending, step, saved = None, start.step, start.step
     # The update whose memory is measured on CPU devices: the second one of this start, because the first also starts
@@ -287,7 +286,7 @@ def train(run: Run, state: Any, start: Position, clock: Clock) -> Any:
 
     @profile.hosted("checkpoint")
     def save(eval_loss: float | None) -> int:
-        sequences = start.sequences + program.batch.rows_before(step) - program.batch.rows_before(start.step)
+        sequences = start.sequences + (step - start.step) * program.batch.global_rows
         run.processes.at(f"saving step {step}")
         run.checkpoints.save(state, Position(step, sequences), eval_loss, program.order)
         return step
@@ -404,7 +403,7 @@ def run(
         asked.updates(processes.from_first(done[-1] if done else 0), config.train.steps)
         startup.show_program(console, program, data.description, verbose=command.verbose)
         summary.show(console, [("passes", startup.passes(program, len(data.train)))])
-        read = program.batch.rows_before(config.train.steps)
+        read = config.train.steps * program.batch.global_rows
         for line in startup.doubtful_settings(program.settings, data, read):
             summary.say(console, f"warning: {line}")
         compiled = startup.compile_or_refuse(program, command, workdir, console, processes)

@@ -36,13 +36,12 @@ from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import refusal
 from bytescope.train.plan.config_factory import prepare_program, subject_of
 from bytescope.train.plan.report_remedies import with_remedies
-from bytescope.train.plan.run_host_terms import run_terms, step_terms
+from bytescope.train.plan.run_memory import run_terms, step_terms
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import Program
 from bytescope.train.program.program_settings import Settings
 from bytescope.train.program.run_command import DEFAULT, UNKNOWN, Command
 from bytescope.train.run import summary
-from bytescope.train.step.optimizer.rules import describe_scaling
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.leaves import parameters_of
 
@@ -79,7 +78,6 @@ def show_program(console: Console, program: Program, data: str, *, verbose: bool
             f"attention {kernel}, matmuls {matmul}, loss {program.config.loss.kind}",
         ),
         ("remat", program.decided),
-        ("learning rate", describe_scaling(program.optimizer, program.batch)),
     ]
     init = program.config.init
     if init.adapter:
@@ -99,7 +97,7 @@ def passes(program: Program, sequences: int) -> str:
     """Returns text that says how often the run will read the training data, such as "300 sequences to train on, 100
     updates read each 2.7 times". `sequences`: number of sequences in the training data."""
     steps = program.config.train.steps
-    share = program.batch.rows_before(steps) / sequences
+    share = steps * program.batch.global_rows / sequences
     if share < 1:
         read = f"read {100 * share:.2g} % of them"
     else:

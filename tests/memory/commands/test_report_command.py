@@ -24,7 +24,7 @@ from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, R
 from bytescope.memory.report import report_text
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.console import DEFAULT_WIDTH
-from bytescope.train.plan import config_factory, run_peak
+from bytescope.train.plan import config_factory, run_memory
 from support import programs
 from support.json_results import read_result
 from support.oracles import require
@@ -439,8 +439,8 @@ def test_a_config_that_exceeds_names_its_levers_and_the_fit_to_copy(step, capsys
     monkeypatch.setattr(config_factory, "build_program", lambda name, overrides, target: None)
     monkeypatch.setattr(config_factory, "prepare_program", precompiled)
     others = [ProgramCall("init", results=(400,), makes_state=True), ProgramCall("evaluation", temp=500)]
-    monkeypatch.setattr(run_peak, "other_programs", lambda program: others)
-    monkeypatch.setattr(run_peak, "peaks", lambda program, calls: {call.name: call.temp for call in calls})
+    monkeypatch.setattr(run_memory, "other_programs", lambda program: others)
+    monkeypatch.setattr(run_memory, "peaks", lambda program, calls: {call.name: call.temp for call in calls})
     words = ["report", "tiny", "h100:2", "--verbose", "--config.data.seq_len=64", "--run", "--allocators"]
     assert command.main(words) == 3
     out = capsys.readouterr().out

@@ -20,7 +20,7 @@ from bytescope.memory.report import report_page, report_text
 from bytescope.memory.report.tried_remedies import options_of, tried_text, try_remedies
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import plain_text
-from bytescope.train.plan.open_levers import parse_flags
+from bytescope.train.plan.advice import parse_flags
 from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
 from support.oracles import require

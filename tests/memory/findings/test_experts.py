@@ -11,8 +11,8 @@ from bytescope.memory.units import MIB
 from bytescope.model.experts.exchange import EXCHANGES
 from bytescope.model.names import NAMES
 from bytescope.model.placement import Peers
-from bytescope.train.plan.config_case import case_of
-from bytescope.train.plan.open_levers import open_levers
+from bytescope.train.plan.advice import open_levers
+from bytescope.train.plan.lever_catalogue import case_of
 from bytescope.train.program.config_files import flatten
 from support.facts import NOTHING, facts_of, findings_of
 from support.toy import small_config, small_program

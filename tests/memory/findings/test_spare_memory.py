@@ -1,7 +1,6 @@
 """Memory left over while FLOPs are recomputed: what should fit by a figure, and nothing said without one."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -50,48 +49,16 @@ def config(module=llama_8b, **keys):
     return flatten(found)
 
 
-def test_the_policy_that_should_fit_by_the_formula():
-    """llama_8b on 8 devices: 32 layers of 8,192 tokens keep 23.03 GiB under `minimal`, which compiled says 23.09."""
+def test_the_search_that_compiles_is_named_for_a_config():
     found = finding(report(config()), "spare_memory")
-    assert found.flags == "--config.remat.policy=minimal"
+    assert found.flags == "--config.remat.policy=auto" and found.bytes == 52 * GIB
     assert found.message == "52.00 GiB free and 20% of the model's FLOPs recomputed"
-    said = (
-        r"keeps another ([\d.]+) GiB of activations in the ([\d.]+) GiB that are free, and then nothing is recomputed"
-    )
-    added, free = re.search(said, found.remedy).groups()
-    assert (float(added), float(free)) == (pytest.approx(21.03, abs=0.02), 52.0)
-    assert found.bytes == pytest.approx(float(added) * GIB, rel=1e-3) and "should fit by the formula" in found.remedy
 
 
 def test_names_that_a_config_keeps_are_cleared():
     keys = {"remat.policy": "custom", "remat.save": "q_rot,v", "remat.layers": "0-1:full"}
     found = finding(report(config(**keys)), "spare_memory")
-    assert found.flags == "--config.remat.policy=minimal --config.remat.layers= --config.remat.save="
-
-
-def test_as_many_layers_as_should_fit():
-    found = finding(report(config(), free=12 * GIB), "spare_memory")
-    count = int(re.fullmatch(r"--config\.remat\.layers=0-(\d+):minimal", found.flags)[1])
-    each = 21.03 / 32
-    assert count == int(0.85 * 12 / each) and f"minimal in the first {count} of 32 layers" in found.remedy
-    assert found.remedy.endswith(f"and then {0.2 * (1 - count / 32):.0%} is recomputed")
-    assert found.bytes <= 0.85 * 12 * GIB < found.bytes + each * GIB
-    unrolled = finding(report(config(**{"model.unroll": "4"}), free=12 * GIB), "spare_memory")
-    assert f"0-{count // 4 * 4}:minimal" in unrolled.flags
-
-
-def test_stages_keep_alike_in_all_layers():
-    """They run one program: where a policy for all of them has no room, the search is named."""
-    stages = {"mesh.stage": "2", "mesh.fsdp": "4", "batch.mode": "scan", "batch.accumulation": "8"}
-    assert finding(report(config(**stages)), "spare_memory").flags == "--config.remat.policy=minimal"
-    assert finding(report(config(**stages), free=12 * GIB), "spare_memory").flags == "--config.remat.policy=auto"
-
-
-@pytest.mark.parametrize("keys", [{"precision.preset": "fp8"}, {"data.seq_len": "65536"}])
-def test_without_a_figure_only_the_search_is_named(keys):
-    """No formula, or nothing that fits by it: the search compiles before it says so."""
-    found = finding(report(config(**keys), free=12 * GIB), "spare_memory")
-    assert found.flags == "--config.remat.policy=auto" and "should fit" not in found.remedy
+    assert found.flags == "--config.remat.policy=auto --config.remat.layers= --config.remat.save="
 
 
 @pytest.mark.parametrize(

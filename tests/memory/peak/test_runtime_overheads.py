@@ -18,7 +18,7 @@ from bytescope.memory.peak.runtime_overheads import Facts, LoopOverhead
 from bytescope.memory.records.report_record import CARD, POOL, ReportRecord, RuntimeOverhead, load
 from bytescope.memory.report.report_text import overheads
 from bytescope.memory.units import GIB, MIB
-from bytescope.train.plan import run_peak
+from bytescope.train.plan import run_memory
 from bytescope.train.program.program import build
 from bytescope.train.run import loop
 from support.described import described
@@ -167,7 +167,7 @@ def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_pa
 
     loop.run(config, workdir=tmp_path / "run", extend=False, console=Console(quiet=True))
     program = build(config)
-    kept = run_peak.loop_overhead(program)
+    kept = run_memory.loop_overhead(program)
     assert max(most) == len(kept.waiting) + len(program.batch_shapes) == 12  # two updates of three, two arrays each
     assert set(kept.waiting) == {2 * 32 * 4}
     saved = load(tmp_path / "run" / "memory.json")
@@ -176,22 +176,22 @@ def test_the_batches_that_wait_are_there_while_the_loop_runs(monkeypatch, tmp_pa
 
 def test_the_programs_beside_the_step_hold_the_state_and_their_own(monkeypatch):
     program = small_program({"train.sample_tokens": 0, "model.n_layers": 1})
-    state = run_peak.device_bytes(program.state)
+    state = run_memory.device_bytes(program.state)
     assert state == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state))
-    others = run_peak.other_programs(program)
-    sizes = run_peak.peaks(program, others)
+    others = run_memory.other_programs(program)
+    sizes = run_memory.peaks(program, others)
     assert set(sizes) == {"init", "evaluation"}
     assert sum(others[0].results) == state and others[0].makes_state
     stats = program.evaluate.lower(program.state.params, program.eval_shapes).compile().memory_analysis()
-    held = 2 * run_peak.device_bytes(program.eval_shapes)
+    held = 2 * run_memory.device_bytes(program.eval_shapes)
     assert sizes["evaluation"] == state + held + stats.temp_size_in_bytes + stats.output_size_in_bytes
     assert sizes["init"] >= state
     step = ProgramCall("step", state=others[0].results, temp=1000)
-    monkeypatch.setattr(run_peak, "call_of", lambda report, name: step)
-    run = run_peak.run_calls(None, others)
+    monkeypatch.setattr(run_memory, "call_of", lambda report, name: step)
+    run = run_memory.run_calls(None, others)
     assert [(call.name, count) for call, count in run] == [("init", 1), ("step", 3), ("evaluation", 2), ("step", 1)]
     replayed = replay(events_of(run), PagedMemory(GIB))
     assert (replayed.peak_in_use, replayed.peak_program) == (max(*sizes.values(), state + 1000), "evaluation")
     hosted = small_program({"train.sample_tokens": 0, "model.n_layers": 1, "offload.optimizer": True})
-    assert run_peak.device_bytes(hosted.state) < state / 2
-    assert dataclasses.asdict(run_peak.loop_overhead(program))["results"] == 1
+    assert run_memory.device_bytes(hosted.state) < state / 2
+    assert dataclasses.asdict(run_memory.loop_overhead(program))["results"] == 1

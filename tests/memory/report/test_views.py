@@ -225,7 +225,7 @@ def show_front(console, name):
         target={"name": name, **GPU},
         versions={"jax": "new"},
     )
-    frontier_view.show(points, [full], about, console=console)
+    frontier_view.show(about, console)
 
 
 def predicted(seconds):

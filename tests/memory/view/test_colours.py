@@ -15,7 +15,6 @@ import pytest
 
 from bytescope.memory import view
 from bytescope.memory.records.report_record import ROWS, STEP_PHASES
-from bytescope.train.plan.levers_view import COLOURS
 
 pytestmark = pytest.mark.quick
 STATIC = resources.files(view) / "static"
@@ -163,8 +162,3 @@ def test_phases_are_told_apart(theme, deficiency):
     assert min(difference(one, other) for one in looks for other in categories) >= least, (
         "a phase looks like a category"
     )
-
-
-def test_terminals_have_the_colours_of_the_dark_page():
-    colours = palette("base.css", "dark")
-    assert {row: colour for row, (_, colour) in COLOURS.items()} == {row: colours["c-" + row] for row in ROWS}

@@ -58,7 +58,6 @@ def override_lines() -> list[bytes]:
             "--config.xla.gemm=cublas",
             "--config.remat.budget=20GiB",
             "--config.precision.preset=bf16",
-            "--config.batch.accumulation_schedule=0:1,10:4",
             "--config.seed=0",
             "--config.data.source=stdlib",
             "--config.model.vocab_size=256",

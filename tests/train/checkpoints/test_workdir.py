@@ -26,6 +26,7 @@ from bytescope.train.checkpoints.workdir import (
     new_workdir,
     recordable,
     recorded,
+    saved_config,
 )
 from bytescope.train.commands import train_command
 from bytescope.train.export.model_folder import refuse_used
@@ -191,12 +192,17 @@ def test_what_earlier_versions_recorded_is_left_out(tmp_path):
     begun(tmp_path)
     path = tmp_path / "config.json"
     old = json.loads(path.read_text()) | {"files": {"data.source a.txt": "sha256:0"}}
-    old["config"]["train.tensorboard"] = True
+    gone = {"batch.accumulation_schedule": [], "optimizer.batch_scaling": "none", "optimizer.base_batch_tokens": 0}
+    old["config"] |= {"train.tensorboard": True, **gone}
     path.write_text(json.dumps(old))
     assert claim(tmp_path, identity(), extend=False) == []
     assert continued_config(tmp_path, None, []) == small_config()
     with pytest.raises(UserError, match="train.tensorboard is an unknown key, because it is gone: leave it out"):
         identity(train__tensorboard=False)
+    old["config"]["optimizer.batch_scaling"] = "sqrt"  # the loss curve would change
+    path.write_text(json.dumps(old))
+    with pytest.raises(UserError, match="optimizer.batch_scaling"):
+        saved_config(recorded(path), path)
 
 
 def test_a_run_that_never_began_may_become_another(tmp_path):

@@ -5,8 +5,7 @@ from fractions import Fraction
 import pytest
 
 from bytescope.memory import cli
-from bytescope.train.pipeline.schedule_figures import held_share, idle_fraction
-from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.schedule import held_share, idle_fraction, make_schedule
 from support.json_results import read_result
 
 pytestmark = pytest.mark.quick

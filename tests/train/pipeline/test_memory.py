@@ -6,8 +6,7 @@ import pytest
 from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices import targets
-from bytescope.train.pipeline.schedule_figures import full_ticks
-from bytescope.train.pipeline.schedules import make_schedule
+from bytescope.train.pipeline.schedule import full_ticks, make_schedule
 from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import pipeline_notes

@@ -1,13 +1,11 @@
-"""Tables of schedules: complete, in order, with slots that never overlap; and none that could not run can be made."""
+"""Tables of schedules: complete, in order, with slots that never overlap."""
 
-import dataclasses
 from itertools import pairwise
 
 import pytest
 
 from bytescope.memory.errors import ReportError
-from bytescope.train.pipeline.schedule import IDLE, divide_layers
-from bytescope.train.pipeline.schedules import SCHEDULES, make_schedule
+from bytescope.train.pipeline.schedule import IDLE, SCHEDULES, divide_layers, make_schedule
 
 pytestmark = pytest.mark.quick
 
@@ -39,11 +37,14 @@ def lives(schedule, stage):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_table_is_complete_and_no_slot_is_used_twice_at_once(name):
-    """Read from the arrays alone, by other code than that which validates them."""
+    """Read from the arrays alone, by other code than that which makes them. What a chunk makes is used in the next tick
+    on the same or a neighbouring stage, and the loss is in the tick of the last forward and the first backward pass."""
     for _, stages, micro_batches, virtual in (size for size in SIZES if size[0] == name):
         schedule = make_schedule(name, stages, micro_batches, virtual)
+        ticks = {}  # (micro-batch, virtual stage): (forward, backward)
         for stage in range(stages):
             units = lives(schedule, stage)
+            ticks |= {(m, schedule.placement[stage][chunk]): unit[1:] for (m, chunk), unit in units.items()}
             assert len(units) == micro_batches * schedule.virtual
             spans = sorted(units.values(), key=lambda unit: unit[1])
             for slot in range(schedule.stash_slots[stage]):
@@ -52,6 +53,14 @@ def test_every_table_is_complete_and_no_slot_is_used_twice_at_once(name):
                 assert all(before[1] < after[0] for before, after in pairwise(own))
             overlap = max(sum(start <= tick <= end for _, start, end in spans) for tick in range(schedule.ticks))
             assert schedule.stash_slots[stage] == overlap
+        last = schedule.virtual_stages - 1
+        for m in range(micro_batches):
+            firsts = [ticks[m, k] for k in range(last + 1)]
+            assert all(b[0] == a[0] + 1 and b[1] == a[1] - 1 for a, b in pairwise(firsts))
+            assert [firsts[last][0]] * 2 == firsts[last] and schedule.ends[firsts[last][0]] == m
+        assert (schedule.ends != IDLE).sum() == micro_batches
+        places = [schedule.place_of(k)[0] for k in range(last + 1)]
+        assert all(abs(a - b) in (0, 1, stages - 1) for a, b in pairwise(places))
 
 
 def test_stashes_do_not_grow_with_micro_batches():
@@ -73,30 +82,6 @@ def test_ticks_are_those_of_the_published_bubble():
     for stages, micro_batches in ((2, 4), (4, 8), (8, 32)):
         assert make_schedule("1f1b", stages, micro_batches).ticks == micro_batches + 2 * (stages - 1)
         assert make_schedule("interleaved", stages, micro_batches, 2).ticks == 2 * micro_batches + 3 * stages - 2
-
-
-def changed(name, field, tick, stage, values):
-    schedule = make_schedule(name, 2, 4)
-    table = getattr(schedule, field).copy()
-    table[tick, stage] = values
-    return dataclasses.replace(schedule, **{field: table})
-
-
-@pytest.mark.parametrize(
-    ("field", "tick", "stage", "values", "words"),
-    [
-        ("forward", 0, 0, (-1, -1, -1), "where 8 are expected"),
-        ("forward", 1, 0, (0, 0, 0), "runs twice"),
-        ("forward", 1, 0, (1, 0, 0), "is already in use"),
-        ("backward", 2, 0, (0, 0, 1), "does not hold"),
-        ("ends", 1, ..., 2, "the loss of micro-batch 0 is in ticks"),
-        ("backward", 4, 1, (-1, -1, -1), "where 8 are expected"),
-    ],
-    ids=str,
-)
-def test_a_table_that_cannot_run_cannot_be_made(field, tick, stage, values, words):
-    with pytest.raises(ReportError, match=words):
-        changed("1f1b", field, tick, stage, values)
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,6 @@ def test_host_memory_only_where_there_is_some():
         ({}, "--config.batch.micro=4 --config.batch.accumulation=4 --config.batch.mode=scan"),
         ({"batch.accumulation": "3"}, "--config.batch.micro=4 --config.batch.accumulation=12"),
         ({"batch.tokens": "8192"}, "--config.batch.micro=4"),
-        (
-            {"batch.accumulation_schedule": "0:1,10:2"},
-            "--config.batch.micro=4 --config.batch.accumulation_schedule=0:4,10:8",
-        ),
         ({"batch.micro": "7"}, "--config.batch.micro=1 --config.batch.accumulation=7 --config.batch.mode=scan"),
     ],
 )

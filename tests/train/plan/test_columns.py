@@ -86,7 +86,7 @@ def front():
     counts = {"cost": "time", "offload": False, "programs": 9, "compiled": 4, "missing": 0}
     out = frontier.to_json(points, [full], **counts, target=TARGET, versions=VERSIONS)
     tables = [((*frontier_view.POINT_COLUMNS, COMMAND), BOTH), ((*frontier_view.POLICY_COLUMNS, COMMAND), BOTH)]
-    frontier_view.render_text(points, [full], out)
+    frontier_view.render_text(out)
     return tables, frontier_view.render_page(out)
 
 
@@ -101,7 +101,6 @@ def fit():
         ((*fit_view.WALK_COLUMNS, COMMAND), PAGE),
         ((*fit_view.REACH_COLUMNS, COMMAND), BOTH),
         (fit_view.LAYOUT_COLUMNS, BOTH),
-        (fit_view.FINISHED_COLUMNS, TERMINAL),
     ]
     fit_view.render_text(out, "x")
     return tables, fit_view.render_page(out)

@@ -9,7 +9,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import GIB
 from bytescope.train.launch.failures import explained
 from bytescope.train.plan import refusal
-from bytescope.train.plan.open_levers import combine_levers, open_levers
+from bytescope.train.plan.advice import combine_levers, open_levers
 from bytescope.train.plan.remat_auto import with_keys
 from bytescope.train.program.checks import check
 from bytescope.train.program.program import build
@@ -106,7 +106,7 @@ def test_advice_stands_below_the_line(monkeypatch, capsys):
             "mesh.data": 2,
         },
         {"mesh.strategy": "ddp", "batch.accumulation": 4, "batch.mode": "scan", "precision.preset": "fp16"},
-        {"batch.accumulation_schedule": "0:1,4:2", "remat.policy": "custom", "remat.save": "q,k"},
+        {"remat.policy": "custom", "remat.save": "q,k"},
         {"optimizer.fused_backward": "true", "optimizer.clip": "layer", "remat.layers": "0-1:none", "mesh.tensor": 2},
         {"batch.tokens": 8192, "model.scan": "false", "remat.policy": "full", "mesh.context": 2},
         {"remat.policy": "sqrt", "optimizer.name": "muon", "precision.preset": "bf16"},

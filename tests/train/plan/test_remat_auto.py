@@ -1,6 +1,5 @@
 """`remat.policy=auto` in real programs: the arithmetic of `none`, within its budget, refused in a line, agreed on."""
 
-import dataclasses
 import json
 
 import jax
@@ -8,9 +7,6 @@ import numpy as np
 import pytest
 
 from bytescope.memory.analysis import report_of
-from bytescope.memory.compare import row_cache
-from bytescope.memory.compare.jobs import Jobs
-from bytescope.memory.compare.worker import answer_to
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices import targets
 from bytescope.memory.remat.remat_problem import RecomputeRates
@@ -18,13 +14,11 @@ from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import rates
 from bytescope.model.remat.policies import POLICIES
 from bytescope.train.plan.block_description import describe_block
-from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.remat_auto import NOMINAL, figures_of, settle, settled_program
-from bytescope.train.program.program import Program
 from bytescope.train.program.program_settings import read_settings
 from bytescope.train.user_errors import DoesNotFit
 from support.command_line import train as main
-from support.described import SMALL_GPU, WIDE_GPU, compile_described
+from support.described import WIDE_GPU, compile_described
 from support.exhaustive import exhaustive
 from support.toy import run_losses, small_config, small_program
 
@@ -213,35 +207,3 @@ def test_the_first_process_decides():
         assert not answers
     with pytest.raises(ValueError, match="remat.policy=auto differs from process 0, which has none"):
         settled_program(config, jax.devices()[:1], agree=lambda value: "none")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.oracle("cuda")
-def test_the_search_reads_the_rows_of_a_comparison(tmp_path, monkeypatch):
-    """A policy that a comparison has compiled is not compiled again, and the plan is the same."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    keys = {"config": "tiny", **{key: str(value) for key, value in SMALL_GPU.items()}, "model.n_layers": "2"}
-    jobs, compiles = Jobs(FACTORY), []
-    real = Program.compile_for_report
-
-    def counted(program, **settings):
-        compiles.append(program)
-        return real(program, **settings)
-
-    monkeypatch.setattr(Program, "compile_for_report", counted)
-
-    def row(policy):
-        job = jobs.job({**keys, "remat.policy": policy}, "h100", label=policy)
-        job = dataclasses.replace(job, cache=str(tmp_path))
-        answer = answer_to(json.loads(job.message(False)), FACTORY)
-        row_cache.write(tmp_path, job.name, answer)
-        row_cache.use(None)
-        return {key: value for key, value in answer.items() if key != "compile_seconds"}
-
-    alone = row("auto")
-    without_rows = len(compiles)
-    for policy in ("full", "none"):
-        row(policy)
-    compiles.clear()
-    assert row("auto") == alone
-    assert len(compiles) <= without_rows - 2

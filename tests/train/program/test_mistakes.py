@@ -520,7 +520,6 @@ MISTAKES = {
             "tiny h100 --measure",
             "--measure runs on this machine, but target h100 is another machine: leave the target out",
         ),
-        ("tiny --config.batch.accumulation_schedule=0:1,10:2", "give the schedule when training"),
         ("tiny --max-compiles=0", "--max-compiles=0"),
         ("tiny --max-seconds=nan", "--max-seconds=nan"),
         ("tiny --max-seconds=-1", "--max-seconds=-1"),

@@ -128,7 +128,6 @@ def test_clipping_by_layer_gives_every_layer_and_the_rest_a_norm_of_its_own():
         ({"remat.policy": "sqrt", "model.n_layers": 4}, "groups of layers are recomputed together"),
         ({"optimizer.clip": "block"}, "choose one of global, layer"),
         ({"precision.preset": "fp16"}, "choose precision.preset=bf16, which needs no loss scale"),
-        ({"batch.accumulation_schedule": "0:1,4:2"}, "set batch.accumulation"),
     ],
 )
 def test_what_it_cannot_be_combined_with(overrides, words):

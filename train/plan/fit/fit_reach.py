@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,59 +94,6 @@ class Reached:
         return row
 
 
-@dataclasses.dataclass
-class Bracket:
-    """The state of an interval search for the longest sequence length, in tokens, that fits on a device.
-
-    Attributes:
-        fits: the longest length that fits so far; 0 before any length fits.
-        fails: the shortest length that does not fit so far. Before any length fails, the model's maximum plus `grain`.
-        at: the length to try next; 0 if the search is finished.
-        grain: lengths are multiples of this number of tokens.
-        slope: allocated bytes per token of length; 0 if unknown.
-        tried: length -> allocated bytes on one device.
-    """
-
-    fits: int
-    fails: int
-    at: int
-    grain: int
-    slope: float = 0.0
-    tried: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def learn(self, step: Step, budget: int) -> None:
-        """Records the result for the length `at`, and sets `at` to the next length to try.
-
-        Args:
-            step: the compiled variant of this length.
-            budget: the bytes available on one device.
-        """
-        length, size = self.at, step.allocated
-        if self.tried:
-            last_length, last_size = list(self.tried.items())[-1]
-            self.slope = (size - last_size) / (length - last_length)
-        self.tried[length] = size
-        if step.fits:
-            self.fits = length
-        else:
-            self.fails = length
-        if self.fails - self.fits <= self.grain or len(self.tried) == MAX_TRIED:
-            self.at = 0
-            return
-        guess = 2 * length if step.fits else (self.fits + length) // 2
-        if self.slope > 0 and step.fits == (size <= budget):  # if they differ, host memory is the limit
-            guess = length + int((budget - size) / self.slope)
-        guess = guess // self.grain * self.grain
-        self.at = min(max(guess, self.fits + self.grain), self.fails - self.grain)
-
-    def larger(self) -> Bracket:
-        """Returns the initial state of the search for the next larger rank of adapters.
-
-        Its first length to try is the longest length that fits the current rank, which is also its upper bound.
-        """
-        return Bracket(0, self.fails, self.fits, self.grain, self.slope)
-
-
 class Reach:
     """Searches for the longest sequence and the largest micro-batch that fit, for LoRA adapters of several ranks.
 
@@ -172,14 +120,22 @@ class Reach:
         """
         if self.walk.stopped or self.walk.tightest is None:
             return
-        own = self.space.flat["lora.rank"]
-        ranks = [own] if "lora.rank" in self.space.given else sorted({own, *RANKS})
+        flat, smallest = self.space.flat, self._keys_of_smallest_variant()
+        one = {"batch.micro": "1", "batch.tokens": "0", "batch.accumulation": "1"}
+        length = flat["data.seq_len"]
+        grain = min(GRAIN, length)
+        lengths = range(grain, flat["model.max_seq_len"] + 1, grain)
         try:
             if not {"micro", "accumulation"} - self.space.levers:
-                self._find_max_micro_batches(ranks)
+                micros = self.space.micros(smallest)
+                self._find_largest(
+                    "micro", FULL, micros, len(micros) - 1, lambda size: self.space.batch(smallest, size)
+                )
             if "data.seq_len" not in self.space.given:
                 for policy in (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,):
-                    self._find_max_lengths(ranks, policy)
+                    self._find_largest(
+                        "length", policy, lengths, length // grain - 1, lambda size: {**one, "data.seq_len": str(size)}
+                    )
         except Stopped as reason:
             self.stopped = str(reason)
         except KeyboardInterrupt:
@@ -200,46 +156,47 @@ class Reach:
         """
         return [row.to_json(flags(row.step.keys)) for row in self.rows]
 
-    def _find_max_micro_batches(self, ranks: Sequence[int]) -> None:
-        smallest = self._keys_of_smallest_variant()
-        sizes, beyond = self.space.micros(smallest), 0
+    def _find_largest(
+        self, most: str, policy: str, sizes: Sequence[int], first: int, keys_of: Callable[[int], Mapping[str, str]]
+    ) -> None:
+        """Finds for each rank the largest of some sizes that fits, and appends it to `answers`.
+
+        Args:
+            most: which size is maximized, "length" or "micro".
+            policy: the remat policy.
+            sizes: the sizes, smallest first.
+            first: index of the size that is tried first.
+            keys_of: size -> the config keys that select it.
+        """
+        rank = self.space.flat["lora.rank"]
+        ranks = [rank] if "lora.rank" in self.space.given else sorted({rank, *RANKS})
+        base = {**self._keys_of_smallest_variant(), **remat_keys(policy)}
+        end, slope = len(sizes), 0.0  # sizes[end:] do not fit; bytes that a size of 1 more takes, 0 if unknown
         for rank in ranks:
-            tried: dict[int, Reached] = {}
-
-            def fails(micro: int, rank: int = rank, tried: dict[int, Reached] = tried) -> bool:
-                keys = {**smallest, "lora.rank": str(rank), **self.space.batch(smallest, micro), **remat_keys(FULL)}
-                row = self._compile_variant(keys, FULL, "micro")
-                if row is not None:
-                    tried[micro] = row
-                return row is None or not row.step.fits
-
-            if sizes and fails(sizes[-1]):
-                first = bisect.bisect_left(sizes, True, hi=len(sizes) - 1, key=fails)
-                sizes, beyond = sizes[:first], sizes[first]
-            self._add_largest_fitting(tried, beyond)
-
-    def _find_max_lengths(self, ranks: Sequence[int], policy: str) -> None:
-        own, maximum = self.space.flat["data.seq_len"], self.space.flat["model.max_seq_len"]
-        grain = min(GRAIN, own)
-        bracket = Bracket(0, maximum // grain * grain + grain, own // grain * grain, grain)
-        keys = {
-            **self._keys_of_smallest_variant(),
-            "batch.micro": "1",
-            "batch.tokens": "0",
-            "batch.accumulation": "1",
-            **remat_keys(policy),
-        }
-        for rank in ranks:
-            tried = {}
-            while bracket.at:
-                variant = {**keys, "lora.rank": str(rank), "data.seq_len": str(bracket.at)}
-                row = self._compile_variant(variant, policy, "length")
+            index, fitting, tried = first, 0, dict[int, Reached]()  # sizes[:fitting] fit
+            while fitting < end and len(tried) < MAX_TRIED:
+                size = sizes[index]
+                row = self._compile_variant({**base, "lora.rank": str(rank), **keys_of(size)}, policy, most)
                 if row is None:
                     return
-                tried[bracket.at] = row
-                bracket.learn(row.step, self.walk.budget)
-            self._add_largest_fitting(tried, bracket.fails if bracket.fails <= maximum else 0)
-            bracket = bracket.larger()
+                step = row.step
+                if tried:
+                    before, other = list(tried.items())[-1]
+                    slope = (step.allocated - other.step.allocated) / (size - before)
+                tried[size] = row
+                if step.fits:
+                    fitting, guess = index + 1, 2 * size
+                else:
+                    below = sizes[fitting - 1] if fitting else 0
+                    end, guess = index, (size + below) // 2
+                over = step.allocated - self.walk.budget
+                if slope > 0 and step.fits == (over <= 0):  # if they differ, host memory is the limit
+                    guess = size - math.ceil(over / slope)
+                index = min(max(bisect.bisect_right(sizes, guess) - 1, fitting), end - 1)
+            if tried:
+                answer = tried[sizes[fitting - 1] if fitting else min(tried)]
+                self.answers.append(dataclasses.replace(answer, beyond=sizes[end] if end < len(sizes) else 0))
+            first = max(fitting - 1, 0)  # the next rank fits no larger size
 
     def _keys_of_smallest_variant(self) -> dict[str, str]:
         # Without pipeline stages if possible, because stages need several micro-batches. Then with frozen weights in
@@ -268,11 +225,3 @@ class Reach:
         )
         self.variants.append(row)
         return row
-
-    def _add_largest_fitting(self, tried: Mapping[int, Reached], beyond: int) -> None:
-        # beyond: the smallest size that does not fit; 0 if the largest possible size fits.
-        if not tried:
-            return
-        fitting = [size for size, row in tried.items() if row.step.fits]
-        size = max(fitting) if fitting else min(tried)
-        self.answers.append(dataclasses.replace(tried[size], beyond=beyond))

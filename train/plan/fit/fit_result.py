@@ -78,45 +78,13 @@ def to_json(
         "seconds": walk.seconds,
         "stopped": walk.stopped or (reach.stopped if reach else ""),
         "reach": reach.to_json(flags) if reach else [],
-        "layouts": [mesh.to_json() for mesh in mesh_results(walk)],
+        "layouts": mesh_results(walk),
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshResult:
-    """A device mesh that `bytescope fit` tried, and the best variant (config with changed keys) on it.
-
-    Attributes:
-        layout: a description of the mesh.
-        step: the fastest variant that fits. If none fits, the variant with the fewest bytes; if no variant can run, one
-            of them.
-        lower_bound: a lower bound of the seconds per update of all variants of the mesh. It is 0 (unknown) if the
-            search tried anything but full recomputation on the mesh.
-        slower: how much slower the mesh is than the chosen configuration, as a fraction of the chosen seconds. It is
-            computed from `lower_bound` if that is known, else from the prediction of `step`. None if nothing was
-            chosen.
-    """
-
-    layout: str
-    step: Step
-    lower_bound: float = 0.0
-    slower: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the mesh and its best variant as one entry of the list `layouts` in the JSON result of `bytescope
-        fit`."""
-        step = self.step.to_json()
-        return {
-            "layout": self.layout,
-            "least_seconds": self.lower_bound or None,
-            "slower": self.slower,
-            **{key: step[key] for key in ("what", "allocated_bytes", "predicted_seconds", "fits", "verdict")},
-        }
-
-
-def mesh_results(walk: Walk) -> list[MeshResult]:
-    """Returns the device meshes that `bytescope fit` tried, each with its fastest variant that fits, or else its
-    smallest.
+def mesh_results(walk: Walk) -> list[dict[str, Any]]:
+    """Returns the device meshes that `bytescope fit` tried as the list `layouts` of the JSON result. Each has its
+    fastest variant that fits, or else its smallest.
 
     The chosen mesh comes first, then meshes that fit, fastest first, then meshes that do not fit.
 
@@ -125,28 +93,23 @@ def mesh_results(walk: Walk) -> list[MeshResult]:
     by_layout: dict[str, list[Step]] = {}
     for step in walk.steps:
         by_layout.setdefault(describe_mesh(step.keys, walk.space), []).append(step)
-
-    def order(mesh: MeshResult) -> tuple[bool, bool, bool, float]:
-        step = mesh.step
-        size = (mesh.slower or 0.0) if step.fits else step.allocated
-        return step is not walk.best, not step.ok, not step.fits, size
-
-    return sorted((_mesh_result(words, steps, walk) for words, steps in by_layout.items()), key=order)
-
-
-def _mesh_result(words: str, steps: list[Step], walk: Walk) -> MeshResult:
-    ran = [step for step in steps if step.ok]
-    fitting = [step for step in ran if step.fits]
-    if not ran:
-        return MeshResult(words, steps[0])
-    if walk.best in fitting:
-        return MeshResult(words, walk.best, slower=0.0)
-    if fitting:
-        step = min(fitting, key=lambda step: step.seconds)
-    else:
-        step = min(ran, key=lambda step: step.allocated)
-    lower_bound = 0.0
-    if "remat" in walk.space.levers and not any(step.stage in ("remat", "neighbour") for step in ran):
-        lower_bound = min(walk.bound(step) for step in ran)
-    slower = (lower_bound or step.seconds) / walk.best.seconds - 1 if walk.best else None
-    return MeshResult(words, step, lower_bound, slower)
+    ordered = []
+    for layout, steps in by_layout.items():
+        ran = [step for step in steps if step.ok]
+        fitting = [step for step in ran if step.fits]
+        step, bound, slower = steps[0], 0.0, None
+        if walk.best in fitting:
+            step, slower = walk.best, 0.0
+        elif ran:
+            step = min(fitting, key=lambda step: step.seconds) if fitting else min(ran, key=lambda step: step.allocated)
+            # The seconds of the mesh have a lower bound if only full recomputation was tried on it.
+            if "remat" in walk.space.levers and not any(step.stage in ("remat", "neighbour") for step in ran):
+                bound = min(walk.bound(step) for step in ran)
+            if walk.best:
+                slower = (bound or step.seconds) / walk.best.seconds - 1
+        row = {"layout": layout, "least_seconds": bound or None, "slower": slower}
+        variant = step.to_json()
+        row |= {key: variant[key] for key in ("what", "allocated_bytes", "predicted_seconds", "fits", "verdict")}
+        size = (slower or 0.0) if step.fits else step.allocated
+        ordered.append(((step is not walk.best, not step.ok, not step.fits, size), row))
+    return [row for _, row in sorted(ordered, key=lambda pair: pair[0])]

@@ -397,13 +397,8 @@ def space_of(
         has_bf16: whether the target has compute units for 16-bit matmuls.
 
     Raises:
-        ReportError: the config has an accumulation schedule, or no mesh can divide the batch.
+        ReportError: no mesh can divide the batch.
     """
-    if flat["batch.accumulation_schedule"]:
-        raise ReportError(
-            "batch.accumulation_schedule cannot be planned, because bytescope fit plans one batch size: give the "
-            "largest batch with --batch-tokens, and give the schedule when training"
-        )
     length = flat["data.seq_len"]
     tokens = tokens or tokens_of(flat, n_devices)
     if tokens < length or tokens % length:

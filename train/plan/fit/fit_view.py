@@ -38,7 +38,7 @@ from bytescope.memory.view.elements import (
 )
 from bytescope.memory.view.figures import count, percent, rounded, seconds
 from bytescope.memory.view.frame import page
-from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
+from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Prose
 from bytescope.train.plan.fit.fit_progress import STAGES, describe_prediction
@@ -47,8 +47,6 @@ LOWER_BOUND_NOTE = (
     '"at least" and "at best": the mesh was compiled only with everything recomputed; the figure is how much slower it '
     "would be without any recomputation"
 )
-# Maximum number of variants in the table at the end.
-_MAX_FINISHED = 8
 NOTES = (
     "Every variant is the trainer's own step, compiled for the target.",
     "Allocated: the bytes that the runtime allocates on one device, including arguments and packed temporaries.",
@@ -74,16 +72,6 @@ def slower(row: Mapping[str, Any]) -> str:
     if row["slower"] < TIE:
         return "a tie at best" if bounded else "a tie" if row["slower"] else ""
     return f"{'at least ' if bounded else ''}{row['slower']:.1%}"
-
-
-def lost(row: Record) -> str:
-    """Returns how much slower a variant is than the chosen one, such as "3.4% slower", or "a tie" or "chosen".
-
-    row: a variant in the JSON result of `bytescope fit`.
-    """
-    if row["is_chosen"]:
-        return "chosen"
-    return f"{row['lost']:.1%} slower" if row["lost"] >= TIE else "a tie"
 
 
 def failed(row: Record) -> str:
@@ -155,14 +143,6 @@ LAYOUT_COLUMNS = (
     ColumnView("slower", "slower by", "number", read=slower),
     ColumnView("verdict", "verdict", "text", terminal=failed, verdict=kind),
 )
-# The fastest variants that fit, compared with the choice. Only the terminal has this table.
-FINISHED_COLUMNS = (
-    ColumnView("what", "variants that fit"),
-    ALLOCATED,
-    STEP,
-    ColumnView("lost", "verdict", "text", read=lost, only=TERMINAL),
-)
-
 
 # ---- the terminal -------------------------------------------------------------------------------------------------
 
@@ -251,30 +231,9 @@ def _best_lines(best: Mapping[str, Any], out: Mapping[str, Any], config: str, ef
         ),
         Text("run it with:", style="bold"),
         CopyCommand(f"bytescope train {shlex.quote(config)} {best['flags']}".rstrip()),
-        *_render_fastest(out),
         *_render_layouts(out),
         *_render_reach(out),
     )
-
-
-def _render_fastest(out: Mapping[str, Any]) -> list[RenderableType]:
-    best = out["best"]
-    rows = {row["what"]: row for row in out["walk"] if row["fits"] and row["predicted_seconds"] is not None}
-    ranked = sorted(rows.values(), key=lambda row: (row["what"] != best["what"], row["predicted_seconds"]))
-    if len(ranked) < 2 or not best.get("predicted_seconds"):
-        return []
-    records = [
-        {
-            **row,
-            "is_chosen": row["what"] == best["what"],
-            "lost": row["predicted_seconds"] / best["predicted_seconds"] - 1,
-        }
-        for row in ranked[:_MAX_FINISHED]
-    ]
-    table = TableView(FINISHED_COLUMNS, records, emphasis=lambda row: "winner" if row["is_chosen"] else "")
-    left = len(ranked) - _MAX_FINISHED
-    more = [Text(f"and {left} slower ones", style="dim")] if left > 0 else []
-    return [terminal_table(table), *more]
 
 
 def _render_layouts(out: Mapping[str, Any]) -> list[RenderableType]:
@@ -301,41 +260,35 @@ def render_page(out: Mapping[str, Any]) -> str:
 
     out: the JSON result of `bytescope fit` (keys: module train/plan/fit/fit_result.py).
     """
-    config, target = out["config"], out["target"]
+    config, target, best, ties = out["config"], out["target"], out["best"] or {}, as_fast(out["ties"])
+    batch = {"batch": best.get("batch") or f"{out['batch_tokens']:,} tokens per update", "policy": best.get("policy")}
+    notes = [*limit_notes(target, out["budget_bytes"]), *NOTES, *rates_notes([out])]
+    if ties:
+        notes.append(f"{ties[:1].upper()}{ties[1:]}.")
+    layouts = out.get("layouts") or ()
+    compared = page_table(TableView(LAYOUT_COLUMNS, layouts)) if best and len(layouts) > 1 else None
+    run = command_column(lambda row: command(config, target, row["flags"], fits=row["fits"]))
+    reach = page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
+    used = {step["stage"] for step in out["walk"]}
     return page(
         "fit",
         title(config, target, f"fit within {human(out['budget_bytes'])}"),
         page_data(out),
         heading=f"{config or 'A config'} within {human(out['budget_bytes'])}",
         where=where(target),
-        facts=facts([_batch_and_policy(out)], out["given"]),
+        facts=facts([batch], out["given"]),
         versions=versions(out["versions"]),
         verdict=_verdict(out),
         figures=_header_figures(out),
         stopped=out["stopped"],
         answer=_command_and_breakdown(out),
         walk=_variants_page_table(out),
-        layouts=_layouts_page_table(out),
+        layouts=compared,
         at_least=LOWER_BOUND_NOTE,
-        reach=_reach_page_table(out),
-        notes=_notes(out),
-        stages=_stages(out),
+        reach=reach,
+        notes=notes,
+        stages=Section("Stages of the search", [(stage, why) for stage, why in STAGES.items() if stage in used]),
     )
-
-
-def _notes(out: Mapping[str, Any]) -> list[str]:
-    ties = as_fast(out["ties"])
-    return [
-        *limit_notes(out["target"], out["budget_bytes"]),
-        *NOTES,
-        *rates_notes([out]),
-        *([f"{ties[:1].upper()}{ties[1:]}."] if ties else []),
-    ]
-
-
-def _batch_and_policy(out: Mapping[str, Any]) -> dict[str, Any]:
-    best = out["best"] or {}
-    return {"batch": best.get("batch") or f"{out['batch_tokens']:,} tokens per update", "policy": best.get("policy")}
 
 
 def page_data(out: Mapping[str, Any]) -> dict[str, Any]:
@@ -477,18 +430,3 @@ def _variants_page_table(out: Mapping[str, Any]) -> PageTable:
             hover=lambda step: " ".join(f"{key}={text}" for key, text in step["keys"].items()),
         )
     )
-
-
-def _reach_page_table(out: Mapping[str, Any]) -> PageTable | None:
-    run = command_column(lambda row: command(out["config"], out["target"], row["flags"], fits=row["fits"]))
-    return page_table(TableView((*REACH_COLUMNS, run), out["reach"])) if out.get("reach") else None
-
-
-def _layouts_page_table(out: Mapping[str, Any]) -> PageTable | None:
-    rows = out.get("layouts") or ()
-    return page_table(TableView(LAYOUT_COLUMNS, rows)) if out["best"] and len(rows) > 1 else None
-
-
-def _stages(out: Mapping[str, Any]) -> Section:
-    used = {step["stage"] for step in out["walk"]}
-    return Section("Stages of the search", [(stage, why) for stage, why in STAGES.items() if stage in used])

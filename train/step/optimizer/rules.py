@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from bytescope.train.data.batch_algebra import BatchAlgebra
 from bytescope.train.step.optimizer.adam_8bit import scale_by_adam_8bit
 from bytescope.train.step.optimizer.param_matrices import adafactor, muon
 
@@ -25,9 +24,6 @@ class OptimizerConfig:
     Fields:
       name: the optimizer, such as "adamw"; configs/base.py lists all.
       learning_rate: peak learning rate, reached at the end of warm-up.
-      batch_scaling: how the learning rate is scaled by tokens per update / `base_batch_tokens`: "none", "sqrt" or
-        "linear".
-      base_batch_tokens: tokens per update for which the learning rate was tuned.
       warmup_steps: number of updates of linear warm-up.
       end_fraction: final learning rate of the cosine decay, as a fraction of the peak.
       b1, b2: decay of the first and the second moment.
@@ -44,8 +40,6 @@ class OptimizerConfig:
 
     name: str
     learning_rate: float
-    batch_scaling: str
-    base_batch_tokens: int
     warmup_steps: int
     end_fraction: float
     b1: float
@@ -145,49 +139,6 @@ def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     )
 
 
-# Exponents of the batch size (in tokens) in the learning rate: 1 for SGD (Goyal et al. 2017, arXiv 1706.02677), 1/2
-# for Adam and RMSprop (Malladi et al. 2022, arXiv 2205.10287; Krizhevsky 2014, arXiv 1404.5997).
-SCALINGS = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
-
-
-def scale_by_batch(schedule: optax.Schedule, config: OptimizerConfig, batch: BatchAlgebra) -> optax.Schedule:
-    """Scales a learning-rate schedule with the batch size. It is multiplied by (tokens per update /
-    `base_batch_tokens`) to the power 0, 0.5 or 1, for `batch_scaling` "none", "sqrt" or "linear".
-
-    Args:
-      schedule: index of the update -> learning rate.
-      config: has `batch_scaling` and `base_batch_tokens`.
-      batch: the sizes of the batch, for the tokens of each update.
-
-    Raises:
-      ValueError: `batch_scaling` is set without `base_batch_tokens`.
-    """
-    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
-    if not power:
-        return schedule
-    if base < 1:
-        raise ValueError(
-            f"optimizer.batch_scaling={config.batch_scaling} needs a batch size to scale from, but "
-            f"optimizer.base_batch_tokens={base}: "
-            "give the tokens of the batch that optimizer.learning_rate was tuned for"
-        )
-    unit = batch.rows * batch.seq_len / base
-    return lambda update: schedule(update) * (batch.traced_at(jnp.asarray(update)) * unit) ** power
-
-
-def describe_scaling(config: OptimizerConfig, batch: BatchAlgebra) -> str:
-    """Returns one line that says how the learning rate is scaled with the batch size, "" without scaling."""
-    power, base = SCALINGS[config.batch_scaling], config.base_batch_tokens
-    if not power:
-        return ""
-    sizes = [batch.tokens_at(start) for start, _ in batch.schedule or ((0, batch.accumulation),)]
-    factors = [(size / base) ** power for size in sizes]
-    factors_text = " then ".join(f"{factor:.4g}" for factor in factors)
-    rates = " then ".join(f"{config.learning_rate * factor:.4g}" for factor in factors)
-    tokens = " then ".join(f"{size:,}" for size in sizes)
-    return f"{config.learning_rate:g} x {factors_text} = {rates} ({config.batch_scaling}, {tokens} / {base:,} tokens)"
-
-
 def decayed(params: Any) -> Any:
     """Returns a tree of bools: True for matrices (leaves named `w_*`), which get weight decay. Biases `b_*` and norms
     do not."""
@@ -254,7 +205,7 @@ def make_optimizer(
     schedule: optax.Schedule,
     *,
     vocabulary: int | None = None,
-    multisteps: int | Callable[[jax.Array], jax.Array],
+    multisteps: int,
     accumulator: DTypeLike = jnp.float32,
 ) -> Any:
     """Returns the optimizer of `config`: mean over tokens, clipping, and the optimizer's rule. Its update function
@@ -264,8 +215,8 @@ def make_optimizer(
       config: the config group `optimizer`.
       schedule: index of the update -> learning rate.
       vocabulary: number of tokens in the vocabulary; None if the embedding table has no padding rows.
-      multisteps: number of micro-steps per update, or a function from the update's index to it. Unless it is 1, the
-        optimizer is wrapped in `optax.MultiSteps`, which sums the gradients of the micro-steps.
+      multisteps: number of micro-steps per update. Unless it is 1, the optimizer is wrapped in `optax.MultiSteps`,
+        which sums the gradients of the micro-steps.
       accumulator: dtype of that sum.
     """
     chain = optax.chain(mean_and_clip(config.clip_norm), make_rule(config, schedule, vocabulary))

@@ -170,12 +170,9 @@ def test_the_browser_takes_hostile_and_empty_fits(fits_not, tmp_path):
 
 
 @pytest.mark.quick
-def test_how_much_slower_a_mesh_or_a_variant_is_in_words():
+def test_how_much_slower_a_mesh_is_in_words():
     mesh = {"fits": True, "least_seconds": None, "slower": 0.12}
     assert fit_view.slower(mesh) == "12.0%" and fit_view.slower({**mesh, "least_seconds": 1.0}) == "at least 12.0%"
     tie = {**mesh, "slower": fit_view.TIE / 2}
     assert fit_view.slower(tie) == "a tie" and fit_view.slower({**tie, "least_seconds": 1.0}) == "a tie at best"
     assert fit_view.slower({**mesh, "slower": 0}) == fit_view.slower({**mesh, "fits": False}) == ""
-    variant = {"is_chosen": False, "lost": 0.25}
-    assert fit_view.lost(variant) == "25.0% slower" and fit_view.lost({**variant, "lost": fit_view.TIE / 2}) == "a tie"
-    assert fit_view.lost({**variant, "is_chosen": True}) == "chosen"

@@ -204,7 +204,6 @@ def test_the_batch_is_the_configs_unless_it_is_given(flat, sequences):
             {"given": ["batch.micro", "batch.accumulation", "mesh.data"]},
             "with batch.micro=1 and batch.accumulation=8: give --batch-tokens=65536",
         ),
-        ({"batch_accumulation_schedule": ((0, 1), (10, 2))}, "give the schedule when training"),
     ],
 )
 def test_a_batch_that_cannot_be(asked, message):

@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.devices import targets
 from bytescope.memory.records.report_record import POOL, Buffer, ReportRecord, RuntimeOverhead
 from bytescope.memory.units import GIB, MIB
-from bytescope.train.plan.run_host_terms import RUN_PHASES, run_host_memory, run_terms
+from bytescope.train.plan.run_memory import RUN_PHASES, run_host_memory, run_terms
 from bytescope.train.step.optimizer.host_offload import device_bytes
 from support.toy import small_program
 
