@@ -31,11 +31,9 @@ from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.peak import (
     assemble,
-    attention_workspace,
     ledger,
     memory_order,
     runtime_overheads,
-    xla_budget,
     xla_passes,
 )
 from bytescope.memory.peak.buffer_placement import PlacedProgram, place
@@ -127,7 +125,9 @@ def report_of(
         target=target.to_json() if target else {},
         runtime_overheads=overheads,
         xla=stats,
-        xla_budget=xla_budget.find(stats, target, compilation.budget, compilation.remat_log, read.order.excess_bytes),
+        xla_budget=xla_passes.find_budget(
+            stats, target, compilation.budget, compilation.remat_log, read.order.excess_bytes
+        ),
         xla_recomputed=read.recomputed,
         scheduler_held=read.held,
     )
@@ -303,7 +303,7 @@ def _runtime_overhead_facts(
     untuned = attention = 0
     if target and target.is_described and target.platform == "cuda":
         untuned = _untuned_product_bytes(module)
-        attention = attention_workspace.beyond_peak(module, account)
+        attention = runtime_overheads.attention_beyond_peak(module, account)
     chip = CHIPS.get(base_name(target.name)) if target else None
     return runtime_overheads.Facts(
         loop=loop or runtime_overheads.LoopOverhead(),

@@ -11,12 +11,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from bytescope.memory.cost.overlap import IDLE
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 
+# Opcodes without compute: views, bookkeeping, copies by the DMA engines, ends of other transfers.
+IDLE = frozenset(
+    (
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "opt-barrier",
+        "optimization-barrier",
+        "after-all",
+        "add-dependency",
+        "domain",
+        "partition-id",
+        "replica-id",
+        "copy-start",
+        "copy-done",
+        "async-start",
+        "async-update",
+        "async-done",
+        "send",
+        "send-done",
+        "recv",
+        "recv-done",
+    )
+)
 PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
 _PRODUCT_CALLS = re.compile(r"gemm|matmul|conv|cublas|cudnn|fmha|attention|triton|tpu_custom_call|mosaic", re.I)
 _MARKERS = frozenset(("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding"))

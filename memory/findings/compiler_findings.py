@@ -1,6 +1,6 @@
 """Rules about peaks that XLA:GPU's own passes raise, and about programs near or above the memory that XLA plans with.
 
-XLA schedules a program for a memory budget (`peak.xla_budget`). Above its limit the rematerialization pass recomputes
+XLA schedules a program for a memory budget (`peak.xla_passes`). Above its limit the rematerialization pass recomputes
 values, if it is on. The latency-hiding scheduler reads the same limit, but keeps buffers alive to overlap collectives
 with compute. Copy fusion computes the copies of one value in one kernel, so that all of them are alive from then on
 (openxla/xla#27322; seen with jaxlib 0.10, not with 0.12). Layers that a Python loop unrolls let the compiler mix their

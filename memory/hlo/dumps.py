@@ -4,7 +4,6 @@ proto."""
 from __future__ import annotations
 
 import gzip
-import io
 import re
 import zlib
 from collections.abc import Sequence
@@ -17,9 +16,6 @@ from bytescope.memory.units import human
 
 # Maximum size of a protobuf message in bytes.
 _MAX_PROTO = 2**31
-_PIECE = 2**20  # Bytes to read from gzip at a time, because Python's reader allocates the full requested size.
-# Maximum size of a proto divided by its size in gzip format. Protos of HLO reach about 11.
-_MAX_RATIO = 64
 _GZIP = b"\x1f\x8b"
 _REMEDY = "XLA_FLAGS='--xla_dump_to=DIR --xla_dump_hlo_as_proto' writes the proto, *after_optimizations.hlo.pb"
 _ENDS = ("hlo.pb", "hlo.pb.gz")
@@ -58,19 +54,10 @@ def read(path: Path) -> Dump:
 
 def unpacked(data: bytes, name: str = "the program") -> bytes:
     """Returns the bytes of a proto, decompressed if they are in gzip format. name: the file's name for messages. Raises
-    ReportError if the gzip data is damaged or larger than 64 times its packed size, or if the bytes are HLO as text."""
+    ReportError if the gzip data is damaged, or if the bytes are HLO as text."""
     if data[:2] == _GZIP:
-        content, bound = io.BytesIO(), max(_MAX_RATIO * len(data), _PIECE)
         try:
-            with gzip.open(io.BytesIO(data)) as packed:
-                while (piece := packed.read(_PIECE)) and content.tell() < _MAX_PROTO:
-                    content.write(piece)
-                    if content.tell() > bound:
-                        raise ReportError(
-                            f"{name} has {human(len(data))} and unpacks to more than {human(bound)}, as no HLO proto "
-                            f"does: give a *after_optimizations.hlo.pb file; {_REMEDY}"
-                        )
-            data = content.getvalue()
+            data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
             raise ReportError(
                 f"{name} is damaged and cannot be decompressed ({error}): dump it again; {_REMEDY}"

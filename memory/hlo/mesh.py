@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.jax_types import CompiledStage
@@ -133,32 +135,19 @@ def spanned(groups: Groups, axes: Axes) -> tuple[str, ...]:
     for group in groups:
         if not axes or not all(0 <= device < math.prod(sizes) for device in group):
             return ()
-        for number, along in enumerate(zip(*(coordinates(device, sizes) for device in group))):
+        for number, along in enumerate(np.unravel_index(group, sizes)):
             if len(set(along)) > 1:
                 differ.add(number)
     return tuple(name for number, (name, _) in enumerate(axes) if number in differ)
-
-
-def coordinates(device: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the position of a device, given by its number, along each mesh axis. `sizes`: number of devices along
-    each axis. Devices are numbered so that the position on the last axis changes fastest.
-    """
-    out = []
-    for size in reversed(sizes):
-        out.append(device % size)
-        device //= size
-    return tuple(reversed(out))
 
 
 def hosts_of(groups: Groups, per_host: int) -> int:
     """Returns the maximum number of hosts that one group of devices spans. `groups` are lists of device numbers. Each
     host has `per_host` devices; if `per_host` is 0 (unknown), returns 1.
     """
-    hosts = 1
-    if per_host:
-        for group in groups:
-            hosts = max(hosts, len({device // per_host for device in group}))
-    return hosts
+    if not per_host:
+        return 1
+    return max((len({device // per_host for device in group}) for group in groups), default=1)
 
 
 def groups_of(data: bytes, span: Span, devices: int) -> Groups:
@@ -258,17 +247,17 @@ def _read_mesh_axes_groups(data: bytes, span: Span) -> Groups:
                     sub = wire.plain(data, wire.message(item))
                     before, size = sub.get(1, 1), sub.get(2, 1)
             chosen.append((index, before, size))
+    places = np.indices(sizes).reshape(len(sizes), math.prod(sizes))  # along each axis, for each device
+    for index, before, size in chosen:
+        if index >= len(sizes):
+            raise wire.WireError(
+                f"the replica groups of a collective are damaged: they use mesh axis {index}, "
+                f"but the mesh has only {len(sizes)} axes; dump the program again"
+            )
+        inner = sizes[index] // (before * size) if size else 0  # a sub-axis varies in the middle of its axis
+        places[index] -= places[index] // inner % size * inner if inner else places[index]
     members: dict[tuple[int, ...], list[int]] = {}
-    for position, id in enumerate(ids):
-        place = list(coordinates(position, sizes))
-        for index, before, size in chosen:
-            if index >= len(sizes):
-                raise wire.WireError(
-                    f"the replica groups of a collective are damaged: they use mesh axis {index}, "
-                    f"but the mesh has only {len(sizes)} axes; dump the program again"
-                )
-            inner = sizes[index] // (before * size) if size else 0  # a sub-axis varies in the middle of its axis
-            place[index] -= place[index] // inner % size * inner if inner else place[index]
+    for id, place in zip(ids, places.T.tolist()):
         members.setdefault(tuple(place), []).append(id)
     return list(members.values())
 
@@ -302,9 +291,4 @@ def _transpose_device_numbers(dims: list[int], order: list[int]) -> list[int]:
             f"the device list of a collective is damaged: dimensions {dims} cannot be transposed in the order {order}; "
             "dump the program again"
         )
-    # 0, 1, ... as an array of shape `dims`, transposed by `order` and flattened
-    steps = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    out = [0]
-    for axis in order:
-        out = [base + k * steps[axis] for base in out for k in range(dims[axis])]
-    return out
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order).ravel().tolist()

@@ -295,7 +295,9 @@ def divide(
             if first is None:
                 idle.append((since, at))
             else:
-                _divide_among(shares, first.values(), at - since)
+                each, rest = divmod(at - since, len(first))
+                for place, sharing in enumerate(first.values()):
+                    shares[sharing] += each + 1 if place < rest else each
             for group, component in _HIDEABLE:
                 if running[group] and running[group] is not first:
                     hidden[component] += at - since
@@ -305,13 +307,6 @@ def divide(
         else:
             running[rank].pop(number, None)
     return shares, idle, hidden
-
-
-def _divide_among(shares: Counter[Key], keys: Iterable[Key], taken: int) -> None:
-    keys = list(keys)
-    each, rest = divmod(taken, len(keys))
-    for number, key in enumerate(keys):
-        shares[key] += each + 1 if number < rest else each
 
 
 def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostRow]:

@@ -225,23 +225,22 @@ class _Schedule:
         if label in self.counts:
             return frozenset((label,))
         if instruction.opcode == "async-start":
-            inner = {_plain(one.name) for called in instruction.called for one in self._inside(called)}
+            inner = set()
+            for called in instruction.called:
+                computation = self.module.computations.get(called)
+                for number in computation.instructions if computation else ():
+                    one = self.module.instructions.get(number)
+                    if one is not None and one.opcode == "fusion":
+                        inner.add(_plain(one.name))
             return frozenset(inner & self.counts.keys())
         if instruction.opcode == "custom-call" or instruction.opcode.startswith("copy"):
             return frozenset()
         return frozenset(self._shared.get(self._code(instruction), ()))
 
-    def _inside(self, computation: int) -> Iterable[Instruction]:
-        found = self.module.computations.get(computation)
-        for number in found.instructions if found else ():
-            instruction = self.module.instructions.get(number)
-            if instruction is not None and instruction.opcode == "fusion":
-                yield instruction
-
     def _code(self, instruction: Instruction) -> tuple[object, ...]:
         operands = (self.module.operand(instruction, i) for i in range(len(instruction.operands)))
         shapes = [str(self.module.shape(each)) for each in (instruction, *operands) if each is not None]
-        return _stem(_plain(instruction.name)), *shapes
+        return re.sub(r"_\d+$", "", _plain(instruction.name)), *shapes
 
 
 def _find_owners(labels: Sequence[str], schedule: _Schedule) -> list[_Owner | None]:
@@ -379,7 +378,3 @@ def _family_of_call(instruction: Instruction) -> str:
 
 def _plain(name: str) -> str:
     return name.replace(".", "_").replace("-", "_")
-
-
-def _stem(label: str) -> str:
-    return re.sub(r"_\d+$", "", label)

@@ -33,24 +33,12 @@ def show(
     predicted: Mapping[str, Any] | None = None,
     comparison: Comparison | None = None,
 ) -> None:
-    """Prints the traced time by phase, component and instruction to a console (default: stdout).
+    """Prints the traced time to a console (default: stdout): tables of phases and components, of the host's work and of
+    the longest instructions, then a line that compares it with the prediction.
 
     `predicted`: predicted seconds of one call, their interval and their lower bound, which the last line compares with
     the measured time; None for no such line. `commands.trace_command.prediction` returns this dict.
     `comparison`: measured and predicted seconds of each kind of work; None for no such table.
-    """
-    put(render(breakdown, predicted, comparison), console)
-
-
-def render(
-    breakdown: Breakdown, predicted: Mapping[str, Any] | None = None, comparison: Comparison | None = None
-) -> RenderableType:
-    """Returns the traced time as a rich renderable: tables of phases and components, of the host's work and of the
-    longest instructions, then a line that compares it with the prediction.
-
-    `predicted`: predicted seconds of one call, their interval and their lower bound (the dict of
-    `commands.trace_command.prediction`); None for no such line. `comparison`: measured and predicted seconds of each
-    kind of work; None for no such table.
     """
     unit, scale = next(
         ((name, size) for name, size in _UNITS if breakdown.wall * PICO / breakdown.updates >= size), _UNITS[-1]
@@ -59,13 +47,20 @@ def render(
     def format_seconds(seconds: float) -> str:
         return f"{seconds / scale:.3f}" if seconds else ""
 
-    return blocks(
-        Group(_head(breakdown, unit), _seconds_table(breakdown, format_seconds), *_legend(breakdown)),
+    many = f" and device, mean of {breakdown.devices} devices" if breakdown.devices > 1 else ""
+    updates = updates_text(breakdown.steps, breakdown.updates)
+    head = Text.assemble(
+        ("where an update's time goes", "bold"),
+        f": {one_line(breakdown.program)}, {updates}, {unit} per update{many}",
+    )
+    report = blocks(
+        Group(Prose(head), _seconds_table(breakdown, format_seconds), *_legend(breakdown)),
         _host(breakdown, format_seconds),
         _longest(breakdown, format_seconds),
         _comparison(comparison, unit, format_seconds) if comparison else None,
         Prose(prediction(breakdown, predicted)) if predicted else None,
     )
+    put(report, console)
 
 
 def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
@@ -85,17 +80,6 @@ def prediction(breakdown: Breakdown, predicted: Mapping[str, Any]) -> str:
     return (
         f"predicted {rounded(once * breakdown.calls)} s ({low} to {high}; rates: {rates}), measured "
         f"{measured:.4g} s{aside}, {measured / (once * breakdown.calls):.3g} x{f'; {least}' if least else ''}"
-    )
-
-
-def _head(breakdown: Breakdown, unit: str) -> RenderableType:
-    many = f" and device, mean of {breakdown.devices} devices" if breakdown.devices > 1 else ""
-    updates = updates_text(breakdown.steps, breakdown.updates)
-    return Prose(
-        Text.assemble(
-            ("where an update's time goes", "bold"),
-            f": {one_line(breakdown.program)}, {updates}, {unit} per update{many}",
-        )
     )
 
 

@@ -7,7 +7,7 @@ estimated memory of XLA's scheduler with programs that were compiled without it.
     python tests/bench/xla_limit.py scheduler           # the estimate beside a compile without the scheduler
 
 `printed` compiles a program that needs more than XLA allows: XLA then logs the limit of its rematerialization pass, the
-limit of `memory.peak.xla_budget` plus the results. It does so for several slop factors, memory fractions and donated
+limit of `memory.peak.xla_passes` plus the results. It does so for several slop factors, memory fractions and donated
 arguments. Exit code 1 if a figure differs by a byte.
 
 `configs` compiles each config for its target under three assumptions about the device's memory: 80 % of the GPU, which

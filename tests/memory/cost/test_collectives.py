@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from bytescope import memory
-from bytescope.memory.cost import collectives, overlap
+from bytescope.memory.cost import collectives
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.formulas import communication_volume
@@ -213,7 +213,9 @@ def test_what_is_scheduled_between_start_and_done(order, config, hidden):
 def test_flops_of_a_loop_are_those_of_its_trips(devices):
     program = hlo_buffers.read(compile_lowered(programs.scan()).proto)
     entry = program.module.computations[program.module.entry]
-    total = sum(overlap.flops(program.module, program.module.instructions[id]) for id in entry.instructions)
+    total = sum(
+        collectives.overlapped_flops(program.module, program.module.instructions[id]) for id in entry.instructions
+    )
     assert total == 5 * 2 * 8 * 32 * 32
 
 

@@ -1,7 +1,6 @@
 """XLA's dumps on disk: packed, in folders, as text; and the platform that a proto was compiled for."""
 
 import gzip
-import tracemalloc
 
 import pytest
 
@@ -114,22 +113,3 @@ def test_another_platform_does_not_judge_a_dump(mark, target, judged):
     report = report_of(compilation, target=found)
     assert (report.verdict, report.limit_bytes is not None) == ("fits" if judged else "unknown", judged)
     assert judged != any(f"not compared with {target}, " in note for note in report.notes)
-
-
-def test_a_small_packed_proto_takes_little_memory():
-    packed = gzip.compress(proto(4096))
-    tracemalloc.start()
-    assert dumps.unpacked(packed) == proto(4096)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2**24
-
-
-def test_a_packed_file_that_becomes_too_large_is_refused_while_it_is_unpacked():
-    packed = gzip.compress(bytes(2**26))
-    tracemalloc.start()
-    with pytest.raises(memory.ReportError, match=r"the program has .* KiB and unpacks to more than .* MiB"):
-        dumps.unpacked(packed)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2**24

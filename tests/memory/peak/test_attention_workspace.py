@@ -6,7 +6,7 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory.devices import compiler, targets
-from bytescope.memory.peak import attention_workspace
+from bytescope.memory.peak import runtime_overheads
 from support.described import described
 
 # (sequences, query heads, key heads, tokens, features of a head) -> bytes of the result that XLA added on an H100 with
@@ -42,8 +42,8 @@ def sizes():
     step = jax.jit(lambda inputs: [jax.grad(attend, argnums=(0, 1, 2))(*qkv) for qkv in inputs])
     compilation = compiler.compile_lowered(step.lower([arguments(shape, place) for shape in MEASURED]))
     module = compilation.program.module
-    calls = [each for each in module.instructions.values() if each.target == attention_workspace.BACKWARD]
-    return sorted(attention_workspace.workspace_bytes(module, call) for call in calls)
+    calls = [each for each in module.instructions.values() if each.target == runtime_overheads.BACKWARD]
+    return sorted(runtime_overheads.workspace_bytes(module, call) for call in calls)
 
 
 def test_the_bytes_are_those_of_an_h100(sizes):

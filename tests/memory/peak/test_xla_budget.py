@@ -14,7 +14,7 @@ from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import compiler, compiler_log, targets
 from bytescope.memory.devices.compiler import MemorySettings
 from bytescope.memory.devices.compiler_log import RematLog
-from bytescope.memory.peak import xla_budget
+from bytescope.memory.peak import xla_passes
 from bytescope.memory.records.report_record import XlaBudget, XlaStats
 from bytescope.train.parallel.xla_options import xla_remat_pass
 
@@ -35,18 +35,18 @@ STATS = XlaStats(argument_bytes=30, output_bytes=12, alias_bytes=2)
     ],
 )
 def test_the_limit_in_integer_arithmetic(settings, expected):
-    assert xla_budget.find(STATS, targets.parse("h100"), settings) == expected
+    assert xla_passes.find_budget(STATS, targets.parse("h100"), settings) == expected
 
 
 @pytest.mark.quick
 def test_the_margin_is_against_the_limit_and_the_results():
     """Without XLA's own count it is temporaries and results; with it, XLA's count."""
     stats = dataclasses.replace(STATS, temp_bytes=80)
-    budget = xla_budget.find(stats, targets.parse("h100"), MemorySettings(140, disabled_passes=("a",)), None, 7)
+    budget = xla_passes.find_budget(stats, targets.parse("h100"), MemorySettings(140, disabled_passes=("a",)), None, 7)
     assert (budget.need_bytes, budget.margin_bytes, budget.scheduler_bytes) == (92, 15, 7)
     assert budget.margin_share == 15 / 107 and budget.disabled_passes == ("a",) and budget.unreduced_bytes is None
     log = RematLog(limit_bytes=107, reduced_bytes=110, original_bytes=130)
-    budget = xla_budget.find(stats, targets.parse("h100"), MemorySettings(140), log)
+    budget = xla_passes.find_budget(stats, targets.parse("h100"), MemorySettings(140), log)
     assert (budget.need_bytes, budget.margin_bytes, budget.unreduced_bytes) == (110, -3, 130)
 
 
@@ -64,8 +64,8 @@ def test_the_log_line_is_read():
 @pytest.mark.quick
 def test_only_nvidia_gpus_have_a_limit():
     for target in (None, targets.parse("v5e"), targets.parse("cpu")):
-        assert xla_budget.find(STATS, target, MemorySettings(140)) == XlaBudget()
-    assert xla_budget.find(XlaStats(), targets.parse("h100"), MemorySettings(140)) == XlaBudget()
+        assert xla_passes.find_budget(STATS, target, MemorySettings(140)) == XlaBudget()
+    assert xla_passes.find_budget(XlaStats(), targets.parse("h100"), MemorySettings(140)) == XlaBudget()
 
 
 def step(x_DD, w_DD):
