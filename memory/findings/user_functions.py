@@ -96,44 +96,25 @@ def _frames_inside(frames: tuple[Frame, ...], traced: str) -> tuple[Frame, ...]:
 def in_loop(frame: Frame) -> bool:
     """Returns whether a stack frame's line is inside a loop or comprehension of its own function. Returns False if the
     source cannot be read."""
-    return any(
-        start <= frame.line <= end
-        for start, end in _loops_by_function(frame.file).get(_first_line_of_function(frame), ())
-    )
-
-
-def _first_line_of_function(frame: Frame) -> int:
-    return max((start for start, end in _function_lines(frame.file) if start <= frame.line <= end), default=0)
+    functions, loops = _spans(frame.file)
+    begin = max((first for first, last in functions if first <= frame.line <= last), default=0)
+    return any(begin <= first <= frame.line <= last for first, last in loops)
 
 
 @functools.lru_cache(maxsize=256)
-def _tree(file: str) -> ast.Module:
+def _spans(file: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns the (first line, last line) of each function, and of each loop, in a source file."""
+    functions, loops = [], []
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
     except (SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
-
-
-@functools.lru_cache(maxsize=256)
-def _function_lines(file: str) -> tuple[tuple[int, int], ...]:
-    return tuple(
-        (node.lineno, node.end_lineno or node.lineno)
-        for node in ast.walk(_tree(file))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _loops_by_function(file: str) -> dict[int, list[tuple[int, int]]]:
-    """Returns the lines of the loops in each function of a source file: first line of the function -> [(first line,
-    last line) of each loop]. Code outside functions has the key 0.
-    """
-    by_owner: dict[int, list[tuple[int, int]]] = {}
-    for node in ast.walk(_tree(file)):
-        if isinstance(node, _LOOPS):
-            owner = _first_line_of_function(Frame(file, node.lineno))
-            by_owner.setdefault(owner, []).append((node.lineno, node.end_lineno or node.lineno))
-    return by_owner
+        return [], []
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append((node.lineno, node.end_lineno or node.lineno))
+        elif isinstance(node, _LOOPS):
+            loops.append((node.lineno, node.end_lineno or node.lineno))
+    return functions, loops
 
 
 def place(frame: Frame) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.explanation_text import (
     PHASES,
@@ -104,17 +103,13 @@ COMPARED_COLUMNS = (
 )
 
 
-def _layers(culprit: Culprit) -> str:
-    return ", ".join(map(str, culprit.layers))
-
-
 BUFFER_COLUMNS = (
     ColumnView("shape", "shape", read=lambda culprit: culprit.shape or "not in the message"),
     ColumnView("count", "times", "count"),
     ColumnView("bytes", "bytes", "bytes"),
     ColumnView("phase", "phase", "words", read=lambda culprit: PHASES.get(culprit.phase) or "unknown"),
     ColumnView("component", "component", "words"),
-    ColumnView("layers", "layers", "words", read=_layers),
+    ColumnView("layers", "layers", "words", read=lambda culprit: ", ".join(map(str, culprit.layers))),
     ColumnView("operation", "operation", "words"),
     ColumnView("what", "probable kind of tensor", "words"),
     ColumnView("source", "source", "words", read=lambda culprit: culprit.source or "not in the message", css="where"),

@@ -21,6 +21,7 @@ from bytescope.memory.devices.platform import MEMORY_FRACTION
 from bytescope.memory.messages.causes import CAUSES
 from bytescope.memory.messages.culprits import IDENTITIES, Culprit, describe_report
 from bytescope.memory.messages.explanation import Explanation, explain
+from bytescope.memory.messages.message_record import ArrayType
 from bytescope.memory.messages.remedies import REMEDIES, Remedy
 from bytescope.memory.messages.report_match import NOT_THE_SIZE
 from bytescope.memory.records.report_json import plain
@@ -74,7 +75,7 @@ class HeldArrays:
     @property
     def name(self) -> str:
         """The type of the arrays in jax's notation, such as "float32[1024,1024]"."""
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return str(ArrayType(self.dtype, self.shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,10 +304,9 @@ def _propose_to_compute_in_parts(report: ReportRecord, scores: Sequence[Culprit]
     ]
     largest = max(buffers, key=lambda b: b.bytes, default=None)
     if largest is not None and largest.bytes >= MIN_SHARE_IN_PARTS * report.peak_bytes:
-        shape = f"{largest.dtype}[{','.join(map(str, largest.shape))}]"
         yield Remedy(
-            f"compute {shape} of {largest.source} in parts: use jax.lax.map with batch_size, or a "
-            "scan over one of its axes",
+            f"compute {ArrayType(largest.dtype, largest.shape)} of {largest.source} in parts: use jax.lax.map with "
+            "batch_size, or a scan over one of its axes",
             bytes=largest.bytes,
         )
 

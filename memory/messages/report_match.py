@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 
 from bytescope.memory.messages.culprits import Culprit
-from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.messages.message_record import ArrayType
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
 
 # What failed -> the sentence that the user reads.
@@ -154,14 +155,11 @@ def _in_report(culprit: Culprit, report: ReportRecord) -> MatchedBuffer | None:
     """Returns the report's buffers that are alive at the peak and have the dtype and shape of the listed buffer
     `culprit`, as one record; None if there are none. If some of the report's buffers come from the same operation as
     `culprit`, only these are counted."""
-    found = [buffer for buffer in report.buffers if buffer.at_peak and culprit.shape and _type(buffer) == culprit.shape]
+    alive = [buffer for buffer in report.buffers if buffer.at_peak and culprit.shape]
+    found = [buffer for buffer in alive if str(ArrayType(buffer.dtype, buffer.shape)) == culprit.shape]
     same = [buffer for buffer in found if culprit.op_name and buffer.op_name.endswith(culprit.operation)]
     chosen = same or found
     if not chosen:
         return None
     first = next((buffer for buffer in chosen if buffer.source), chosen[0])
     return MatchedBuffer(culprit.shape, first.bytes, len(chosen), first.category, first.module, first.source)
-
-
-def _type(buffer: Buffer) -> str:
-    return f"{buffer.dtype}[{','.join(map(str, buffer.shape))}]"
