@@ -134,7 +134,7 @@ def report_of(
     subject = subject or Subject()
     step_seconds = StepSeconds()
     if seconds:
-        step_seconds = _seconds(judged.work, judged.target, read.schedule.steps, subject, measure)
+        step_seconds = seconds_of_step(judged.work, judged.target, read.schedule.steps, subject, measure)
     return ReportRecord(
         **vars(judged),
         **vars(_formula_rows(account, read)),
@@ -381,29 +381,19 @@ def verdict_of(predicted: int, limit: int) -> Verdict:
     return Verdict(int(limit), predicted <= limit, word)
 
 
-def with_seconds(report: ReportRecord, measure: bool = False) -> ReportRecord:
-    """Returns the report with the predicted seconds of an update and their lower bound by the roofline model. Either is
-    left out if the target's rates or the program's schedule are unknown. The report's `subject` gives the number of
-    calls and tokens of an update.
-
-    `measure`: whether to measure the speed of this machine, if the target is a CPU. Measuring takes time, and the
-    result differs between processes. If False, the seconds of a CPU are predicted only from a measured rates file of
-    `bytescope calibrate`, and without a lower bound.
-    """
-    if not _has_rates(report.target, measure):
-        return report
-    step_seconds = _seconds(report.work, report.target, report.schedule, report.subject, measure)
-    return dataclasses.replace(report, **vars(step_seconds))
-
-
-def _has_rates(target: Mapping[str, Any], measure: bool) -> bool:
-    return target.get("platform") != "cpu" or measure or rates.chosen() is not None
-
-
-def _seconds(
+def seconds_of_step(
     work: Mapping[str, Any], target: Mapping[str, Any], schedule: Steps, subject: Subject, measure: bool
 ) -> StepSeconds:
-    if not _has_rates(target, measure):
+    """Returns the predicted seconds of an update and their lower bound by the roofline model. Either is left out if the
+    target's rates or the program's schedule are unknown.
+
+    Args:
+        work, target, schedule, subject: fields of a report. The subject gives the calls and tokens of an update.
+        measure: whether to measure the speed of this machine, if the target is a CPU. Measuring takes time, and the
+            result differs between processes. If False, the seconds of a CPU are predicted only from a measured rates
+            file of `bytescope calibrate`, and without a lower bound.
+    """
+    if target.get("platform") == "cpu" and not measure and rates.chosen() is None:
         return StepSeconds()
     bound = step_prediction.bound({"work": work, "target": target})
     prediction = None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from bytescope.memory.allocators.program_events import ProgramCall, call_of
 from bytescope.memory.allocators.replay import AllocatorKind, Device, Replay, replay_all
@@ -17,9 +20,8 @@ from bytescope.memory.records.report_record import CARD, ReportRecord
 from bytescope.memory.units import GIB, human
 from bytescope.memory.view.object_table import Table
 from bytescope.memory.view.table_model import ColumnView, TableView
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from bytescope.memory.view.table_views import terminal_table
+from bytescope.memory.view.text_layout import Prose
 
 # Default number of calls of each program in a replay. From the third call on, the addresses of the arrays repeat.
 CALLS = 3
@@ -119,12 +121,6 @@ def render(
     rows: the rows of the table. calls: the programs of the run, each with its number of calls. report: the report of
     the training step.
     """
-    from rich.console import Group
-    from rich.text import Text
-
-    from bytescope.memory.view.table_views import terminal_table
-    from bytescope.memory.view.text_layout import Prose
-
     order = ", ".join(f"{count} x {call.name}" if count > 1 else call.name for call, count in calls)
     outside = ", ".join(f"{row.name} {human(row.bytes)}" for row in report.runtime_overheads if row.where == CARD)
     parts: list[RenderableType] = [Text("allocators, GiB", style="bold"), terminal_table(TableView(COLUMNS, rows), GIB)]

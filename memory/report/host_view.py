@@ -1,15 +1,13 @@
-"""Shows the host memory of a program: one line, a table by phase for the terminal, and a table of terms for a page."""
+"""Shows the host memory of a program: one line, and a table by phase for the terminal and for pages."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.records.host_record import HostMemory, HostTerm
+from bytescope.memory.records.host_record import HOST_PHASES, HostMemory
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import PageTable
 from bytescope.memory.view.table_model import ColumnView, TableView
@@ -54,10 +52,10 @@ def _holds(host: HostMemory, phase: str) -> str:
 
 
 COLUMNS = (
-    ColumnView("phase", "host memory", "name"),
+    ColumnView("phase", "phase", "name", short="host memory", hover=lambda row: HOST_PHASES.get(row.phase, "")),
     ColumnView("predicted", "predicted", "bytes"),
     ColumnView("measured", "measured", "bytes"),
-    ColumnView("holds", "holds", "words"),
+    ColumnView("holds", "holds", "words", css="why"),
 )
 
 
@@ -102,28 +100,7 @@ def render(host: HostMemory | None, verbose: bool = True) -> RenderableType | No
     return Group(*parts)
 
 
-TERM_COLUMNS = (
-    ColumnView("name", "holds", "name"),
-    ColumnView("bytes", "bytes", "bytes"),
-    ColumnView("phases", "in", "words"),
-    ColumnView("source", "from", "words"),
-)
-
-
-def term_rows(host: HostMemory) -> Sequence[dict[str, Any]]:
-    """Returns one row per predicted part (term) of host memory, the largest first, with the keys "name", "bytes" (of
-    one process), "phases" and "source". Terms of several phases with the same name and bytes are one row."""
-    phases: dict[tuple[str, int], list[HostTerm]] = {}
-    for phase in host.phases():
-        for term in host.terms_of(phase):
-            phases.setdefault((term.name, term.bytes), []).append(term)
-    rows = []
-    for (name, size), terms in sorted(phases.items(), key=lambda item: -item[0][1]):
-        where = ", ".join(term.phase for term in terms)
-        rows.append({"name": name, "bytes": size, "phases": where, "source": terms[0].source})
-    return rows
-
-
 def page_rows(host: HostMemory | None) -> PageTable | None:
-    """Returns the table of all predicted parts (terms) of host memory for the HTML report; None if there are none."""
-    return page_table(TableView(TERM_COLUMNS, term_rows(host))) if host and host.terms else None
+    """Returns the table of phases for a page; None if no phase has predicted or measured bytes."""
+    rows = phase_rows(host) if host else []
+    return page_table(TableView(COLUMNS, rows)) if rows else None

@@ -15,7 +15,6 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.messages.explanation_page import page_content
 from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.peak import naming
-from bytescope.memory.records.host_record import HOST_PHASES, HostMemory
 from bytescope.memory.records.report_record import (
     METHODS,
     ReportRecord,
@@ -106,7 +105,6 @@ def render(
         recomputed=_table(report_tables.recomputed(report, MAX_COLLECTIVES)),
         held=_table(report_tables.held(report, MAX_COLLECTIVES)),
         host=host_view.page_rows(report.host_memory),
-        host_bars=_phase_bars(report.host_memory),
         host_line=host_view.line(report.host_memory),
         audit=audit_view.page_rows(report.audit),
         audit_summary=audit_view.summary(report.audit),
@@ -220,15 +218,6 @@ def _ranked_bars(sizes: Mapping[str, int], unnamed: str, folded: Mapping[str, st
     return [
         RankedBar(folded.get(name, name).rstrip("/") or unnamed, name, count, 100 * count / most)
         for name, count in entries
-    ]
-
-
-def _phase_bars(host: HostMemory | None) -> list[RankedBar]:
-    """Returns one bar per phase of the host memory, in the order of the phases; the tooltip has the phase's terms."""
-    rows = [(row, row.predicted) for row in host_view.phase_rows(host or HostMemory()) if row.predicted]
-    most = max((count for _, count in rows), default=1)
-    return [
-        RankedBar(row.phase, f"{HOST_PHASES[row.phase]}: {row.holds}", count, 100 * count / most) for row, count in rows
     ]
 
 

@@ -21,8 +21,7 @@ from importlib import resources
 from typing import IO, Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import Progress
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.terminal_theme import DIMMED_MONOKAI
 
@@ -79,27 +78,6 @@ class SafeConsole(Console):
         self.quiet = True
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
             os.dup2(nowhere.fileno(), self.file.fileno())
-
-
-ECHO = len("^C^C") + 1  # columns that the terminal's echo of two Ctrl-C takes after the bar
-
-
-class LineProgress(Progress):
-    """A rich Progress that is a few columns narrower than the terminal. If the bar had the full width, the "^C" that
-    the terminal prints for Ctrl-C would start a new line, and rich would erase the wrong line."""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield _Narrowed(self.make_tasks_table(self.tasks))
-
-
-class _Narrowed:
-    """Wraps a rich renderable to make it `ECHO` columns narrower than the terminal."""
-
-    def __init__(self, renderable: RenderableType):
-        self.renderable = renderable
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from console.render(self.renderable, options.update_width(max(options.max_width - ECHO, 1)))
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> Console:

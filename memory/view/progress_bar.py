@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.table import Column
 
 from bytescope.memory.units import human
-from bytescope.memory.view.console import LineProgress, make_console, one_line
+from bytescope.memory.view.console import make_console, one_line
 
 # Seconds between two lines of progress without a terminal, and between two looks at the clock.
 LINE_SECONDS, _TICK_SECONDS = 30.0, 1.0
@@ -138,7 +138,7 @@ def progress(
     console = console or make_console(stderr=True)
     labels = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # takes the width that the figures leave
     # redirect_stdout=False: output to stdout must stay there, even if only stderr is a terminal.
-    with LineProgress(
+    with Progress(
         TextColumn("{task.fields[doing]}", markup=False),
         BarColumn(bar_width=15),
         *FIGURES[figures](),

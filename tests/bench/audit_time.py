@@ -16,7 +16,7 @@ from unittest import mock
 
 from interleave import Check, finish, parse_config, parser, take_turns, versions
 
-from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.analysis import report_of
 from bytescope.memory.audit import audit_program
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
@@ -40,11 +40,11 @@ def main() -> int:
     compiling = time.process_time() - began
 
     def with_audit() -> None:
-        with_seconds(report_of(compilation, target=target))
+        report_of(compilation, target=target, seconds=True)
 
     def without() -> None:
         with mock.patch.object(audit_program, "AUDITS", ()):
-            with_seconds(report_of(compilation, target=target))
+            report_of(compilation, target=target, seconds=True)
 
     def turn(side):
         def seconds(steps: int) -> list[float]:

@@ -16,7 +16,7 @@ from unittest import mock
 
 from interleave import Check, finish, parse_config, parser, take_turns, versions
 
-from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.seconds import reading
@@ -40,7 +40,7 @@ def main() -> int:
     compiling = time.process_time() - began
 
     def predicted() -> None:
-        found = with_seconds(report_of(compilation, target=target))
+        found = report_of(compilation, target=target, seconds=True)
         if not found.prediction:
             sys.exit(f"nothing is predicted for {asked.target}: its rates are not known, or nothing takes time")
 

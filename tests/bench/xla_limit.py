@@ -39,7 +39,7 @@ import jax.numpy as jnp
 from interleave import versions
 
 from bytescope.memory import cli
-from bytescope.memory.analysis import report_of, with_seconds
+from bytescope.memory.analysis import report_of
 from bytescope.memory.devices import compiler, compiler_log, targets
 from bytescope.memory.findings import compiler_findings
 from bytescope.memory.findings.finding_rules import RULES
@@ -123,7 +123,7 @@ def configs(names: list[str], path: Path | None) -> int:
             began = time.perf_counter()
             program = build_program(name, args.overrides, target)
             compilation, _ = prepare_program(program, judged, config_files.load_flat(name, args.overrides)).compile()
-            report = with_seconds(report_of(compilation, target=judged, seconds=True))
+            report = report_of(compilation, target=judged, seconds=True)
             row = {
                 "config": name,
                 "target": target.name,
@@ -171,7 +171,7 @@ def scheduler(names: list[str], path: Path | None) -> int:
             flat = config_files.load_flat(name, args.overrides)
             with compiler.trial_options(options):
                 compilation, _ = prepare_program(program, target, flat).compile()
-            reports.append(with_seconds(report_of(compilation, target=target, seconds=True)))
+            reports.append(report_of(compilation, target=target, seconds=True))
             if not options:
                 began = time.perf_counter()
                 memory_order.find(compilation.program.module)

@@ -30,7 +30,7 @@ PROFILED = 2  # updates
 
 def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     """(answer so far, program, compiled step); a config that cannot run gives ({"cannot": why}, None, None)."""
-    from bytescope.memory.analysis import report_of, with_seconds
+    from bytescope.memory.analysis import report_of
     from bytescope.memory.devices import targets
     from bytescope.train.plan import run_memory
     from bytescope.train.program.config_files import load
@@ -44,7 +44,7 @@ def predict(asked: Mapping[str, Any]) -> tuple[dict[str, Any], Any, Any]:
     except ValueError as error:
         return {"cannot": " ".join(str(error).split())}, None, None
     answer = {"compile_s": time.perf_counter() - began}
-    report = with_seconds(report_of(compilation, target=target, loop=run_memory.loop_overhead(program)))
+    report = report_of(compilation, target=target, loop=run_memory.loop_overhead(program), seconds=True)
     if asked.get("keep"):
         Path(asked["keep"]).write_text(json.dumps(report.to_json()))
     others = run_memory.peaks(program, run_memory.other_programs(program)) if asked.get("others") else {}

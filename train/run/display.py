@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from bytescope.memory.view.console import LineProgress, safe
+from bytescope.memory.view.console import safe
 from bytescope.train.run.summary import clock
 
 GIB = 2**30
@@ -81,10 +81,10 @@ class Display:
     def __init__(self, console: Console, steps: int, start: int):
         self._console, self._steps, self._began, self._start = console, steps, time.monotonic(), start
         self._paced = False  # True once the pace is measured, which starts at the first row, after the first calls
-        self._progress: LineProgress | None = None
+        self._progress: Progress | None = None
         self._task = TaskID(0)
         if console.is_terminal:
-            self._progress = LineProgress(
+            self._progress = Progress(
                 TextColumn("{task.description}", markup=False),
                 TextColumn("{task.completed}/{task.total}"),
                 BarColumn(bar_width=None),

@@ -15,22 +15,18 @@ from urllib.parse import quote
 
 from bytescope.memory.files import write_whole
 from bytescope.memory.profile import trace_tables
-from bytescope.memory.records.host_record import HOST_PHASES
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.report import host_view
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view import prediction_text as times_text
 from bytescope.memory.view.elements import (
-    Cell,
     HeaderFigure,
-    PageTable,
     Section,
     figure,
     parts,
     program_facts,
     subject,
-    table,
     versions,
 )
 from bytescope.memory.view.frame import page
@@ -88,7 +84,7 @@ def render(run: RunDirectory, folder: str = ".") -> str:
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
         findings=_findings(run),
-        host=_host_table(run),
+        host=host_view.page_rows(run.host),
         trace=trace
         and {
             "where": trace_tables.where_text(trace),
@@ -228,23 +224,6 @@ def _memory(report: ReportRecord) -> list[HeaderFigure]:
         figure("predicted", report.predicted_bytes),
         figure("limit", report.limit_bytes),
     ]
-
-
-def _host_table(run: RunDirectory) -> PageTable | None:
-    # Process 0 wrote the values of the process with the most.
-    if run.host is None:
-        return None
-    columns = (
-        ("phase", "name", lambda row: row.phase),
-        ("happens", "text", lambda row: HOST_PHASES.get(row.phase, "")),
-        ("predicted", "num", lambda row: _bytes_cell(row.predicted)),
-        ("measured", "num", lambda row: _bytes_cell(row.measured)),
-    )
-    return table(columns, host_view.phase_rows(run.host))
-
-
-def _bytes_cell(value: float | None) -> Cell:
-    return Cell("") if value is None else Cell(human(value), value=value)
 
 
 # ---- config ---------------------------------------------------------------------------------------------------

@@ -101,9 +101,7 @@ def test_a_report_keeps_its_host_memory_in_its_json_and_shows_it():
     assert host_view.render(HOST, verbose=False) is None, "memory that suffices is no news"
     assert host_view.render(dataclasses.replace(HOST, node_bytes=GIB), verbose=False) is not None
     assert "8.38 GiB TOO MUCH" in host_view.line(dataclasses.replace(HOST, node_bytes=GIB))
-    assert 'title="XLA compiles the program: XLA&#39;s compiler 900.00 MiB' in page and "width:25.08%" in page
-    terms = {row["name"]: row["phases"] for row in host_view.term_rows(HOST)}
-    assert terms == {"XLA's compiler": "compile", "Python, jax and libraries": "compile, train", "a batch": "train"}
+    assert 'title="XLA compiles the program"' in page and "XLA&#39;s compiler 900.00 MiB" in page
     assert host_view.measured_line(HOST) == "peaked at 1.07 GiB of host memory in compile (predicted 1.17 GiB)"
     assert host_view.measured_line(HostMemory(measured={"save": MIB})) == "peaked at 1.00 MiB of host memory in save"
     assert host_view.measured_line(HostMemory()) == ""

@@ -6,10 +6,11 @@ import threading
 import time
 
 import pytest
+from rich.progress import Progress
 
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.view import progress_bar
-from bytescope.memory.view.console import LineProgress, make_console, put
+from bytescope.memory.view.console import make_console, put
 from bytescope.memory.view.progress_bar import ProgressBar, ProgressLines, progress
 from bytescope.memory.view.text_layout import Prose
 from support.screen import seen, terminal
@@ -51,7 +52,7 @@ def test_without_a_terminal_there_is_no_bar(capsys):
 )
 def test_without_a_terminal_there_is_a_line_every_30_seconds(figures, done, total, amount):
     now, file = 100.0, io.StringIO()
-    with LineProgress(disable=True) as bar:
+    with Progress(disable=True) as bar:
         shown = ProgressBar(bar, "compiling", None)
         lines = ProgressLines(bar.tasks[0], figures, make_console(file=file, width=40), lambda: now)
         shown.show(done, total)

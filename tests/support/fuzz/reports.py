@@ -50,12 +50,12 @@ def read_trace(data: bytes, folder: Path) -> None:
 @functools.cache
 def report() -> bytes:
     """The JSON of a report on the program, with a step's work, on a target whose rates are known."""
-    from bytescope.memory.analysis import report_of, with_seconds
+    from bytescope.memory.analysis import report_of
     from bytescope.memory.cost import roofline
     from bytescope.memory.devices import targets
     from bytescope.memory.program.compilation import compiled_for
 
-    found = with_seconds(report_of(compiled_for(program())[0], target=targets.parse("h100:8"))).to_json()
+    found = report_of(compiled_for(program())[0], target=targets.parse("h100:8"), seconds=True).to_json()
     assert found["prediction"] and found["schedule"]
     found["buffers"], found["timeline"] = found["buffers"][:12], found["timeline"][:20]
     found["work"] = {
