@@ -196,7 +196,16 @@ def compile_lowered(
     described = any(map(is_described, devices[:1]))
     leave_out = machine_code.options_without(devices[0]) if described and devices else {}
     if jaxpr is not None and devices:
-        _expect_host_memory(jaxpr, devices[0].platform, bool(leave_out))
+        terms = shared_terms(
+            program_size(jaxpr),
+            devices[0].platform,
+            ("other",),
+            trainer="flax" in sys.modules,
+            orbax="orbax.checkpoint" in sys.modules,
+            gpu_present=accelerator() == "cuda",
+            without_code=bool(leave_out),
+        )
+        expect(terms)
     signature = read_signature(lowered)
     with contextlib.ExitStack() as settings:
         settings.enter_context(host_phase("compile"))
@@ -226,19 +235,6 @@ def compile_lowered(
         remat_log=read_remat_log(log),
         full_remats=read_full_remats(log),
     )
-
-
-def _expect_host_memory(jaxpr: Any, platform: str, without_code: bool) -> None:
-    terms = shared_terms(
-        program_size(jaxpr),
-        platform,
-        ("other",),
-        trainer="flax" in sys.modules,
-        orbax="orbax.checkpoint" in sys.modules,
-        gpu_present=accelerator() == "cuda",
-        without_code=without_code,
-    )
-    expect(terms)
 
 
 def read_compiled(compiled: CompiledStage) -> Compilation:

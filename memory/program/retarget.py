@@ -120,7 +120,9 @@ def lowered_for(program: TracedStage, target: Target) -> LoweredStage:
     positional, named = program.args_info
     names_devices = [not _is_abstract(_mesh_of(sharding)) for sharding in moved if sharding is not None]
     if names_devices and not any(names_devices):
-        context = jax.set_mesh(placement.any_mesh)  # no argument names the devices
+        # No argument names the devices: the first mesh that was moved does, or one of a single device.
+        one_device = jax.sharding.Mesh(target.devices()[:1], ("one",))
+        context = jax.set_mesh(next(iter(placement.meshes.values()), one_device))
     with context:
         return jax.jit(
             step,
@@ -193,7 +195,7 @@ class TargetPlacement:
         self.target = target
         self.one_device = jax.sharding.SingleDeviceSharding(target.devices()[0])
         self.kind = jax.sharding.Mesh(target.devices()[:1], ("one",)).abstract_mesh.abstract_device
-        self._meshes: dict[Any, Any] = {}
+        self.meshes: dict[Any, Any] = {}
         self._first_abstract: Any = None  # the program's first abstract mesh
         self._jaxprs: dict[int, Any] = {}
         self._contexts: dict[Any, Any] = {}
@@ -203,14 +205,7 @@ class TargetPlacement:
         """True if any sharding that was moved to the target has a mesh. The program's devices are then the devices of
         the mesh, and jax places values that have no sharding.
         """
-        return bool(self._meshes)
-
-    @property
-    def any_mesh(self) -> Any:
-        """A mesh over the target's devices: the first that was moved, or one of a single device."""
-        import jax
-
-        return next(iter(self._meshes.values()), jax.sharding.Mesh(self.target.devices()[:1], ("one",)))
+        return bool(self.meshes)
 
     # ---- meshes and shardings
 
@@ -273,19 +268,19 @@ class TargetPlacement:
 
         if not isinstance(mesh, jax.sharding.Mesh) or mesh.empty:
             return mesh
-        if mesh not in self._meshes:
+        if mesh not in self.meshes:
             devices = self._mesh_devices(mesh)
             moved = mesh
             if set(mesh.devices.flat) != set(devices.flat):
                 moved = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-            self._meshes[mesh] = moved
-        return self._meshes[mesh]
+            self.meshes[mesh] = moved
+        return self.meshes[mesh]
 
     def _mesh_over_target(self, mesh: Any) -> Any:
         import jax
 
         own = jax.sharding.Mesh(self._mesh_devices(mesh), mesh.axis_names, axis_types=mesh.axis_types)
-        return self._meshes.setdefault(own, own)
+        return self.meshes.setdefault(own, own)
 
     def _mesh_devices(self, mesh: Any) -> Any:
         if mesh.size != self.target.n_devices:

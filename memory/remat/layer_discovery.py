@@ -187,8 +187,10 @@ class _LayerFinder:
         return every
 
     def _loop(self, equation: Any, active: list[bool], times: int) -> list[bool]:
-        body, carried = equation.params["jaxpr"], carried_count(equation)
-        first, trips = count_same_rank(equation.invars, body.jaxpr.invars) - carried, times * equation.params["length"]
+        body = equation.params["jaxpr"]
+        # Counted from the shapes, because versions of jax store these numbers under different parameters.
+        carried = _count_same_rank(equation.outvars, body.jaxpr.outvars)
+        first, trips = _count_same_rank(equation.invars, body.jaxpr.invars) - carried, times * equation.params["length"]
         while True:  # a value that one iteration makes active is active in the next
             seen_before = len(self.seen)
             out = self.visit(body.jaxpr, active, trips)
@@ -207,7 +209,11 @@ class _LayerFinder:
     def _note(
         self, equation: Any, how: str, body: Any, active: Sequence[bool], times: int, loop: tuple[int, int] = (0, 0)
     ) -> None:
-        closed = _closed(body)
+        from jax.extend import core
+
+        closed = body if hasattr(body, "consts") and hasattr(body, "jaxpr") else core.ClosedJaxpr(body, ())
+        info = closed.jaxpr.debug_info
+        defined = f"{info.func_filename}:{info.func_lineno}" if getattr(info, "func_filename", None) else ""
         self.seen.append(
             Layer(
                 closed,
@@ -215,22 +221,15 @@ class _LayerFinder:
                 tuple(active),
                 mark(body),
                 how,
-                _called_function_name(equation, closed),
-                where_of(equation) or _definition_place(closed),
+                str(equation.params.get("name") or getattr(info, "func_name", "") or ""),
+                where_of(equation) or defined,
                 parameters(equation).get("policy"),
                 *loop,
             )
         )
 
 
-def carried_count(loop: Any) -> int:
-    """Returns the number of values that a `scan` equation carries from one iteration to the next. It is counted from
-    the shapes, because versions of jax store this number under different parameters of the equation.
-    """
-    return count_same_rank(loop.outvars, loop.params["jaxpr"].jaxpr.outvars)
-
-
-def count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def _count_same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     """Returns the number of values that have the same rank (number of dimensions) outside of a loop and in its body.
     They are constants or carried values, because values that the loop slices or stacks have one more dimension outside.
 
@@ -324,26 +323,10 @@ def input_specs(jaxpr: Any) -> list[Any]:
     ]
 
 
-def _closed(body: Any) -> Any:
-    from jax.extend import core
-
-    return body if hasattr(body, "consts") and hasattr(body, "jaxpr") else core.ClosedJaxpr(body, ())
-
-
 def _is_float(aval: Any) -> bool:
     import jax.numpy as jnp
 
     return hasattr(aval, "dtype") and jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _called_function_name(equation: Any, body: Any) -> str:
-    traced_name = getattr(body.jaxpr.debug_info, "func_name", "") or ""
-    return str(equation.params.get("name") or traced_name)
-
-
-def _definition_place(body: Any) -> str:
-    info = body.jaxpr.debug_info
-    return f"{info.func_filename}:{info.func_lineno}" if getattr(info, "func_filename", None) else ""
 
 
 def where_of(equation: Any) -> str:

@@ -3,6 +3,7 @@ ratio of the two data sheets."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -92,9 +93,9 @@ def _rates(name: str) -> DeviceRates:
     chip = CHIPS[name]
     products = _product_rates(chip)
     attention, attention_source = _attention_table(chip)
-    memory, memory_source = _measured(chip, ("memory",))
-    host_link, host_link_source = _measured(chip, ("host_link",))
-    floor, floor_source = _measured(chip, ("floor",))
+    (memory, memory_source), (host_link, host_link_source), (floor, floor_source) = (
+        _nearest_rate(chip, (part,)) for part in ("memory", "host_link", "floor")
+    )
     floor_seconds = floor[0][1]
     collectives, links_source = _collective_rates(chip)
     sources = {f"products {unit}": source for unit, (_, source) in products.items()} | {
@@ -125,18 +126,10 @@ def _rates(name: str) -> DeviceRates:
     )
 
 
-def _measured(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
-    nearest = _nearest_rate(chip, part)
-    if nearest is None:
-        raise KeyError(
-            f"no measured rate of {part} is known for {chip.name} or a similar chip: add one to achieved.MEASURED"
-        )
-    return nearest
-
-
-def _nearest_rate(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None:
+def _nearest_rate(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str]:
     """Returns (rate curve, source) of one kind of work on a chip. If the chip has no measured curve, the curve of the
-    most similar chip is multiplied by the ratio of their data-sheet rates. Returns None if no similar chip has a curve.
+    most similar chip is multiplied by the ratio of their data-sheet rates. Raises KeyError if no similar chip has a
+    curve.
 
     `part`: the kind of work, such as ("memory",) or ("products", "bf16").
     """
@@ -145,15 +138,14 @@ def _nearest_rate(chip: Chip, part: tuple[Any, ...]) -> tuple[Curve, str] | None
             figure, ratio = MEASURED.get(name, {}).get(each), _data_sheet_ratio(each, part, chip, CHIPS[name])
             if figure and ratio:
                 return _times(figure.points, ratio), _name_chip(figure.source, name, chip.name)
-    return None
+    raise KeyError(f"no measured rate of {part} for {chip.name} or a similar chip: add one to achieved.MEASURED")
 
 
 def _product_rates(chip: Chip) -> dict[str, tuple[Curve, str]]:
     products: dict[str, tuple[Curve, str]] = {}
     for unit in chip.peak_flops:
-        measured = _nearest_rate(chip, ("products", unit))
-        if measured:
-            products[unit] = measured
+        with contextlib.suppress(KeyError):
+            products[unit] = _nearest_rate(chip, ("products", unit))
     for unit in chip.peak_flops:
         if unit not in products:
             like = next(each for each in LIKE[unit] if each in products)

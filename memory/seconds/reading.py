@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from bytescope.memory.cost import collectives, host_transfers, kernel_costs
 from bytescope.memory.cost.flops import FlopCount
@@ -168,60 +168,58 @@ class _ScheduleReader:
 
     def instruction(self, one: Instruction, around: str) -> Iterator[Step]:
         opcode = one.opcode
-        if opcode in _NOTHING:
+        collective = is_collective(opcode.removesuffix("-update"))
+        if opcode in _NOTHING or opcode == "async-update" or (collective and opcode.endswith("-update")):
             return
-        if is_collective(opcode.removesuffix("-update")):
-            yield from self.collective(one, around)
+        phase = self.phase(one, around)
+        if opcode in ("async-done", "copy-done") or (collective and opcode.endswith("-done")):
+            yield from self.wait(one)
+        elif collective:
+            yield from self.start(one, one, phase)
+        elif opcode == "while":
+            steps = self.computation(one.called[0], phase) if one.called else ()
+            if steps:
+                yield Loop(self.turns(one), steps)
+        elif opcode in ("conditional", "call"):
+            for id in self.called(one, phase):
+                yield from self.computation(id, phase)
+        elif opcode == "async-start":
+            yield from self.async_start(one, phase)
+        elif opcode == "copy-start" and self.copies_host_data(one):
+            yield from self.host_copies(one, around, one.name)
         else:
-            rule = _RULES.get(opcode, _ScheduleReader.kernel)
-            yield from rule(self, one, around)
+            yield from self.kernel(one, around)
 
     def phase(self, one: Instruction, around: str) -> str:
         phase = kernel_costs.phase_of(self.attribution, one, around)
         return phase if phase in STEP_PHASES else "forward"
 
-    # ---- operations that call computations
-    # -----------------------------------------------------------------------------------------
-
-    def loop(self, one: Instruction, around: str) -> Iterator[Step]:
-        steps = self.computation(one.called[0], self.phase(one, around)) if one.called else ()
-        if steps:
-            yield Loop(self.turns(one), steps)
+    # ---- operations that call computations ---------------------------------------------------------------------
 
     def turns(self, one: Instruction) -> int:
         return (full_turns(self.module, one) or 1) if one.opcode == "while" else 1
 
-    def conditional(self, one: Instruction, around: str) -> Iterator[Step]:
-        id = self.dearest_branch(one, around)
-        yield from self.computation(id, self.phase(one, around)) if id is not None else ()
-
-    def dearest_branch(self, one: Instruction, around: str) -> int | None:
-        phase = self.phase(one, around)
-        return max(one.called, key=lambda id: _branch_cost(self.computation(id, phase)), default=None)
+    def called(self, one: Instruction, phase: str) -> list[int]:
+        """Returns the ids of the computations that an instruction calls: the body of a loop, a called function, or the
+        most expensive branch of a conditional. Returns [] for other opcodes. `phase`: the phase of the instruction.
+        """
+        if one.opcode == "while":
+            return one.called[:1]
+        if one.opcode == "conditional":
+            return sorted(one.called, key=lambda id: -_branch_cost(self.computation(id, phase)))[:1]
+        return one.called if one.opcode == "call" else []
 
     def called_order(self, one: Instruction, around: str) -> tuple[InstructionSteps, ...]:
         """Returns one record (its name and the operations that it runs) for each instruction of the computations that
-        an instruction calls: the body of a loop, a called function, or the most expensive branch of a conditional.
-        Returns () for other opcodes. `around`: the phase of the step in which the caller runs.
+        an instruction calls (`called`). `around`: the phase of the step in which the caller runs.
         """
-        called: Iterable[int] = ()
-        if one.opcode == "while":
-            called = one.called[:1]
-        elif one.opcode == "call":
-            called = one.called
-        elif one.opcode == "conditional":
-            branch = self.dearest_branch(one, around)
-            called = () if branch is None else (branch,)
-        orders = [self.ordered.get((id, self.phase(one, around)), ()) for id in called]
+        if one.opcode not in ("while", "call", "conditional"):
+            return ()
+        phase = self.phase(one, around)
+        orders = [self.ordered.get((id, phase), ()) for id in self.called(one, phase)]
         return tuple(itertools.chain.from_iterable(orders))
 
-    def call(self, one: Instruction, around: str) -> Iterator[Step]:
-        phase = self.phase(one, around)
-        for id in one.called:
-            yield from self.computation(id, phase)
-
-    def async_start(self, one: Instruction, around: str) -> Iterator[Step]:
-        phase = self.phase(one, around)
+    def async_start(self, one: Instruction, phase: str) -> Iterator[Step]:
         for id in one.called[:1]:
             for instruction in self.scheduled_instructions(id):
                 if is_collective(instruction.opcode):
@@ -232,12 +230,6 @@ class _ScheduleReader:
                     yield from self.instruction(instruction, phase)
 
     # ---- operations beside compute ---------------------------------------------------------------------------
-
-    def collective(self, one: Instruction, around: str) -> Iterator[Step]:
-        if one.opcode.endswith(("-done", "-update")):
-            yield from self.wait(one, around)
-        else:
-            yield from self.start(one, one, self.phase(one, around))
 
     def start(self, start: Instruction, one: Instruction, phase: str) -> Iterator[Step]:
         """Yields the record that the collective `one` starts, with its payload and devices; nothing if the collective
@@ -266,9 +258,7 @@ class _ScheduleReader:
             self.groups[key] = groups, hlo_mesh.hosts_of(groups, self.per_host)
         return self.groups[key]
 
-    def wait(self, one: Instruction, around: str) -> Iterator[Step]:
-        if one.opcode.endswith("-update"):
-            return
+    def wait(self, one: Instruction) -> Iterator[Step]:
         start: Instruction | None = one
         # -update instructions may be between start and done.
         for _ in range(_MAX_UPDATES):
@@ -277,12 +267,6 @@ class _ScheduleReader:
                 break
         if start is not None and start.name in self.begun:
             yield Wait(start.name)
-
-    def copy_start(self, one: Instruction, around: str) -> Iterator[Step]:
-        if self.copies_host_data(one):
-            yield from self.host_copies(one, around, one.name)
-        else:
-            yield from self.kernel(one, around)
 
     def copies_host_data(self, one: Instruction) -> bool:
         operands = [self.module.operand(one, i) for i in range(len(one.operands))]
@@ -329,18 +313,6 @@ class _ScheduleReader:
 _NOTHING = frozenset(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier"))
 # Operations that may copy over the host link, and that compute waits for.
 _CROSSING = frozenset((*host_transfers.CROSSING, "fusion"))
-_Rule = Callable[[_ScheduleReader, Instruction, str], Iterator[Step]]
-# Opcode -> method that yields its steps. Other opcodes, except collectives, are kernels or have no step.
-_RULES: dict[str, _Rule] = {
-    "while": _ScheduleReader.loop,
-    "conditional": _ScheduleReader.conditional,
-    "call": _ScheduleReader.call,
-    "async-start": _ScheduleReader.async_start,
-    "async-update": _ScheduleReader.wait,
-    "async-done": _ScheduleReader.wait,
-    "copy-start": _ScheduleReader.copy_start,
-    "copy-done": _ScheduleReader.wait,
-}
 
 
 def _branch_cost(steps: Steps) -> int:
