@@ -56,7 +56,8 @@ def split_parameters(tree: Any, names: Collection[str]) -> tuple[Any, Any]:
     """
     if not names:
         return tree, None
-    trained, frozen = {}, {}
+    trained: dict[Any, Any] = {}
+    frozen: dict[Any, Any] = {}
     for path, value in flatten_dict(tree).items():
         (frozen if dotted(path) in names else trained)[path] = value
     return unflatten_dict(trained), unflatten_dict(frozen)
