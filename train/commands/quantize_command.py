@@ -50,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--awq",
         dest="calibrate",
         type=user_path,
+        nargs="?",  # so that --awq --help shows the help
         required=True,
         metavar="TEXT",
         help="quantize to 4 bits, with scales that the activations of this text determine: each row of a .jsonl file "
@@ -115,6 +116,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
+    if args.calibrate is None:
+        raise UserError("--awq has no text: give --awq=TEXT, a file of text like what the model will read")
     for name, minimum in (("samples", 1), ("length", 2)):
         if (value := getattr(args, name)) < minimum:
             raise UserError(f"--{name}={value} is too small: give {minimum} or more")

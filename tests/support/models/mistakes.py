@@ -45,7 +45,7 @@ OF_MODELS = {
     "quantize": [
         ("", "required"),
         ("missing --awq=text.txt", "required: OUT"),
-        ("missing out --awq", "expected one argument"),
+        ("missing out --awq", "give --awq=TEXT"),
         ("missing out --awq=", "the name is empty"),
         ("missing out --awq=text.txt", "is neither a run nor"),
         ("missing out --awq=text.txt --group=48", "--group"),
