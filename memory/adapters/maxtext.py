@@ -21,7 +21,6 @@ import importlib.util
 import io
 import logging
 import os
-import shlex
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.adapters.trainers import TrainerFactory
 from bytescope.memory.compare import what_if
-from bytescope.memory.compare.compare_rows import Row, flags
-from bytescope.memory.compare.grids import CONFIG, as_text
+from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.compare.what_if import Variant
 from bytescope.memory.devices.chips import CHIPS, base_name
-from bytescope.memory.devices.xla_flags import LEVELS, flags_text, is_flag, parse_value
+from bytescope.memory.devices.xla_flags import LEVELS, is_flag, parse_value
 from bytescope.memory.errors import ReportError, did_you_mean, message_of, one_line, remedy_for
 from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.records.report_record import Finding, ReportRecord
@@ -102,16 +101,6 @@ class MaxTextRow(Row):
 
     how = (POLICY, "scan_layers", "param_scan_axis", ATTENTION, "ici_", "dcn_", "num_vocab_tiling", "xla_", *LEVELS)
     policy_key = POLICY
-
-    @classmethod
-    def flag(cls, key: str, value: Any) -> str:
-        return f"--xla={flags_text({key: value})}" if is_flag(key) else f"{key}={as_text(value)}"
-
-    def command(self, source: str, target: str, given: str) -> str:
-        """Returns the command line of `bytescope report` that compiles the step of this row. The arguments are those of
-        `Row.command`."""
-        words = [str(self.overrides.get(CONFIG, source)), str(self.overrides.get("target", target))]
-        return " ".join(filter(None, ("bytescope report", shlex.join(words), given, flags(self))))
 
 
 class MaxTextFactory(TrainerFactory):

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from bytescope.memory.compare.grids import CHANGE, CONFIG, EFFECT, TARGET, as_text
+from bytescope.memory.devices.xla_flags import flags_text, is_flag
 from bytescope.memory.seconds import ranking
 from bytescope.memory.units import column_unit
 
@@ -154,17 +155,18 @@ class Row:
 
     @classmethod
     def flag(cls, key: str, value: Any) -> str:
-        """Returns the command-line flag that sets a config key to this value, without shell quotes."""
-        return f"--grid={key}={as_text(value)}"
+        """Returns the word that sets a key to this value, such as `width=256` or --xla=FLAG=VALUE, without shell
+        quotes."""
+        return f"--xla={flags_text({key: value})}" if is_flag(key) else f"{key}={as_text(value)}"
 
     def command(self, source: str, target: str, given: str) -> str:
-        """Returns the command line that reproduces this row.
+        """Returns the command line of `bytescope report` that compiles the program of this row.
 
-        source: the program, as MODULE:FUNCTION. target: the name of the target, "" to leave it out.
-        given: the comparison's flags that are the same for all rows.
+        source: the program, such as MODULE:FUNCTION, unless the row has another. target: the name of the target, ""
+        to leave it out, unless the row has another. given: the words that are the same for all rows.
         """
-        words = ["bytescope", "compare", source, *([target] if target else [])]
-        return " ".join(filter(None, (shlex.join(words), given, flags(self))))
+        words = [str(self.overrides.get(key, word)) for key, word in ((CONFIG, source), (TARGET, target))]
+        return " ".join(filter(None, ("bytescope report", shlex.join(filter(None, words)), given, flags(self))))
 
     def value_text(self, key: str) -> str:
         """Returns the text of the row's value for a config key of the compared grid, "" if the row does not have the

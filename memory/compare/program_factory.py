@@ -30,7 +30,7 @@ from bytescope.memory.compare.prepared_program import PreparedProgram, prepare
 from bytescope.memory.compare.what_if import Variant, flag_variants
 from bytescope.memory.devices.platform import JAX_FRACTION, MemoryFraction
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.devices.xla_flags import LEVELS, flags_text, is_flag, parse_value
+from bytescope.memory.devices.xla_flags import LEVELS, is_flag, parse_value
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.program import user_program
 from bytescope.memory.program.user_program import OVERRIDES, TARGET, UserFunction, UserProgram, parameters_of
@@ -145,14 +145,6 @@ class ProgramFactory:
         return None
 
 
-class FunctionRow(Row):
-    """A row of a comparison of a user's function: values of its parameters, and flags of XLA."""
-
-    @classmethod
-    def flag(cls, key: str, value: Any) -> str:
-        return f"--xla={flags_text({key: value})}" if is_flag(key) else super().flag(key, value)
-
-
 class FunctionFactory(ProgramFactory):
     """Makes programs by calling a user's function. The function's parameters are the config keys."""
 
@@ -166,7 +158,7 @@ class FunctionFactory(ProgramFactory):
                 f"{function.name}.how={how!r:.60} is not a tuple of names: give a tuple of parameter names"
             )
         # Flags of XLA change how the step runs, too.
-        self.row = type("FunctionRow", (FunctionRow,), {"how": (*how, "xla_", *LEVELS)})
+        self.row = type("FunctionRow", (Row,), {"how": (*how, "xla_", *LEVELS)})
 
     def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
         """Calls the user's function with `overrides` (config key -> value) as keyword arguments. Returns the program

@@ -43,7 +43,7 @@ def test_rows_of_any_program_are_compiled_measured_cached_and_drawn(tmp_path, mo
     assert none["measured"]["tokens_per_s"] == pytest.approx(64 / none["measured"]["step_seconds"])
     # remat says how a step runs: its rows compete. Another width is another task.
     assert first["best"] is None and [one["task"] for one in first["best_of_each"]] == ["width=32", "width=64"]
-    assert re.fullmatch(r"--grid=remat=\w+ --grid=width=32 --grid=layers=3", first["best_of_each"][0]["flags"])
+    assert re.fullmatch(r"remat=\w+ width=32 layers=3", first["best_of_each"][0]["flags"])
     assert first["config"] == f"{EXAMPLE}:program" and first["target"]["name"] == "cpu:1"
     assert "best of each task" in capsys.readouterr().out
 
@@ -56,7 +56,9 @@ def test_rows_of_any_program_are_compiled_measured_cached_and_drawn(tmp_path, mo
     assert second["rows"] == first["rows"] and "4 from the cache" in capsys.readouterr().out
     page = Page((tmp_path / "b.html").read_text())
     assert len(page.data["rows"]) == 4 and page.data["keys"] == [["remat", "remat"], ["width", "width"]]
-    assert all(row["command"].startswith(f"bytescope compare {EXAMPLE}") for row in page.data["rows"])
+    assert all(
+        row["command"].startswith(f"bytescope report {EXAMPLE}:program cpu:1 remat=") for row in page.data["rows"]
+    )
     assert compare_page.render(second)  # without what the function says of its keys, too
 
 
