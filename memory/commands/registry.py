@@ -162,7 +162,7 @@ COMMANDS: Mapping[str, Subcommand] = {
         reads="reads two JSON files",
     ),
     "audit": Subcommand(
-        "train.commands.audit_config",
+        "train.commands.audit_command",
         "measure",
         "check that each checkpoint, offload and donation was honored",
         (

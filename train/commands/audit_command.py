@@ -1,8 +1,4 @@
-"""bytescope report --audit: compares what a program asks jax and XLA to do with what the compiled program does.
-
-This module audits a user's program, an HLO dump, or the program of an adapter such as MaxText.
-`train.commands.audit_config` audits bytescope's own configs.
-"""
+"""bytescope report --audit: compares what a program asks jax and XLA to do with what the compiled program does."""
 
 from __future__ import annotations
 
@@ -10,18 +6,29 @@ import argparse
 import dataclasses
 from typing import Any
 
+from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import report_command
-from bytescope.memory.commands.arguments import add_json, add_xla, show_written, user_path, write
+from bytescope.memory.commands.arguments import (
+    add_json,
+    add_xla,
+    check_files,
+    refuse_flags,
+    show_written,
+    user_path,
+    write,
+)
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.train.commands.config_arguments import add_subject, check_program
+from bytescope.train.commands.open_program import open_program
 
 # The exit code of --strict if a request was not honored.
 NOT_HONORED = 1
 
 
-def add_output(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `bytescope report --audit` except those that name the program: --strict, --xla, --json
-    and --html."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command-line arguments of `bytescope report --audit` to the parser."""
+    add_subject(parser, others=report_command.OTHER_SUBJECTS, hlo=None)
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
     )
@@ -36,11 +43,18 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope report --audit` for a user's function, a dump or the program of an adapter: compiles it, prints
-    the audit, and writes the files of --json and --html. Returns the exit code: 1 with --strict if a request was not
-    honored, else 0."""
-    program, subject = report_command.open_program(args)
-    report, _ = report_command.make_report(program, subject)
+    """Compiles the program, prints what it asks jax and XLA to do (recompute, save, offload, donate, keep sharded) and
+    whether XLA does it, and writes the files of --json and --html. Returns the exit code: 1 with --strict if a request
+    was not honored, else 0.
+
+    Raises ReportError for flags that cannot be combined, and for a program that cannot be compiled.
+    """
+    check_files(args)
+    if is_adapted(args.config):
+        refuse_flags(args, ())
+    else:
+        check_program(args)
+    report, _ = report_command.make_report(*open_program(args))
     show(report)
     return finish(args, report)
 
