@@ -27,7 +27,7 @@ from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
-from bytescope.memory.devices.limits import given_node_bytes, limit_bytes, node_memory_of, pool_bytes
+from bytescope.memory.devices.limits import given_node_bytes, limit_bytes, machine_bytes, pool_bytes
 from bytescope.memory.devices.platform import (
     JAX_FRACTION,
     MemoryFraction,
@@ -586,3 +586,25 @@ def installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # its parent package is missing
         return False
+
+
+def node_memory_of(target: Target | None, given: int | None = None, root: str = "/") -> tuple[int, str]:
+    """Returns the host memory of one node of a target, which all processes of the node share: (bytes, source of the
+    number in words). 0 bytes mean that the size is unknown.
+
+    The size is `given`, or else the size that `use_node` set. If both are missing, the size is the memory of this
+    machine (`machine_bytes`) in two cases: `target` is None, or the devices of the target are in this machine. For
+    other devices, it is the memory of a whole node with such devices, for example with 8 H100, in the table of chips.
+
+    given: the host memory of one node in bytes; None or 0 if unknown. root: the root of the file system to read, for
+    tests.
+    """
+    size = given or given_node_bytes()
+    if size:
+        return size, "--host-memory"
+    if target is None or not target.is_described:
+        return machine_bytes(root)
+    chip = CHIPS.get(base_name(target.name))
+    if chip is None:
+        return 0, ""
+    return chip.host_memory_bytes, f"a node with {chip.devices_per_host} {chip.name}"

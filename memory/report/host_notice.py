@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bytescope.memory.allocators.pinned_pool import devices_of_process, pinned_terms
-from bytescope.memory.devices.limits import node_memory_of, processes_per_node
-from bytescope.memory.devices.targets import Target
+from bytescope.memory.devices.limits import processes_per_node
+from bytescope.memory.devices.targets import Target, node_memory_of
 from bytescope.memory.host.host_ledger import expect
 from bytescope.memory.host.host_terms import program_size, shared_terms
 from bytescope.memory.host.node_memory import free_host_bytes

@@ -158,7 +158,7 @@ def _train(args: argparse.Namespace) -> int:
     from bytescope.train.launch.signals import Stop
 
     with processes.together(), explained():
-        from bytescope.memory.devices.limits import node_memory_of
+        from bytescope.memory.devices.targets import node_memory_of
         from bytescope.memory.devices.targets import parse as parse_target
         from bytescope.memory.host.host_ledger import set_node
         from bytescope.memory.seconds import rates

@@ -16,8 +16,8 @@ from bytescope.memory.allocators.pinned_pool import devices_of_process, pinned_t
 from bytescope.memory.allocators.program_events import ProgramCall, call_of
 from bytescope.memory.devices.compiler import stats_of
 from bytescope.memory.devices.compiler_log import hold_back_log
-from bytescope.memory.devices.limits import node_memory_of, processes_per_node
-from bytescope.memory.devices.targets import Target
+from bytescope.memory.devices.limits import processes_per_node
+from bytescope.memory.devices.targets import Target, node_memory_of
 from bytescope.memory.host.host_terms import program_size, shared_terms
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.records.host_record import HostMemory, HostTerm

@@ -221,7 +221,7 @@ def test_the_limit_of_a_cgroup_is_the_memory_of_a_node_if_it_is_smaller(tmp_path
         },
     )
     assert limits.machine_bytes(root) == (4 * GIB, "the limit of a cgroup")
-    assert limits.node_memory_of(None, root=root) == (4 * GIB, "the limit of a cgroup")
+    assert targets.node_memory_of(None, root=root) == (4 * GIB, "the limit of a cgroup")
     (tmp_path / "sys/fs/cgroup/job/memory.max").write_text(f"{2**63}\n")  # no limit, as cgroups of version 1 write it
     (tmp_path / "sys/fs/cgroup/job/step/memory.max").write_text("max\n")
     assert limits.machine_bytes(root)[0] == 16 * GIB
@@ -229,11 +229,11 @@ def test_the_limit_of_a_cgroup_is_the_memory_of_a_node_if_it_is_smaller(tmp_path
 
 def test_a_described_target_has_the_node_of_the_table_or_the_given_one():
     one, pod = targets.parse("h100"), targets.parse("h100:2x8")
-    assert limits.node_memory_of(one) == limits.node_memory_of(pod) == (2048 * GIB, "a node with 8 h100")
+    assert targets.node_memory_of(one) == limits.node_memory_of(pod) == (2048 * GIB, "a node with 8 h100")
     assert one.host_memory_bytes == 256 * GIB and pod.host_memory_bytes == 2048 * GIB
-    assert limits.node_memory_of(pod, 512 * GIB) == (512 * GIB, "--host-memory")
+    assert targets.node_memory_of(pod, 512 * GIB) == (512 * GIB, "--host-memory")
     with arguments.chosen_node(argparse.Namespace(host_memory="512GiB")):
-        assert limits.node_memory_of(pod) == (512 * GIB, "--host-memory")
+        assert targets.node_memory_of(pod) == (512 * GIB, "--host-memory")
         assert targets.parse("h100:2x8").host_memory_bytes == targets.parse("h100").host_memory_bytes == 512 * GIB
     assert targets.parse("h100:2x8") == pod
 
