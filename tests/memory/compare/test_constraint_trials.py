@@ -63,7 +63,7 @@ def test_the_gradient_of_a_constrained_array_is_constrained(devices):
 
     traced = jax.jit(jax.grad(lambda a, b: step(a, b).sum())).trace(*args)
     (line,) = {
-        constraint_trials.equation_line(equation)
+        constraint_trials.line_of(equation)
         for equation, backward in constraint_trials._equations(traced.jaxpr)
         if equation.primitive.name == "mul" and not backward and equation.outvars[0].aval.shape == (16, 16, 16)
     }
@@ -97,7 +97,7 @@ def test_another_result_differs(devices, monkeypatch):
         for each, _ in constraint_trials._equations(run.traced.jaxpr)
         if each.primitive.name == "mul" and each.outvars[0].aval.shape == (16, 16, 16)
     ]
-    site = constraint_trials._Site(constraint_trials.equation_line(equation), "mul", False, 0, (16,) * 3, "float32")
+    site = constraint_trials._Site(constraint_trials.line_of(equation), "mul", False, 0, (16,) * 3, "float32")
     spec = (("x",), (), ())
     assert run.compare(site, spec) == "equal"
     monkeypatch.setattr(constraint_trials, "_changed", lambda *_: jax.jit(lambda a, b: a + b).trace(*args))
