@@ -61,7 +61,7 @@ def test_the_gradient_of_a_constrained_array_is_constrained(devices):
 
     traced = jax.jit(jax.grad(lambda a, b: step(a, b).sum())).trace(*args)
     (line,) = {
-        constraint_trials.equation_line(equation)
+        constraint_trials.line_of(equation)
         for equation, backward in constraint_trials._equations(traced.jaxpr)
         if equation.primitive.name == "mul" and not backward and equation.outvars[0].aval.shape == (16, 16, 16)
     }
