@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.devices import cuda_plugins
-from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, target_config
+from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, base_name, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
 from bytescope.memory.devices.cuda_plugins import CUDA_PLUGINS
 from bytescope.memory.devices.limits import given_node_bytes, limit_bytes, machine_bytes, pool_bytes

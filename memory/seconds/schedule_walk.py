@@ -171,12 +171,12 @@ class _DeviceClock:
         # hide that two iterations take equally long.
         inside, began = _DeviceClock(self.prices), self.now
         inside.free = {stream: free - began for stream, free in self.free.items()}
-        inside.started = {name: (end - began, stream, counts) for name, (end, stream, counts) in self.started.items()}
+        inside.started = {name: (end - began, stream, to) for name, (end, stream, to) in self.started.items()}
         inside.last, inside.steps = self.last, self.steps
         inside.run_iterations(loop)
         self.now, self.steps = began + inside.now, inside.steps
         self.free = {stream: began + free for stream, free in inside.free.items()}
-        self.started = {name: (began + end, stream, counts) for name, (end, stream, counts) in inside.started.items()}
+        self.started = {name: (began + end, stream, to) for name, (end, stream, to) in inside.started.items()}
         for counts, taken in inside.spent.items():
             self._spend(counts, taken)
 
