@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
 
 from bytescope.memory.cost.kernel_costs import IDLE
 from bytescope.memory.formulas.communication_volume import Expected
@@ -78,7 +77,9 @@ def _record_collective(
     elif kind == "reduce-scatter":
         result = given // group
     named, metadata, scope = attribution.best_named(start, ())
-    overlapped = find_overlap(attribution, start) if start.opcode.endswith("-start") else Overlap(False)
+    asynchronous, overlapped, overlapped_flops = False, 0, 0
+    if start.opcode.endswith("-start"):
+        asynchronous, overlapped, overlapped_flops = _find_overlap(attribution, start)
     yield Collective(
         name=start.name,
         kind=kind,
@@ -92,9 +93,9 @@ def _record_collective(
         component=scope.component,
         module="/".join(scope.path),
         op_name=metadata.op_name,
-        asynchronous=overlapped.asynchronous,
-        overlapped=overlapped.instructions,
-        overlapped_flops=overlapped.flops,
+        asynchronous=asynchronous,
+        overlapped=overlapped,
+        overlapped_flops=overlapped_flops,
         in_flight_bytes=given + result,
         hosts=hlo_mesh.hosts_of(groups, per_host),
     )
@@ -176,45 +177,31 @@ def rows(collectives: Iterable[Collective], expected: Iterable[Expected] = ()) -
 # ---- the compute between the start and the done of a collective -------------------------------------------------
 
 
-class Overlap(NamedTuple):
-    """The computation that can run on the device while a collective sends its data.
-
-    Fields:
-        asynchronous: whether the collective has separate start and done instructions and the runtime does not wait at
-            the start.
-        instructions: number of compute operations that are scheduled between start and done.
-        flops: matrix-product FLOPs of these operations, including all iterations of loops.
-    """
-
-    asynchronous: bool
-    instructions: int = 0
-    flops: int = 0
-
-
-def find_overlap(attribution: Attribution, start: Instruction) -> Overlap:
-    """Returns the computation that one device runs between the start and the done instruction of an asynchronous
-    collective.
+def _find_overlap(attribution: Attribution, start: Instruction) -> tuple[bool, int, int]:
+    """Returns (whether a collective is asynchronous, number of compute operations that are scheduled between its start
+    and its done, matrix-product FLOPs of these operations with all iterations of loops). A collective is asynchronous
+    if it has separate start and done instructions and the runtime does not wait at the start.
 
     attribution: the compiled program with its schedule. start: the start instruction.
     """
     module = attribution.module
     settings = backend_config(module, start).get("collective_backend_config")
     if isinstance(settings, dict) and settings.get("is_sync") is True:
-        return Overlap(False)
+        return False, 0, 0
     computation = module.computations.get(start.computation)
     order = (computation.schedule if computation else None) or []
     positions = {id: position for position, id in enumerate(order)}
     done = _find_done(attribution, start)
     if start.id not in positions or done is None or done.id not in positions:
-        return Overlap(True)
+        return True, 0, 0
     count, total = 0, 0
     for id in order[positions[start.id] + 1 : positions[done.id]]:
         instruction = module.instructions.get(id)
         if instruction is None or instruction.opcode in IDLE or is_collective(instruction.opcode):
             continue
         count += 1
-        total += overlapped_flops(module, instruction)
-    return Overlap(True, count, total)
+        total += product_flops(module, instruction)
+    return True, count, total
 
 
 def _find_done(attribution: Attribution, start: Instruction) -> Instruction | None:
@@ -228,7 +215,7 @@ def _find_done(attribution: Attribution, start: Instruction) -> Instruction | No
     return None
 
 
-def overlapped_flops(module: Module, instruction: Instruction, known: dict[int, int] | None = None) -> int:
+def product_flops(module: Module, instruction: Instruction, known: dict[int, int] | None = None) -> int:
     """Returns the FLOPs of the matrix products in one execution of an instruction, including those inside its loops and
     fusions. Matrix products are dots, GEMM calls and attention calls.
 
@@ -243,8 +230,7 @@ def overlapped_flops(module: Module, instruction: Instruction, known: dict[int, 
         if called not in known and called in module.computations:
             known[called] = 0  # ends the recursion if a damaged module calls itself
             known[called] = sum(
-                overlapped_flops(module, module.instructions[id], known)
-                for id in module.computations[called].instructions
+                product_flops(module, module.instructions[id], known) for id in module.computations[called].instructions
             )
         total += trips * known.get(called, 0)
     return total
@@ -269,27 +255,16 @@ def _product(module: Module, instruction: Instruction, contracted: list[int]) ->
 
 def _library_call_flops(module: Module, instruction: Instruction) -> int:
     config = backend_config(module, instruction)
-    gemm = _inner(config, "gemm_backend_config", "dot_dimension_numbers")
+    gemm = config.get("gemm_backend_config", {}).get("dot_dimension_numbers")
     if gemm:
-        return _product(module, instruction, _numbers(gemm.get("lhs_contracting_dimensions")))
-    scores = _inner(config, "cudnn_fmha_backend_config", "intermediate_tensor_shape")
+        return _product(module, instruction, list(map(int, gemm.get("lhs_contracting_dimensions", ()))))
+    scores = config.get("cudnn_fmha_backend_config", {}).get("intermediate_tensor_shape")
     query = module.operand(instruction, 0)
     if not scores or query is None:
         return 0
     # Q K^T and P V forward; backward dP, dV, dQ, dK and Q K^T again (Dao et al. 2022, arXiv 2205.14135).
     products = 10 if "Backward" in instruction.target else 4
-    return products * math.prod(_numbers(scores.get("dimensions"))) * (module.shape(query).dims or (0,))[-1]
+    return products * math.prod(map(int, scores.get("dimensions", ()))) * (module.shape(query).dims or (0,))[-1]
 
 
 _PRODUCTS = {"dot": _dot_flops, "custom-call": _library_call_flops}
-
-
-def _inner(config: dict[str, Any], *keys: str) -> dict[str, Any]:
-    for key in keys:
-        value = config.get(key)
-        config = value if isinstance(value, dict) else {}
-    return config
-
-
-def _numbers(values: Any) -> list[int]:
-    return [int(value) for value in values if str(value).isdigit()] if isinstance(values, list) else []

@@ -5,7 +5,7 @@ Other libraries wrap jax's stages in classes of their own, which have the same a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jax import Device as JaxDevice
@@ -13,6 +13,6 @@ if TYPE_CHECKING:
     from jax.stages import Lowered as LoweredStage
     from jax.stages import Traced as TracedStage
 else:
-    JaxDevice = CompiledStage = LoweredStage = TracedStage = Any
+    JaxDevice = CompiledStage = LoweredStage = TracedStage = object
 
 __all__ = ["CompiledStage", "JaxDevice", "LoweredStage", "TracedStage"]

@@ -147,7 +147,7 @@ def hosts_of(groups: Groups, per_host: int) -> int:
     """
     if not per_host:
         return 1
-    return max((len({device // per_host for device in group}) for group in groups), default=1)
+    return max((len(np.unique(np.array(group) // per_host)) for group in groups), default=1)
 
 
 def groups_of(data: bytes, span: Span, devices: int) -> Groups:

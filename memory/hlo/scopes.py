@@ -180,7 +180,7 @@ def parse(op_name: str) -> Scope:
     operation = path.pop() if path and path[-1] == last else last
     scopes = tuple(word for word in path if not _WRITTEN.search(word))
     return Scope(
-        _phase_of_transformations(seen), scopes, component(scopes), "einsum" if _EINSUM.search(operation) else operation
+        _phase_of_transformations(seen), scopes, locate(scopes)[0], "einsum" if _EINSUM.search(operation) else operation
     )
 
 
@@ -190,11 +190,6 @@ def _phase_of_transformations(seen: set[str]) -> str:
     if "jvp" not in seen:
         return ""
     return "backward" if "transpose" in seen else "forward"
-
-
-def component(path: tuple[str, ...]) -> str:
-    """Returns the component of the model that the scopes `path` name, such as "attention"; "" if none is named."""
-    return locate(path)[0]
 
 
 @functools.lru_cache(maxsize=65536)

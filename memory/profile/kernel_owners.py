@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from bytescope.memory.hlo.loops import full_turns
 from bytescope.memory.hlo.module import Instruction, Module
+from bytescope.memory.profile.op_scopes import kernel_label
 from bytescope.memory.profile.xplane import Operation
 
 GRAPH = "command_buffer"
@@ -119,12 +120,12 @@ class _Schedule:
 
     def __init__(self, module: Module, kernels: Sequence[Operation], elsewhere: Collection[str] = ()):
         self.module, self.elsewhere = module, elsewhere
-        self.names = {_plain(instruction.name): instruction.name for instruction in module.instructions.values()}
+        self.names = {kernel_label(instruction.name): instruction.name for instruction in module.instructions.values()}
         self.counts = Counter(self.label(kernel) for kernel in kernels)
         self._by_id: dict[int, _Slot] = {}
         self._shared: defaultdict[tuple[object, ...], set[str]] = defaultdict(set)
         for instruction in module.instructions.values():
-            label = _plain(instruction.name)
+            label = kernel_label(instruction.name)
             if label in self.counts and instruction.opcode not in _NOTHING:
                 self._shared[self._code(instruction)].add(label)
         # Calls are counted by kernels that run once per call: only one instruction, in the entry computation, can have
@@ -148,8 +149,8 @@ class _Schedule:
         """Returns the name of a kernel as XLA writes the names of instructions. A kernel that is not in a CUDA graph
         has the label of its own instruction.
         """
-        own = _plain(kernel.name)
-        return own if own in self.names else _plain(kernel.kernel)
+        own = kernel_label(kernel.name)
+        return own if own in self.names else kernel_label(kernel.kernel)
 
     def split_calls(self, kernels: Sequence[Operation]) -> list[range]:
         """Returns the range of kernels of each call of the program. Calls are separated where the device waits longest
@@ -209,7 +210,7 @@ class _Schedule:
         known = full_turns(self.module, loop)
         if known is not None or not self.calls:
             return known or 0
-        own = [_plain(instruction.name) for instruction in self._instructions(loop.called[0])]
+        own = [kernel_label(instruction.name) for instruction in self._instructions(loop.called[0])]
         counts = [self.counts[label] / (self.calls * runs) for label in own if self.counts[label]]
         return round(statistics.median_low(counts)) if counts else 1
 
@@ -221,7 +222,7 @@ class _Schedule:
         return self._by_id[instruction.id]
 
     def _labels(self, instruction: Instruction) -> frozenset[str]:
-        label = _plain(instruction.name)
+        label = kernel_label(instruction.name)
         if label in self.counts:
             return frozenset((label,))
         if instruction.opcode == "async-start":
@@ -231,7 +232,7 @@ class _Schedule:
                 for number in computation.instructions if computation else ():
                     one = self.module.instructions.get(number)
                     if one is not None and one.opcode == "fusion":
-                        inner.add(_plain(one.name))
+                        inner.add(kernel_label(one.name))
             return frozenset(inner & self.counts.keys())
         if instruction.opcode == "custom-call" or instruction.opcode.startswith("copy"):
             return frozenset()
@@ -240,7 +241,7 @@ class _Schedule:
     def _code(self, instruction: Instruction) -> tuple[object, ...]:
         operands = (self.module.operand(instruction, i) for i in range(len(instruction.operands)))
         shapes = [str(self.module.shape(each)) for each in (instruction, *operands) if each is not None]
-        return re.sub(r"_\d+$", "", _plain(instruction.name)), *shapes
+        return re.sub(r"_\d+$", "", kernel_label(instruction.name)), *shapes
 
 
 def _find_owners(labels: Sequence[str], schedule: _Schedule) -> list[_Owner | None]:
@@ -374,7 +375,3 @@ def _family_of_call(instruction: Instruction) -> str:
     if instruction.opcode != "custom-call":
         return _COPY
     return next((name for name in (_CUDNN, _CUBLAS) if name in instruction.target.lower()), _LIBRARY)
-
-
-def _plain(name: str) -> str:
-    return name.replace(".", "_").replace("-", "_")

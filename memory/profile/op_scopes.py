@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from bytescope.memory.cost import host_transfers
+from bytescope.memory.cost.host_transfers import HOST_SPACE
 from bytescope.memory.hlo import buffers as hlo_buffers
 from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import is_collective
@@ -144,11 +144,11 @@ class _Module:
         module = program.module
         self.attribution = assemble.attribute_program(program)
         self._named = {instruction.name: instruction for instruction in module.instructions.values()}
-        self._kernels = {_plain(name): instruction for name, instruction in self._named.items()}
+        self._kernels = {kernel_label(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
         # Names of kernels have underscores instead of dots and dashes.
-        return self._named.get(name) or self._kernels.get(_plain(name))
+        return self._named.get(name) or self._kernels.get(kernel_label(name))
 
     def scope(self, instruction: Instruction) -> OpScope:
         attribution, opcode = self.attribution, instruction.opcode
@@ -158,25 +158,17 @@ class _Module:
             scope = attribution.best_named(instruction, ())[2]
         phase = "optimizer" if "optimizer" in scope.path else attribution.phase(scope, instruction)
         component = scope.component or OTHER
+        module, arrays = attribution.module, leaves(attribution.module.shape(instruction))
+        root = module.root(instruction.called[0]) if opcode == "fusion" and instruction.called else None
         if opcode in _ENCLOSING:
             component = LOOPS
         elif is_collective(opcode):
             component = COLLECTIVES
-        elif opcode in _ASYNCHRONOUS_COPIES and self._is_on_host(instruction):
+        elif opcode in _ASYNCHRONOUS_COPIES and any(leaf.memory_space == HOST_SPACE for _, leaf in arrays):
             component = TRANSFERS
-        elif not named and self._is_only_a_copy(instruction):
+        elif not named and (root.opcode if root else opcode) in _COPYING:
             component = COPIES
         return OpScope(phase, component, "/".join((*scope.path, scope.operation)).strip("/"), opcode)
-
-    def _is_on_host(self, instruction: Instruction) -> bool:
-        shape = self.attribution.module.shape(instruction)
-        return any(leaf.memory_space == host_transfers.HOST_SPACE for _, leaf in leaves(shape))
-
-    def _is_only_a_copy(self, instruction: Instruction) -> bool:
-        if instruction.opcode == "fusion" and instruction.called:
-            root = self.attribution.module.root(instruction.called[0])
-            return root is not None and root.opcode in _COPYING
-        return instruction.opcode in _COPYING
 
 
 def priority(scope: OpScope) -> int:
@@ -189,5 +181,6 @@ def priority(scope: OpScope) -> int:
     return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)
 
 
-def _plain(name: str) -> str:
+def kernel_label(name: str) -> str:
+    """Returns the name of an instruction as XLA writes it in the name of a kernel."""
     return name.replace(".", "_").replace("-", "_")

@@ -213,9 +213,7 @@ def test_what_is_scheduled_between_start_and_done(order, config, hidden):
 def test_flops_of_a_loop_are_those_of_its_trips(devices):
     program = hlo_buffers.read(compile_lowered(programs.scan()).proto)
     entry = program.module.computations[program.module.entry]
-    total = sum(
-        collectives.overlapped_flops(program.module, program.module.instructions[id]) for id in entry.instructions
-    )
+    total = sum(collectives.product_flops(program.module, program.module.instructions[id]) for id in entry.instructions)
     assert total == 5 * 2 * 8 * 32 * 32
 
 
