@@ -112,9 +112,11 @@ def one_line_errors(what: str) -> Iterator[None]:
     original = os.getpid()
     try:
         yield
-    except (ReportError, KeyboardInterrupt):
+    except ReportError:
         raise
     except BaseException as error:
+        if type(error) is KeyboardInterrupt:
+            raise
         raise ReportError(f"{what}: {describe_user_error(error)}") from error
     finally:
         if os.getpid() != original:

@@ -60,12 +60,15 @@ class Table:
 
     def drawing(self) -> RenderableType:
         """Returns the table for the terminal."""
+        from rich.console import Group
         from rich.text import Text
 
         from bytescope.memory.view.table_views import terminal_table
-        from bytescope.memory.view.text_layout import Prose, blocks
+        from bytescope.memory.view.text_layout import Prose
 
         if not self.rows:
             return Text(f"{self.title or 'a table'}: no rows")
         table = terminal_table(TableView(self.columns, self.rows))
-        return blocks(Text(self.title), table, Prose(self.note) if self.note else None)
+        title = [Text(self.title)] if self.title else []
+        note = [Prose(self.note, "dim")] if self.note else []
+        return Group(*title, table, *note)
