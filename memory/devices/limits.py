@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS, base_name
 from bytescope.memory.devices.platform import (
@@ -24,9 +24,6 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import cgroup_limit, free_host_bytes, physical_bytes
 from bytescope.memory.units import MIB, human, parse_bytes
-
-if TYPE_CHECKING:
-    from bytescope.memory.devices.targets import Target
 
 
 def budget_of(text: str, limit: int, what: str) -> int:
@@ -256,7 +253,7 @@ def machine_bytes(root: str = "/") -> tuple[int, str]:
     return physical, "the memory of this machine"
 
 
-def node_memory_of(target: Target | None, given: int | None = None, root: str = "/") -> tuple[int, str]:
+def node_memory_of(target: Any, given: int | None = None, root: str = "/") -> tuple[int, str]:
     """Returns the host memory of one node of a target, which all processes of the node share: (bytes, source of the
     number in words). 0 bytes mean that the size is unknown.
 
@@ -264,7 +261,7 @@ def node_memory_of(target: Target | None, given: int | None = None, root: str = 
     machine (`machine_bytes`) in two cases: `target` is None, or the devices of the target are in this machine. For
     other devices, it is the memory of a whole node with such devices, for example with 8 H100, in the table of chips.
 
-    given: the host memory of one node in bytes; None or 0 if unknown. root: the root of the file system to read, for
+    target: a Target or None. given: the host memory of one node in bytes; None or 0 if unknown. root: the root of the file system to read, for
     tests.
     """
     size = given or given_node_bytes()
