@@ -261,9 +261,8 @@ def node_memory_of(target: Any, given: int | None = None, root: str = "/") -> tu
     machine (`machine_bytes`) in two cases: `target` is None, or the devices of the target are in this machine. For
     other devices, it is the memory of a whole node with such devices, for example with 8 H100, in the table of chips.
 
-    target: a Target or None. given: the host memory of one node in bytes; None or 0 if unknown. root: the root of the file system to read, for
-    tests.
-    """
+    target: a Target or None. given: the host memory of one node in bytes; None or 0 if unknown. root: the root of the
+    file system to read, for tests."""
     size = given or given_node_bytes()
     if size:
         return size, "--host-memory"
