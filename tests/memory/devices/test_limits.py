@@ -229,7 +229,7 @@ def test_the_limit_of_a_cgroup_is_the_memory_of_a_node_if_it_is_smaller(tmp_path
 
 def test_a_described_target_has_the_node_of_the_table_or_the_given_one():
     one, pod = targets.parse("h100"), targets.parse("h100:2x8")
-    assert targets.node_memory_of(one) == limits.node_memory_of(pod) == (2048 * GIB, "a node with 8 h100")
+    assert targets.node_memory_of(one) == targets.node_memory_of(pod) == (2048 * GIB, "a node with 8 h100")
     assert one.host_memory_bytes == 256 * GIB and pod.host_memory_bytes == 2048 * GIB
     assert targets.node_memory_of(pod, 512 * GIB) == (512 * GIB, "--host-memory")
     with arguments.chosen_node(argparse.Namespace(host_memory="512GiB")):

@@ -44,31 +44,15 @@ def test_an_update_takes_what_its_calls_take():
     assert sum(found.by_phase.values()) == pytest.approx(60) and found.by_phase["optimizer"] == pytest.approx(10)
 
 
-def test_another_network_joins_the_hosts(monkeypatch):
-    monkeypatch.setattr(
-        chip_rates,
-        "with_network",
-        lambda found, network: SimpleNamespace(
-            floor_seconds=0.25, source=f"{found.source} over {network}", run_ratios=()
-        ),
-    )
-    assert step_prediction.predict(STEPS, H100, network="efa").rates == "by hand over efa"
-    answer = {"schedule": to_json(STEPS), "target": H100}
-    assert step_prediction.predict_answer(answer, "efa").rates == "by hand over efa"
-    assert step_prediction.predict_answer(answer).rates == "by hand"
+@pytest.mark.parametrize(("option", "function"), [("network", "with_network"), ("attention", "with_attention")])
+def test_another_network_or_attention_kernel_has_its_own_rates(monkeypatch, option, function):
+    def replaced(found, name, *_):
+        return SimpleNamespace(floor_seconds=0.25, source=f"{found.source} over {name}", run_ratios=())
 
-
-def test_another_attention_kernel_runs(monkeypatch):
-    monkeypatch.setattr(
-        chip_rates,
-        "with_attention",
-        lambda found, kernel, kind: SimpleNamespace(
-            floor_seconds=0.25, source=f"{found.source}, {kernel} on {kind}", run_ratios=()
-        ),
-    )
+    monkeypatch.setattr(chip_rates, function, replaced)
+    assert step_prediction.predict(STEPS, H100, **{option: "other"}).rates == "by hand over other"
     answer = {"schedule": to_json(STEPS), "target": H100}
-    expected = f"by hand, triton on {targets.parse('h100:8').to_json()['kind']}"
-    assert step_prediction.predict_answer(answer, attention="triton").rates == expected
+    assert step_prediction.predict_answer(answer, **{option: "other"}).rates == "by hand over other"
     assert step_prediction.predict_answer(answer).rates == "by hand"
 
 
