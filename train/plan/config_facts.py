@@ -137,13 +137,9 @@ def model_facts(
     if stages > 1:
         schedule = make_schedule(config["pipeline.schedule"], stages, steps, config["pipeline.virtual"])
     segments = _remat_segments(config)
-    question, why = None, _why_no_formula(config)
-    try:
-        question = _make_question(config, mesh, schedule)
-    except ReportError as error:
-        why = str(error)
+    why = _why_no_formula(config)
     return ModelFacts(
-        question=question,
+        question=None if why else _make_question(config, mesh, schedule),
         no_formula=why,
         mesh=mesh,
         roles=ROLES,
@@ -289,24 +285,17 @@ def _make_question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule:
         config: dotted key -> value.
         mesh: mesh axis -> number of devices.
         schedule: the pipeline schedule; None for a mesh without pipeline stages.
-
-    Raises:
-        ReportError: a precision, optimizer, kernel or strategy of the config has no formula.
     """
     model, m = model_of(config), _model_keys(config)
     shards = mesh["fsdp"] * mesh["expert"] * mesh["context"]
     shared = config["mesh.fsdp"] == -1 or shards > 1
     stages = mesh["stage"]
-    try:
-        precision, optimizer = PRECISIONS[config["precision.preset"]], OPTIMIZERS[config["optimizer.name"]]
-        kernel, stage = KERNELS[m["attention"]], ZERO_STAGES[config["mesh.strategy"]]
-    except KeyError as error:
-        raise ReportError(_why_no_formula(config)) from error
+    kernel = KERNELS[m["attention"]]
     layout = StepLayout(
         mesh["tensor"],
         config["mesh.sequence_parallel"] and mesh["tensor"] > 1,
         shards if shared else mesh["data"],
-        zero=stage if shared else 0,
+        zero=ZERO_STAGES[config["mesh.strategy"]] if shared else 0,
         expert=mesh["expert"],
         pipeline=stages,
         interleave=config["pipeline.virtual"] if stages > 1 else 1,
@@ -320,8 +309,8 @@ def _make_question(config: Mapping[str, Any], mesh: Mapping[str, int], schedule:
         layout,
         config["data.seq_len"],
         config["batch.micro"],
-        precision,
-        optimizer,
+        PRECISIONS[config["precision.preset"]],
+        OPTIMIZERS[config["optimizer.name"]],
         kernel or ("naive" if model.dropout or short else "flash"),
         config["loss.chunk"] if config["loss.kind"] == "chunked" else None,
         m["mlp_chunk"] * config["batch.micro"],

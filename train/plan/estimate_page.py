@@ -19,7 +19,6 @@ from bytescope.memory.formulas import adapter_formulas, training_state, transfor
 from bytescope.memory.formulas.expert_formulas import LARGEST_TILE, SMALLEST_TILE
 from bytescope.memory.formulas.memory_estimate import ASPECT, NOTES, Question, shape_for
 from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ExpertShape, Latent
-from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
 from bytescope.memory.units import GIB
 from bytescope.memory.view.frame import page
 from bytescope.train.plan import config_facts
@@ -114,8 +113,8 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "logits": transformer_formulas.LOGITS._asdict(),
         "by_row": transformer_formulas.BY_ROW,
         "tiles": (SMALLEST_TILE, LARGEST_TILE),
-        "precisions": {name: _without_name(row) for name, row in config_facts.PRECISIONS.items()},
-        "optimizers": {name: _without_name(row) for name, row in config_facts.OPTIMIZERS.items()},
+        "precisions": {name: row._asdict() for name, row in config_facts.PRECISIONS.items()},
+        "optimizers": {name: row._asdict() for name, row in config_facts.OPTIMIZERS.items()},
         "targets": TARGETS,
         "bases": {name: row._asdict() for name, row in adapter_formulas.BASES.items()},
         "offloads": training_state.OFFLOAD,
@@ -131,10 +130,6 @@ def page_data(question: Question, presets: Mapping[str, Preset], recompute: str)
         "models": {name: inputs(preset.question, preset.recompute) for name, preset in presets.items()},
         "defaults": inputs(Question(1e9, shape_for(1e9))),
     }
-
-
-def _without_name(row: PrecisionBytes | OptimizerBytes) -> dict[str, Any]:
-    return {field: value for field, value in row._asdict().items() if field != "name"}
 
 
 def cards() -> dict[str, dict[str, Any]]:

@@ -41,7 +41,7 @@ from bytescope.memory.view.elements import (
     versions,
     where,
 )
-from bytescope.memory.view.figures import exact, percent, seconds
+from bytescope.memory.view.figures import percent, seconds
 from bytescope.memory.view.frame import page
 from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
@@ -69,22 +69,8 @@ NOTES = (
 def budgets(plan: Record) -> str:
     """Returns the smallest and the largest memory budget for which this remat plan is best, with units, such as "3.2
     GiB to 4.0 GiB"."""
-    return " to\n".join(map(human, _ends(plan)))
-
-
-def exact_budgets(plan: Record) -> str:
-    """Returns the smallest and the largest memory budget for which this remat plan is best, as numbers of bytes."""
-    return " to ".join(map(exact, _ends(plan)))
-
-
-def number_of_budgets(plan: Record) -> str:
-    """Returns for how many memory budgets this remat plan is best, such as "3 budgets"; "" for one budget."""
-    return f"{len(plan['points'])} budgets" if len(plan["points"]) > 1 else ""
-
-
-def _ends(plan: Record) -> list[int]:
     sizes = sorted(point["budget_bytes"] for point in plan["points"])
-    return list(dict.fromkeys((sizes[0], sizes[-1])))
+    return " to\n".join(dict.fromkeys((human(sizes[0]), human(sizes[-1]))))
 
 
 def figures_of_best_policy(point: Record) -> str:
@@ -111,7 +97,7 @@ SPREAD = ColumnView(
 )
 # A row of the terminal is a point with the `number` of its plan. A row of the page is a plan with its `points`.
 POINT_COLUMNS = (
-    ColumnView("budget_bytes", "budget", "bytes", page=budgets, hover=exact_budgets, note=number_of_budgets),
+    ColumnView("budget_bytes", "budget", "bytes", page=budgets),
     ColumnView("number", "plan", "number", only=TERMINAL),
     ColumnView(
         "plan",
@@ -266,7 +252,8 @@ def render_page(front: Mapping[str, Any]) -> str:
     front: the result as JSON (`train.plan.frontier.to_json`).
     """
     config, target, plans, best = front["config"], front["target"], plans_of(front["points"]), front["best"]
-    run = command_column(lambda plan: _command(front, plan))
+    run, limit = command_column(lambda plan: _command(front, plan)), target.get("limit_bytes")
+    policies = [{**policy, "fits": policy["allocated_bytes"] <= limit if limit else None} for policy in front["fixed"]]
     return page(
         "frontier",
         title(config, target, "front"),
@@ -286,14 +273,9 @@ def render_page(front: Mapping[str, Any]) -> str:
                 emphasis=lambda plan: "winner" if best and plan["plan"] == best["plan"] else "",
             )
         ),
-        fixed=page_table(TableView((*POLICY_COLUMNS, run), _policies_with_fits(front))),
-        notes=[*limit_notes(target, target.get("limit_bytes")), *NOTES, *rates_notes(front["points"])],
+        fixed=page_table(TableView((*POLICY_COLUMNS, run), policies)),
+        notes=[*limit_notes(target, limit), *NOTES, *rates_notes(front["points"])],
     )
-
-
-def _policies_with_fits(front: Mapping[str, Any]) -> list[dict[str, Any]]:
-    limit = front["target"].get("limit_bytes")
-    return [{**policy, "fits": policy["allocated_bytes"] <= limit if limit else None} for policy in front["fixed"]]
 
 
 def _command(front: Mapping[str, Any], plan: Mapping[str, Any]) -> str:

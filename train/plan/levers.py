@@ -146,25 +146,6 @@ def changed_flags(keys: Mapping[str, str], values: Mapping[str, Any], config: Ma
     return shlex.join(f"--config.{key}={as_text(values[key])}" for key in keys if values[key] != config[key])
 
 
-def byte_changes(levels: Sequence[Level]) -> list[int | None]:
-    """Returns for each level (config with one more memory saving) its allocated bytes minus the bytes of the level
-    before it.
-
-    The difference is None for the first level, and if the bytes of one of the two levels are unknown.
-    """
-    sizes = [level.row.allocated_bytes for level in levels]
-    out: list[int | None] = []
-    for before, size in zip([None, *sizes], sizes):
-        out.append(None if before is None or size is None else size - before)
-    return out
-
-
-def first_that_fits(levels: Sequence[Level]) -> Level | None:
-    """Returns the first level (config with the memory savings up to one stage) that fits into the memory of the target;
-    None if no level fits."""
-    return next((level for level in levels if level.row.ok and level.row.fits), None)
-
-
 def longest_bar(sizes: Sequence[int], limit: int | None) -> int:
     """Returns the number of bytes that the longest bar of a chart represents. The bars of larger levels are cut off, so
     that bars near the memory limit stay readable.
@@ -197,9 +178,15 @@ def to_json(
         interrupted: whether the command ended early.
         config, given: the config and the flags as the command line gives them.
     """
-    winner = first_that_fits(levels)
-    rows = []
-    for level, change in zip(levels, byte_changes(levels)):
+    rows: list[dict[str, Any]] = []
+    winner: str | None = None
+    before: int | None = None
+    for level in levels:
+        size = level.row.allocated_bytes
+        change = None if before is None or size is None else size - before
+        before = size
+        if winner is None and level.row.ok and level.row.fits:
+            winner = level.stage
         row = dataclasses.asdict(level.row)
         row |= {"stage": level.stage, "title": level.title, "why": STAGES[level.stage].why, "kernel": level.kernel}
         row |= {"flags": flags_of(level), "all_flags": level.flags, "change_bytes": change}
@@ -207,7 +194,7 @@ def to_json(
     return {
         "levels": rows,
         "left_out": dict(left_out),
-        "first_that_fits": winner.stage if winner else None,
+        "first_that_fits": winner,
         "config": config,
         "given": given,
         "target": dict(target),

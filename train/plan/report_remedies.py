@@ -57,24 +57,23 @@ def with_remedies(report: ReportRecord) -> ReportRecord:
     if case is None:
         return report
     order = {rule.__name__: place for place, rule in enumerate(RULES)}
-    findings = [
-        _with_remedy(case, finding)
-        for finding in report.findings
+    findings = []
+    for finding in report.findings:
         # `remat.policy=auto` chose a plan for a memory budget, so the memory that is left is intended.
-        if finding.kind != "spare_memory" or case.flat["remat.policy"] != "auto"
-    ]
+        if finding.kind == "spare_memory" and case.flat["remat.policy"] == "auto":
+            continue
+        remedy = REMEDIES[finding.kind](case, finding) if finding.kind in REMEDIES else None
+        if remedy is not None:
+            finding = dataclasses.replace(
+                finding,
+                bytes=finding.bytes if remedy.bytes is None else remedy.bytes,
+                message=remedy.message or finding.message,
+                remedy=remedy.words,
+                flags=flags(remedy.keys) if remedy.keys else "",
+            )
+        findings.append(finding)
     findings.sort(key=lambda finding: (-finding.bytes, order.get(finding.kind, len(order))))
     return dataclasses.replace(report, findings=tuple(findings))
-
-
-def _with_remedy(case: Case, finding: Finding) -> Finding:
-    remedy = REMEDIES[finding.kind](case, finding) if finding.kind in REMEDIES else None
-    if remedy is None:
-        return finding
-    size = finding.bytes if remedy.bytes is None else remedy.bytes
-    message = remedy.message or finding.message
-    given = flags(remedy.keys) if remedy.keys else ""
-    return dataclasses.replace(finding, bytes=size, message=message, remedy=remedy.words, flags=given)
 
 
 def _cheapest_lever_keys(case: Case, key: str) -> Keys | None:

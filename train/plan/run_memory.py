@@ -136,8 +136,8 @@ def _init_programs(program: Program) -> Iterator[ProgramCall]:
 # ---- host memory ----
 
 
-def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[HostTerm, ...]:
-    """Returns the predicted parts (terms) of host memory that one process holds in the phases `RUN_PHASES` of a run.
+def run_terms(program: Program, report: ReportRecord, devices: int) -> Iterator[HostTerm]:
+    """Yields the predicted parts (terms) of host memory that one process holds in the phases `RUN_PHASES` of a run.
     The libraries, and what tracing and compiling the step takes, are not included (`step_terms`).
 
     Args:
@@ -145,56 +145,6 @@ def run_terms(program: Program, report: ReportRecord, devices: int) -> tuple[Hos
       report: the memory report of the program's step.
       devices: number of devices of one process.
     """
-    return tuple(_terms(program, report, devices))
-
-
-def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxpr: Any) -> HostMemory:
-    """Predicts the host memory of one process of `bytescope train` on a target, in all phases of a run. The processes
-    of a node (`processes_per_node()`) share the node's devices equally.
-
-    Args:
-      program: the training program.
-      report: the memory report of the program's step.
-      target: the devices, which need not be present.
-      jaxpr: the ClosedJaxpr of the step. The memory of the compiler is predicted from the number of its equations.
-    """
-    processes = processes_per_node()
-    devices = devices_of_process(target.to_json(), processes)
-    total = max(program.mesh.size // devices, 1)
-    config = program.config.train
-    overlaps = saves_overlap(config.steps, config.checkpoint_every, None)
-    terms = (
-        *step_terms(target.platform, jaxpr, (*RUN_PHASES, "restore", "save")),
-        *run_terms(program, report, devices),
-        *restore_terms(program.state, target.platform, total),
-        *save_terms(program.state, target.platform, total, overlaps),
-    )
-    if not program.config.train.sample_tokens:
-        terms = tuple(term for term in terms if term.phase != "sample")
-    node, source = node_memory_of(target)
-    return HostMemory(terms, processes, node or None, source)
-
-
-def checkpoint_findings(program: Program, target: Target) -> tuple[Finding, ...]:
-    """Returns a finding if restoring a checkpoint of the program takes far more host memory on a node of the target
-    than the arrays on the node need, because several processes per node read the same arrays; otherwise (). The
-    checkpoint is assumed to be saved with the program's mesh."""
-    processes = processes_per_node()
-    total = max(program.mesh.size // devices_of_process(target.to_json(), processes), 1)
-    return restore_findings(program.state, total, processes)
-
-
-def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
-    """Returns the predicted parts (terms) of host memory that the imported libraries, tracing and compiling take in one
-    process of a run, in the phases "start", "trace", "compile" and "analyze", and in the phases `later`. In the later
-    phases, the process still holds the libraries and the memory that tracing and compiling have not freed.
-
-    platform: the platform that the step is compiled for, such as "cuda" or "cpu". jaxpr: the ClosedJaxpr of the step.
-    """
-    return shared_terms(program_size(jaxpr), platform, later, gpu_present=platform != "cpu")
-
-
-def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[HostTerm]:
     simulated = devices if report.target.get("platform") == "cpu" else 0
     measured = "measured, train/plan/run_memory.py"
     state, batch = device_bytes(program.state), device_bytes(program.batch_shapes)
@@ -241,3 +191,49 @@ def _terms(program: Program, report: ReportRecord, devices: int) -> Iterator[Hos
     yield HostTerm(
         "evaluate", "temporaries of evaluation", working * simulated, "temporaries of the step, without gradients"
     )
+
+
+def run_host_memory(program: Program, report: ReportRecord, target: Target, jaxpr: Any) -> HostMemory:
+    """Predicts the host memory of one process of `bytescope train` on a target, in all phases of a run. The processes
+    of a node (`processes_per_node()`) share the node's devices equally.
+
+    Args:
+      program: the training program.
+      report: the memory report of the program's step.
+      target: the devices, which need not be present.
+      jaxpr: the ClosedJaxpr of the step. The memory of the compiler is predicted from the number of its equations.
+    """
+    processes = processes_per_node()
+    devices = devices_of_process(target.to_json(), processes)
+    total = max(program.mesh.size // devices, 1)
+    config = program.config.train
+    overlaps = saves_overlap(config.steps, config.checkpoint_every, None)
+    terms = (
+        *step_terms(target.platform, jaxpr, (*RUN_PHASES, "restore", "save")),
+        *run_terms(program, report, devices),
+        *restore_terms(program.state, target.platform, total),
+        *save_terms(program.state, target.platform, total, overlaps),
+    )
+    if not program.config.train.sample_tokens:
+        terms = tuple(term for term in terms if term.phase != "sample")
+    node, source = node_memory_of(target)
+    return HostMemory(terms, processes, node or None, source)
+
+
+def checkpoint_findings(program: Program, target: Target) -> tuple[Finding, ...]:
+    """Returns a finding if restoring a checkpoint of the program takes far more host memory on a node of the target
+    than the arrays on the node need, because several processes per node read the same arrays; otherwise (). The
+    checkpoint is assumed to be saved with the program's mesh."""
+    processes = processes_per_node()
+    total = max(program.mesh.size // devices_of_process(target.to_json(), processes), 1)
+    return restore_findings(program.state, total, processes)
+
+
+def step_terms(platform: str, jaxpr: Any, later: Sequence[str] = ()) -> tuple[HostTerm, ...]:
+    """Returns the predicted parts (terms) of host memory that the imported libraries, tracing and compiling take in one
+    process of a run, in the phases "start", "trace", "compile" and "analyze", and in the phases `later`. In the later
+    phases, the process still holds the libraries and the memory that tracing and compiling have not freed.
+
+    platform: the platform that the step is compiled for, such as "cuda" or "cpu". jaxpr: the ClosedJaxpr of the step.
+    """
+    return shared_terms(program_size(jaxpr), platform, later, gpu_present=platform != "cpu")

@@ -267,11 +267,6 @@ def _choose_stages(
         if is_asked:
             raise ValueError(f"{asked} cannot be combined with {key}: {why}")
     schedule = make_schedule(settings.pipeline.schedule, stages, batch.accumulation, virtual)
-    if model.n_layers < schedule.virtual_stages:
-        raise ValueError(
-            f"{asked} needs model.n_layers={schedule.virtual_stages} or more, but model.n_layers={model.n_layers}: "
-            "every virtual stage needs a layer; lower mesh.stage or pipeline.virtual"
-        )
     if model.padded_vocab % (stages * tensor):
         raise ValueError(
             f"{asked} cannot divide the {model.padded_vocab} rows of the token embedding evenly over the stages: set "

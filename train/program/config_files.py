@@ -196,9 +196,14 @@ def _check_keys_match_base(config: ConfigDict, path: Path) -> None:
 
 
 def _suggest_keys(key: str, valid: dict[str, Any]) -> str:
+<<<<<<< HEAD
     if key in GONE:
         return f", because it is gone: {GONE[key]}"
     near = _most_similar_keys(key, valid)
+=======
+    # Keys with the same last part or a synonym of it come first.
+    near = keys_named(key.rpartition(".")[2], valid) or nearest(key, valid)
+>>>>>>> cut-e
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope list keys lists the keys"
 
 
@@ -207,22 +212,6 @@ def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
     key. `valid`: the keys to search, by default those of the base config."""
     name = SYNONYMS.get(name, name)
     return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
-
-
-def _most_similar_keys(key: str, valid: Iterable[str]) -> list[str]:
-    # First keys with the same last part or a synonym of it, then similar names in the same group, then in any group.
-    valid = list(valid)
-    group, _, name = key.rpartition(".")
-    names = {full: full.rpartition(".")[2] for full in valid}
-    moved = keys_named(name, valid)
-    in_group = [names[full] for full in valid if full.rpartition(".")[0] == group]
-    beside = [f"{group}.{near}" for near in nearest(name, in_group)]
-    if moved or beside:
-        return moved or beside
-    alike: list[str] = []
-    for near in nearest(name, dict.fromkeys(names.values())):
-        alike += [full for full in valid if names[full] == near]
-    return alike
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -39,7 +38,7 @@ from bytescope.train.step.fused_backward import FusedBackward
 from bytescope.train.step.losses import make_cross_entropy, make_loss, token_masks
 from bytescope.train.step.optimizer.host_offload import compute_in_groups, hosted_state
 from bytescope.train.step.optimizer.loss_scale import Scaling
-from bytescope.train.step.optimizer.partwise import PartwiseUpdate, make_partwise
+from bytescope.train.step.optimizer.partwise import make_partwise
 from bytescope.train.step.optimizer.rules import make_optimizer, make_schedule
 from bytescope.train.step.optimizer.trainable import stored_frozen
 from bytescope.train.step.state import TrainState, zero_tally
@@ -107,17 +106,14 @@ class Program(Choices):
         def step(state: TrainState, batch: dict[str, jax.Array]):
             return body(parts, state, batch)
 
-        return jax.jit(step, donate_argnums=0, out_shardings=(self._shardings, None))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
+        return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
     @cached_property
     def evaluate(self) -> Any:
         """The jitted evaluation (trained parameters, batch [B, L], frozen parameters) -> Tally, which is the sum of the
         losses in nats and the number of target tokens."""
         return jax.jit(partial(eval_step, self.parts))
-
-    @property
-    def _shardings(self) -> TrainState:
-        return jax.tree.map(lambda leaf: leaf.sharding, self.state)
 
     def lower(self) -> jax.stages.Lowered:
         """Lowers the training step for the devices of the mesh, which may be described devices that are not
@@ -333,18 +329,40 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         multisteps=micro_steps,
         accumulator=precision.accumulator,
     )
-    loss, scaling = _make_loss(choices, graph, layout), _make_scaling(choices)
+    loss, scaling = _make_loss(choices, graph, layout), None
+    if precision.loss_scale == "dynamic":
+        keys, batch = settings.precision, choices.batch
+        scaling = Scaling(keys.loss_scale_init, keys.loss_scale_growth_every, batch.rows * batch.seq_len)
     state = hosted_state(
         describe_state(abstract, layout, optimizer, scaling, choices.frozen),
         hosts_params=settings.offload.params,
         hosts_optimizer=settings.offload.optimizer,
     )
     check_traced(choices, loss, state)
-    weights = _describe_weights(choices, abstract)
-    partwise = _make_partwise_update(choices, schedule, micro_steps, state)
+    axes, products, in_float32 = (
+        split_parameters(tree, choices.frozen)[0]
+        for tree in (logical_axes(abstract), contracted(abstract), always_float32(abstract))
+    )
+    weights = Weights(layout, axes, products, in_float32, precision)
+    partwise = fused = None
+    if settings.layerwise_key:
+        partwise = make_partwise(
+            settings.optimizer,
+            schedule,
+            precision,
+            micro_steps,
+            state,
+            vocabulary=choices.model.vocab_size,
+            stacked=choices.model.scan,
+        )
     pipeline = None
     if choices.schedule:
         pipeline, loss = _make_pipeline_and_eval_loss(choices, graph, weights, abstract.has_dropout)
+    elif settings.optimizer.fused_backward:
+        assert partwise is not None  # optimizer.fused_backward needs a layerwise update
+        fused = FusedBackward(graph, _make_cross_entropy(choices), weights, partwise, abstract.has_dropout)
+    # A router bias moves only if its router is trained.
+    routers = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
     parts = StepParts(
         loss,
         optimizer,
@@ -354,9 +372,9 @@ def assemble(choices: Choices, decided: str = "") -> Program:
         local_loss=_make_local_loss(choices),
         scaling=scaling,
         partwise=partwise,
-        fused=_make_fused_backward(choices, graph, weights, partwise, abstract.has_dropout),
+        fused=fused,
         routed=choices.model.routed,
-        bias_rate=_router_bias_rate(choices, abstract),
+        bias_rate=settings.optimizer.router_bias_rate if choices.model.router_bias and routers else 0.0,
         pipeline=pipeline,
     )
     return Program(**vars(choices), parts=parts, state=state, graph=graph, decided=decided)
@@ -407,46 +425,6 @@ def _make_local_loss(choices: Choices) -> Loss | None:
     return _make_loss(choices, graph, layout.local)
 
 
-def _make_scaling(choices: Choices) -> Scaling | None:
-    if choices.precision.loss_scale != "dynamic":
-        return None
-    keys, batch = choices.settings.precision, choices.batch
-    return Scaling(keys.loss_scale_init, keys.loss_scale_growth_every, batch.rows * batch.seq_len)
-
-
-def _describe_weights(choices: Choices, abstract: Transformer) -> Weights:
-    axes, products, in_float32 = (
-        split_parameters(tree, choices.frozen)[0]
-        for tree in (logical_axes(abstract), contracted(abstract), always_float32(abstract))
-    )
-    return Weights(choices.layout, axes, products, in_float32, choices.precision)
-
-
-def _make_partwise_update(
-    choices: Choices, schedule: optax.Schedule, micro_steps: int, state: TrainState
-) -> PartwiseUpdate | None:
-    if not choices.settings.layerwise_key:
-        return None
-    return make_partwise(
-        choices.optimizer,
-        schedule,
-        choices.precision,
-        micro_steps,
-        state,
-        vocabulary=choices.model.vocab_size,
-        stacked=choices.model.scan,
-    )
-
-
-def _make_fused_backward(
-    choices: Choices, graph: nnx.GraphDef, weights: Weights, partwise: PartwiseUpdate | None, dropout: bool
-) -> FusedBackward | None:
-    if choices.schedule or not choices.settings.optimizer.fused_backward:
-        return None
-    assert partwise is not None  # optimizer.fused_backward needs a layerwise update
-    return FusedBackward(graph, _make_cross_entropy(choices), weights, partwise, dropout)
-
-
 def _make_pipeline_and_eval_loss(
     choices: Choices, graph: nnx.GraphDef, weights: Weights, dropout: bool
 ) -> tuple[PipelineGradients, Loss]:
@@ -474,11 +452,6 @@ def _make_pipeline_and_eval_loss(
         masks,
     )
     return gradients, PipelineForward(graph, schedule, units).loss(cross_entropy, masks)
-
-
-def _router_bias_rate(choices: Choices, abstract: Transformer) -> float:
-    trains = any(name.endswith("w_router") and name not in choices.frozen for name in names_of(abstract))
-    return choices.optimizer.router_bias_rate if choices.model.router_bias and trains else 0.0
 
 
 def pipeline_notes(choices: Choices, state: TrainState) -> tuple[str, ...]:

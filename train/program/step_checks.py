@@ -33,9 +33,14 @@ def check_traced(choices: Choices, loss: Callable[..., Any], state: TrainState) 
         together.
     """
     _check_checkpoint_names(choices, loss, state)
-    if choices.settings.layerwise_key:
-        _check_layerwise_update(choices)
-    if choices.settings.optimizer.fused_backward and not choices.schedule:
+    settings = choices.settings
+    if settings.layerwise_key and choices.precision.loss_scale == "dynamic":
+        raise ValueError(
+            f"{settings.layerwise_key} cannot be combined with precision.preset={settings.precision.preset}: an "
+            "overflow in one layer would have to undo the update of all layers; choose precision.preset=bf16, which "
+            "needs no loss scale"
+        )
+    if settings.optimizer.fused_backward and not choices.schedule:
         _check_fused_backward(choices, state)
 
 
@@ -53,16 +58,6 @@ def _check_checkpoint_names(choices: Choices, loss: Callable[..., Any], state: T
     if missing := asked - present:
         raise ValueError(
             f"checkpoint name {min(missing)!r} does not occur in this program: choose from {', '.join(sorted(present))}"
-        )
-
-
-def _check_layerwise_update(choices: Choices) -> None:
-    settings = choices.settings
-    if choices.precision.loss_scale == "dynamic":
-        raise ValueError(
-            f"{settings.layerwise_key} cannot be combined with precision.preset={settings.precision.preset}: an "
-            "overflow in one layer would have to undo the update of all layers; choose precision.preset=bf16, which "
-            "needs no loss scale"
         )
 
 

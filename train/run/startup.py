@@ -238,7 +238,7 @@ def compile_or_refuse(
 def _expect_run(program: Program, report: ReportRecord) -> HostMemory:
     """Adds the terms of this run to the ledger of this process's host memory. Returns the ledger."""
     release_free_memory()  # memory freed after compiling
-    terms = run_terms(program, report, len(program.mesh.local_devices))
+    terms = list(run_terms(program, report, len(program.mesh.local_devices)))
     expect([*terms, *map(resident_term, dict.fromkeys(term.phase for term in terms))])
     return ledger()
 

@@ -223,7 +223,7 @@ def test_experts_have_the_losses_loads_and_biases_of_one_device():
         ({"remat.policy": "sqrt"}, "remat.policy=sqrt"),
         ({"remat.policy": "offload"}, "keeps the saved block inputs in device memory"),
         ({"mesh.stage": 1, "pipeline.virtual": 2}, "there is only one stage"),
-        ({"model.n_layers": 1}, "every virtual stage needs a layer"),
+        ({"model.n_layers": 1}, "give at most 1 virtual stages"),
         ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
         ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=1f1b"),
         (

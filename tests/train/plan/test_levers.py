@@ -107,8 +107,9 @@ def test_optional_savings_print_their_flags_too(stage):
 
 
 def test_changes_and_the_first_that_fits(levels):
-    assert levers.byte_changes(levels) == [None, -400 * GIB, -110 * GIB, -50 * GIB]
-    assert levers.first_that_fits(levels) is levels[2] and levers.first_that_fits(levels[:2]) is None
+    out, short = (levers.to_json(some, {}, {}, {}) for some in (levels, levels[:2]))
+    assert [one["change_bytes"] for one in out["levels"]] == [None, -400 * GIB, -110 * GIB, -50 * GIB]
+    assert out["first_that_fits"] == "attention" and short["first_that_fits"] is None
     assert (
         levers.changed_flags(
             {"a": "1", "b": "(x,y)", "c": "true"}, {"a": 1, "b": ("x", "y"), "c": True}, {"a": 1, "b": (), "c": False}

@@ -22,6 +22,7 @@ def report_on(name, **fields):
 
 
 def by_phase(terms):
+    terms = [*terms]
     return {phase: {term.name: term.bytes for term in terms if term.phase == phase} for phase in RUN_PHASES}
 
 

@@ -344,24 +344,6 @@ def runs_schedule(schedule: str, stages: int, micro_batches: int) -> bool:
     return micro_batches >= stages and (schedule != "interleaved" or micro_batches % stages == 0)
 
 
-def ranks_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Returns the number of data-parallel ranks of a config on `n_devices` devices.
-
-    flat: the config, dotted key -> value.
-    """
-    return Space(flat, frozenset(), frozenset(), n_devices, n_devices, 0).ranks({})
-
-
-def tokens_of(flat: Mapping[str, Any], n_devices: int) -> int:
-    """Returns the number of tokens per update of a config, over all `n_devices` devices.
-
-    flat: the config, dotted key -> value.
-    """
-    if flat["batch.tokens"]:
-        return flat["batch.tokens"]
-    return flat["batch.micro"] * flat["batch.accumulation"] * ranks_of(flat, n_devices) * flat["data.seq_len"]
-
-
 def choose_levers(text: str | None) -> frozenset[str]:
     """Parses the flag `--vary=a,b,c`, which lists what `bytescope fit` may change ("levers", such as "remat" or
     "sharding"). If `text` is None, returns all levers.
@@ -400,7 +382,8 @@ def space_of(
         ReportError: no mesh can divide the batch.
     """
     length = flat["data.seq_len"]
-    tokens = tokens or tokens_of(flat, n_devices)
+    ranks = Space(flat, frozenset(), frozenset(), n_devices, per_host, 0).ranks({})
+    tokens = tokens or flat["batch.tokens"] or flat["batch.micro"] * flat["batch.accumulation"] * ranks * length
     if tokens < length or tokens % length:
         raise ReportError(
             f"--batch-tokens={tokens} is not a multiple of the sequence length {length}: give a multiple of {length}"

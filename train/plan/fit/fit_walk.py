@@ -111,22 +111,19 @@ class Walk:
         else:
             step = judge_variant(stage, what, keys, answer, self.budget, self.trials)
             if step.fits:
-                step = self._judge_against_best(step)
+                fitting = [*(other for other in self.steps if other.fits), step]
+                tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
+                verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
+                if chosen is step:
+                    verdict = "fits, fastest so far" if len(tied) == 1 else f"{verdict}, thriftier"
+                judged = dataclasses.replace(step, verdict=verdict)
+                self.best = judged if chosen is step else chosen
+                step = judged
             if self.tightest is None or self._excess_bytes(step) < self._excess_bytes(self.tightest):
                 self.tightest = step
         self.steps.append(step)
         self._show(step)
         return step
-
-    def _judge_against_best(self, step: Step) -> Step:
-        fitting = [*(other for other in self.steps if other.fits), step]
-        tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
-        verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
-        if chosen is step:
-            verdict = "fits, fastest so far" if len(tied) == 1 else f"{verdict}, thriftier"
-        judged_step = dataclasses.replace(step, verdict=verdict)
-        self.best = judged_step if chosen is step else chosen
-        return judged_step
 
     @property
     def ties(self) -> list[Step]:
@@ -252,12 +249,6 @@ class Walk:
     def _recompute_seconds(self, step: Step) -> float:
         return step.prediction.by_phase.get("recompute", 0.0) if step.prediction else 0.0
 
-    def _update_saved_fraction(self, full: Step, plan: Step) -> None:
-        # Less than 1, because saving tensors takes time too.
-        recompute = self._recompute_seconds(full)
-        if recompute and not plan.answer["recompute_flops_fraction"]:
-            self._saved_fraction = min(self._saved_fraction, (full.seconds - plan.seconds) / recompute)
-
     def _grow_micro_batch(self, squeeze: Squeeze, base: Keys, mesh: Keys, to_beat: float) -> float:
         """Searches one mesh with larger and larger micro-batches, as long as a larger one is faster. For each, finds
         the least recomputation that fits.
@@ -322,7 +313,10 @@ class Walk:
                 self._search, self._plan = search, tried.plan
                 break
         full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
-        self._update_saved_fraction(full, step)
+        recompute = self._recompute_seconds(full)
+        if recompute and not step.answer["recompute_flops_fraction"]:
+            # Less than 1, because saving tensors takes time too.
+            self._saved_fraction = min(self._saved_fraction, (full.seconds - step.seconds) / recompute)
         return step.seconds
 
     def _search_without_remat_lever(self, base: Keys, meshes: Sequence[Keys]) -> None:

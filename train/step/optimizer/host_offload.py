@@ -70,17 +70,14 @@ def stow(tree: Any, like: Any) -> Any:
     return jax.tree.map(stored_like, tree, like)
 
 
-def move_to_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Returns the abstract array `leaf` placed in host memory."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
-
-
 def hosted_state(state: Any, *, hosts_params: bool, hosts_optimizer: bool) -> Any:
     """Returns the abstract training state with its parameters (if `hosts_params`) and its optimizer state (if
     `hosts_optimizer`) placed in host memory. Counters stay on the device."""
 
     def move(leaf):
-        return move_to_host(leaf) if leaf.ndim else leaf
+        if not leaf.ndim:
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_host(leaf.sharding))
 
     params, opt_state = state.params, state.opt_state
     if hosts_params:
