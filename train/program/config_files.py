@@ -196,14 +196,10 @@ def _check_keys_match_base(config: ConfigDict, path: Path) -> None:
 
 
 def _suggest_keys(key: str, valid: dict[str, Any]) -> str:
-<<<<<<< HEAD
     if key in GONE:
         return f", because it is gone: {GONE[key]}"
-    near = _most_similar_keys(key, valid)
-=======
     # Keys with the same last part or a synonym of it come first.
     near = keys_named(key.rpartition(".")[2], valid) or nearest(key, valid)
->>>>>>> cut-e
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope list keys lists the keys"
 
 
