@@ -13,13 +13,12 @@ import pytest
 
 from bytescope.memory.devices.platform import THREADS_VARIABLE
 from bytescope.train.checkpoints.workdir import Identity, claim, claim_together
-from bytescope.train.generate.training_sample import generate, read_part
+from bytescope.train.generate.training_sample import read_part
 from bytescope.train.launch.processes import Address, Processes, add_flags, find
 from bytescope.train.user_errors import UserError
 from support.exhaustive import exhaustive
 from support.models import weights
 from support.ports import free_port
-from support.toy import first_state, small_program
 
 CONFIG = """
 from bytescope.configs import tiny
@@ -380,14 +379,6 @@ def test_the_accumulation_for_other_devices_is_named(tmp_path):
 )
 def test_of_a_prompt_longer_than_the_window_its_end_is_read(tokens, count, kept):
     assert read_part(list(range(tokens)), count, 8) == kept
-
-
-def test_what_follows_a_long_prompt_depends_on_its_end_alone():
-    program = small_program({}, 1)
-    length, params = program.batch.seq_len, first_state(program).params
-    end = [token % 50 for token in range(length - 12)]
-    texts = {first: generate(program, params, [first] * length + end, 12, 0.8) for first in (3, 4)}
-    assert texts[3] == texts[4] == generate(program, params, end, 12, 0.8) and len(texts[3]) == 12
 
 
 def test_a_directory_that_is_not_shared_is_told(tmp_path, monkeypatch):

@@ -30,18 +30,6 @@ def test_the_first_signal_of_a_kind_asks_to_stop(number):
     assert [signal.getsignal(each) for each in STOPPING] == before
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
-def test_an_interrupt_after_that_ends_at_once(first):
-    asked = []
-    with Stop(lambda: asked.append(True)) as stop:
-        stop.watch()
-        signal.raise_signal(first)
-        signal.raise_signal(signal.SIGTERM)
-        assert not asked
-        signal.raise_signal(signal.SIGINT)
-    assert asked == [True]
-
-
 def test_what_nohup_ignores_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
