@@ -19,7 +19,6 @@ _CHUNK = {
 }
 _SOURCE = {
     "--fix --write": "edit the source as the report's finding says: no command writes to your source",
-    "--passes": 'leave it out: the column "undone by" of the audit names the step of jax or XLA',
     "--fix-sharding --small": "add the sharding constraint that the report's finding names, and report again",
 }
 _LIST = {"": "use bytescope list {command}", "--grep --json": _SAME}
@@ -121,7 +120,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     | {key: now for key, now in _SUBJECT.items() if key != "--hlo"},
     "audit": {
         "": "use bytescope report SUBJECT TARGET --audit",
-        "--strict --xla --json --html": _SAME,
+        "--strict --passes --xla --json --html": _SAME,
     }
     | _SOURCE
     | _SUBJECT,

@@ -14,6 +14,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -210,7 +211,7 @@ def compile_lowered(
     with contextlib.ExitStack() as settings:
         settings.enter_context(host_phase("compile"))
         log = settings.enter_context(hold_back_log())
-        if described:
+        if described or _PASS_DUMPS.get():
             settings.enter_context(_disabled_compilation_cache())
         read_settings = settings.enter_context(_memory_settings(device_memory_bytes if described else None))
         given = _with_trial(options or {})
@@ -369,10 +370,32 @@ def _compile(lowered: LoweredStage, options: Mapping[str, Any]) -> _CompileResul
         return _compile_once(lowered, {**options, NO_TRITON: False}, notes=(NO_TRITON_NOTE,))
 
 
+# Folder for dumps of the module after each compiler pass; None if no dumps are requested.
+_PASS_DUMPS: contextvars.ContextVar[Path | None] = contextvars.ContextVar("folder of pass dumps", default=None)
+
+
+@contextlib.contextmanager
+def pass_dumps(folder: Path) -> Iterator[None]:
+    """Context manager in which XLA writes the module after each compiler pass that changes it to a folder, as files
+    *.after_PASS.before_PASS.hlo.pb. A program that is loaded from a cache has no dumps."""
+    token = _PASS_DUMPS.set(folder)
+    try:
+        yield
+    finally:
+        _PASS_DUMPS.reset(token)
+
+
 def _compile_once(lowered: LoweredStage, options: Mapping[str, Any], notes: tuple[str, ...] = ()) -> _CompileResult:
     folders = tempfile.TemporaryDirectory(prefix="hlo-", ignore_cleanup_errors=True)
     with folders as folder, compile_cache.record_lookups() as entries:
-        compiled = lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
+        passes = _PASS_DUMPS.get()
+        every_pass = {"xla_dump_hlo_pass_re": ".*"} if passes else {}
+        compiled = lowered.compile(
+            compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True, **every_pass}
+        )
+        if passes:
+            for path in Path(folder).glob("*.after_*.hlo.pb*"):
+                shutil.move(path, passes / path.name)
         # jax may compile small helper programs too; the step is the largest program.
         protos = sorted(Path(folder).glob("*after_optimizations.hlo.pb*"), key=lambda p: p.stat().st_size)
         proto = _read_proto_with_buffers(protos[-1]) if protos else b""

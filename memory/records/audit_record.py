@@ -66,6 +66,8 @@ class AuditRow:
             request was honored, or if the step is unknown.
         message: one sentence that says what happened and how to change it; "" if the request was honored.
         count: number of equal requests that this row stands for, such as one in each layer of an unrolled loop.
+        compiler_pass: pipeline and pass of XLA's compiler that undid the request, such as "simplification/cse"; "" if
+            unknown. The pass is known only if the program was compiled with dumps of all passes (`audit --passes`).
         wire_bytes: bytes that one device sends to others in one step because the request was not honored; 0 if none, or
             if unknown.
     """
@@ -81,6 +83,7 @@ class AuditRow:
     message: str = ""
     count: int = 1
     wire_bytes: int = 0
+    compiler_pass: str = ""
 
     @property
     def honored(self) -> bool | None:
@@ -93,5 +96,6 @@ class AuditRow:
     @property
     def inferred(self) -> bool:
         """True if `undone_by` is inferred: the compiled program shows that the request was not honored, but not which
-        step undid it. False if the jaxpr shows the step."""
-        return self.honored is False and self.undone_by not in ("", *_IN_JAXPR)
+        step undid it. False if the jaxpr shows the step, or if `compiler_pass` names the pass of XLA."""
+        steps = ("", *_IN_JAXPR)
+        return self.honored is False and self.undone_by not in steps and not self.compiler_pass

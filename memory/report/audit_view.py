@@ -27,7 +27,7 @@ def _subject(row: AuditRow) -> str:
 
 
 def _undone_by(row: AuditRow) -> str:
-    return f"{row.undone_by} (inferred)" if row.inferred else row.undone_by
+    return row.compiler_pass or (f"{row.undone_by} (inferred)" if row.inferred else row.undone_by)
 
 
 COLUMNS = (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.audit.pass_history import with_passes
 from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import (
     add_json,
@@ -18,6 +21,8 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, write_json
+from bytescope.memory.devices.compiler import pass_dumps
+from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import add_subject, check_program
 from bytescope.train.commands.open_program import open_program
@@ -31,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_subject(parser, others=report_command.OTHER_SUBJECTS, hlo=None)
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
+    )
+    parser.add_argument(
+        "--passes",
+        action="store_true",
+        help="also name the XLA compiler pass that undid a request; XLA then writes the program after each pass to a "
+        "temporary folder",
     )
     add_xla(parser)
     add_json(parser, "the audit")
@@ -54,9 +65,27 @@ def run(args: argparse.Namespace) -> int:
         refuse_flags(args, ())
     else:
         check_program(args)
-    report, _ = report_command.make_report(*open_program(args))
+    if args.passes and args.hlo:
+        raise ReportError(
+            f"--passes cannot be used with {args.hlo}, because an HLO dump is already compiled: give the step as "
+            "MODULE:FUNCTION instead"
+        )
+    report = make_audited_report(args)
     show(report)
     return finish(args, report)
+
+
+def make_audited_report(args: argparse.Namespace) -> ReportRecord:
+    """Compiles the program and returns its report with the audit. With --passes, XLA also dumps the module after each
+    compiler pass, and the audit names the pass that undid a request."""
+    program, subject_of = open_program(args)
+    if not args.passes:
+        return report_command.make_report(program, subject_of)[0]
+    with tempfile.TemporaryDirectory(prefix="passes-") as folder:
+        with pass_dumps(Path(folder)):
+            report, _ = report_command.make_report(program, subject_of)
+        rows = with_passes(report.audit, Path(folder))
+    return dataclasses.replace(report, audit=rows)
 
 
 def show(report: ReportRecord) -> None:

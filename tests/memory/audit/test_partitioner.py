@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from bytescope import memory
 from bytescope.memory.analysis import report_of
+from bytescope.memory.audit.pass_history import with_passes
+from bytescope.memory.devices.compiler import pass_dumps
 from bytescope.memory.devices.compiler_log import FullRemat, read_full_remats
 from bytescope.memory.hlo.sharding_text import mesh_axes_of, parse_sharding
 from bytescope.memory.program.compilation import compiled_for
@@ -93,8 +95,15 @@ def compiled(program, mesh, corrected=False):
 
 
 @pytest.fixture(scope="module")
-def transposed(xy):
-    return compiled(add_and_transpose, xy)
+def passes(tmp_path_factory):
+    """Folder of the dumps after each pass of the program `transposed`."""
+    return tmp_path_factory.mktemp("passes")
+
+
+@pytest.fixture(scope="module")
+def transposed(xy, passes):
+    with pass_dumps(passes):
+        return compiled(add_and_transpose, xy)
 
 
 def resharded_rows(compilation, target):
@@ -110,6 +119,12 @@ def test_the_program_of_xla_15207(transposed):
     assert row.wire_bytes == whole * 7 // 8  # a gather from 8 devices, over one axis after the other
     constraint = line_of(add_and_transpose, "(d, after)").rpartition("/")[2]
     assert f"from P('y', None, 'x') to P(None, ('x', 'y'), None) at {constraint}" in row.message
+
+
+def test_the_pass_that_gathers_the_array(transposed, passes):
+    """The partitioner runs a cleanup pipeline of its own, whose first dump shows the gathers."""
+    (row,) = with_passes(resharded_rows(*transposed), passes)
+    assert row.compiler_pass == "spmd-partitioner/spmd-partitioning" and not row.inferred
 
 
 def test_the_shardings_of_jax_18591(xy):

@@ -6,6 +6,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from bytescope import memory
+from bytescope.memory.audit.pass_history import with_passes
+from bytescope.memory.devices.compiler import pass_dumps
 
 ROWS, WIDTH, LAYERS = 8192, 256, 4
 SAVE_HIDDEN = jax.checkpoint_policies.save_only_these_names("hidden")
@@ -28,16 +30,18 @@ def step(weights, batch):
 
 @pytest.mark.oracle("cuda")
 @pytest.mark.parametrize(("fraction", "done"), [(0.1, "kept"), (0.001, "recomputed")])
-def test_a_saved_name_above_the_limit_of_xla(fraction, done):
+def test_a_saved_name_above_the_limit_of_xla(fraction, done, tmp_path):
     arguments = (
         jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32),
         jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32),
     )
-    report = memory.analyze(step, *arguments, target=f"h100@{fraction}", donate_argnums=0)
+    with pass_dumps(tmp_path):
+        report = memory.analyze(step, *arguments, target=f"h100@{fraction}", donate_argnums=0)
     (row,) = [row for row in report.audit if row.kind == "name"]
     assert (row.subject, row.asked, row.done) == ("hidden", "save", done)
     assert bool(report.xla_recomputed) == (done == "recomputed")
     if done == "recomputed":
         assert row.undone_by == "rematerialization" and "exceeds XLA's memory limit" in row.message
         assert row.bytes % (ROWS * WIDTH * 4) == 0 and 0 < row.count <= LAYERS
-        assert row.inferred
+        named = [each.compiler_pass for each in with_passes(report.audit, tmp_path) if each.kind == "name"]
+        assert named == ["remat-pipeline/rematerialization"] and row.inferred

@@ -27,7 +27,7 @@ STAYING = {
         "--formulas --run --generate --dtype --weights --tensor --fsdp --sequences --length --kv --verbose --xla "
         "--allocators --try-remedies --github --rates --host-memory "
         "--processes-per-node --json --html --export",
-        "--names --audit --strict --trace --save-program --value --without --auto-axes --function --timeout",
+        "--names --audit --strict --passes --trace --save-program --value --without --auto-axes --function --timeout",
     ),
     "explain": ("--json --html", ""),
     "diff": ("--fail-above --json --github", ""),

@@ -542,7 +542,7 @@ MISTAKES = {
         ("tiny step.pb", "unknown target"),
         ("steps.py", "no config file 'steps.py'"),
         ("tiny h100 --stict", "did you mean --strict?"),
-        ("step.pb --passes", "report has no --passes: leave it out"),
+        ("step.pb --passes", "--passes cannot be used with step.pb"),
         ("tiny --fix", "report has no --fix: edit the source as the report's finding says"),
         ("tiny --fix-sharding", "add the sharding constraint that"),
         ("tiny --small=model.n_layers=2", "report has no --small"),
