@@ -28,14 +28,12 @@ from support.command_line import called
 
 pytestmark = pytest.mark.quick
 
-# Command -> (kinds that it takes, its command line after the path). A config command also takes hf:FOLDER. The commands
-# whose first word names any subject are in tests/train/commands/test_subjects.py.
+# Command -> (kinds that it takes, its command line after the path). The commands whose first word names any subject are
+# in tests/train/commands/test_subjects.py.
 TAKES = {
-    "train": ((ConfigPath,), []),
     "generate": ((RunPath, WeightsPath), ["--prompt=x"]),
     "score": ((RunPath, WeightsPath), ["--score=text.txt"]),
     "quantize": ((RunPath, WeightsPath), ["out", "--awq=text.txt"]),
-    "quantize TARGET": ((RunPath, WeightsPath, ConfigPath), ["cpu:1"]),
     "export": ((RunPath,), ["out"]),
 }
 # Kind -> (its path, how the reader of the kind refuses it).
@@ -46,13 +44,6 @@ GIVEN = {
 }
 # Kinds that a command takes -> what it says of each other kind, and of a folder of other files.
 REFUSED = {
-    (ConfigPath,): {
-        RunPath: "config 'run' is a folder: give a file in it\n",
-        WeightsPath: (
-            "config 'weights' is a folder: give a file in it, or hf:weights to use the weights in the folder\n"
-        ),
-        None: "config 'other' is a folder: give a file in it\n",
-    },
     (RunPath,): {
         WeightsPath: "weights is not a run directory",
         ConfigPath: "config.py",
@@ -62,7 +53,6 @@ REFUSED = {
         ConfigPath: "config.py is neither a run nor a folder of weights: ",
         None: "other is neither a run nor a folder of weights: ",
     },
-    (RunPath, WeightsPath, ConfigPath): {None: "other is neither a run, a folder of weights nor a config: "},
 }
 
 
@@ -87,8 +77,8 @@ def test_the_table_has_every_command_that_takes_one_of_the_three():
         for action in make_parser(name)._actions:
             if action.dest in ("config", "source", "run", "workdir") and not action.option_strings:
                 found.add(name)
-    of_any_subject = {"report", "audit", "names", "explain", "estimate", "compare", "levers", "front", "fit"}
-    assert found - of_any_subject == {words.split()[0] for words in TAKES}
+    of_any_subject = {"report", "audit", "names", "explain", "estimate", "compare", "levers", "front", "fit", "train"}
+    assert found - of_any_subject == set(TAKES)
 
 
 def refusal(words: list[str], capsys) -> tuple[int, str]:
@@ -99,18 +89,14 @@ def refusal(words: list[str], capsys) -> tuple[int, str]:
 @pytest.mark.parametrize("command", TAKES)
 def test_each_kind_is_recognized_by_each_command(places, capsys, command):
     kinds, more = TAKES[command]
-    name = command.split()[0]
     for kind, (path, reading) in GIVEN.items():
-        code, err = refusal(called(name, [path, *more]), capsys)
+        code, err = refusal(called(command, [path, *more]), capsys)
         if kind in kinds:
             assert code == 2 and reading in err, err
         else:
             assert code == 2 and REFUSED[kinds][kind] in err, err
-    code, err = refusal(called(name, ["other", *more]), capsys)
+    code, err = refusal(called(command, ["other", *more]), capsys)
     assert code == 2 and REFUSED[kinds][None] in err, err
-    if ConfigPath in kinds:
-        code, err = refusal(called(name, ["hf:weights", *more]), capsys)
-        assert code == 2 and GIVEN[WeightsPath][1] in err, err
 
 
 @pytest.mark.parametrize(

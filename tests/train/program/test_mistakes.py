@@ -306,7 +306,7 @@ MISTAKES = {
         (f"{LONG}:f", "x...x"),
         (f"{LONE}:f", "no config file"),
         ("a\x1b[31m:f", "no config file"),
-        ("notes.md:f", "not a Python file"),
+        ("notes.md:f", "there is no module notes"),
         ("missing.py:f", "the file missing.py does not exist"),
         ("no_such_module:f", "no module no_such_module"),
         ("exits:f", "SystemExit: 7"),
