@@ -81,7 +81,7 @@ async def report(
     """Compiles one program (program, hlo or config: give one) for target and reports its memory: verdict (fits, tight,
     exceeds), predicted and limit bytes, breakdown of the peak, findings with remedies, largest buffers with source
     lines. Takes seconds to minutes."""
-    words = [*subject_of(program, hlo, config), *make_flags(target=target, try_remedies=try_remedies)]
+    words = [*subject_of(target, program, hlo, config), *make_flags(try_remedies=try_remedies)]
     return mcp_answers.report_answer(await run_command(ctx, "report", [*words, *config_flags(config, overrides)]))
 
 
@@ -102,7 +102,7 @@ async def explain(
     failure is the size of this program. Without them, takes a second."""
     if (text is None) == (log is None):
         raise ToolError("give either text, the message itself, or log, the path of a file")
-    words = [*subject_of(program, hlo, config), *make_flags(target=target)]
+    words = subject_of(target, program, hlo, config)
     name = "-" if log is None else os.path.join(".", log)  # a name that begins with - is no flag
     result = await run_command(ctx, "explain", [name, *words, *config_flags(config, overrides)], text or "")
     return mcp_answers.explain_answer(result)
@@ -128,7 +128,7 @@ async def compare(
 ) -> dict[str, Any]:
     """Compiles variants of one program (program or config: give one) for target and compares them: bytes, recomputed
     FLOPs (0 to 1), predicted seconds, whether each fits, and the best. Takes seconds per row."""
-    words = [*subject_of(program, None, config), *make_flags(target=target, remat=remat, what_if=what_if)]
+    words = [*subject_of(target, program, None, config), *make_flags(remat=remat, what_if=what_if)]
     words += [f"--grid={key}={','.join(map(as_text, values))}" for key, values in (grid or {}).items()]
     return mcp_answers.compare_answer(await run_command(ctx, "compare", [*words, *config_flags(config, overrides)]))
 
@@ -160,7 +160,6 @@ async def fit(
     one). For a program: the least recomputation, as a policy for jax.checkpoint. For a config: its flags. If nothing
     fits: the missing bytes. Takes minutes."""
     flags = make_flags(
-        target=target,
         budget=budget,
         batch_tokens=batch_tokens,
         vary=vary,
@@ -168,7 +167,7 @@ async def fit(
         max_compiles=max_compiles,
         max_seconds=max_seconds,
     )
-    words = [*subject_of(program, None, config), *flags, *config_flags(config, overrides)]
+    words = [*subject_of(target, program, None, config), *flags, *config_flags(config, overrides)]
     return mcp_answers.fit_answer(await run_command(ctx, "fit", words))
 
 
@@ -182,21 +181,27 @@ def make_server() -> MCPServer:
     return server
 
 
-def subject_of(program: str | None, hlo: str | None, config: str | None) -> list[str]:
-    """Returns the arguments that name the subject: a function, a dump or a config; [] if none is given.
+def subject_of(target: str | None, program: str | None, hlo: str | None, config: str | None) -> list[str]:
+    """Returns the words that name the subject, a function, a dump or a config, and its target; [] if none is given.
 
-    Raises ToolError if several are given, or if `program` does not name a function.
+    Raises ToolError if several are given, or if a word is not what it should be.
     """
     given = {"program": program, "hlo": hlo, "config": config}
     names = [name for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise ToolError(f"{' and '.join(names)} cannot be combined: give one")
+    if not names:
+        if target is not None:
+            raise ToolError(f"target={target} has no program: give program, hlo or config too")
+        return []
     if program is not None:
         user_program.split(program)
-        if program.startswith("-"):
-            raise ToolError(f"{program} is a flag: give module:function or path/to/file.py:function")
-        return [program]
-    return [f"dump:{hlo}"] if hlo is not None else make_flags(config=config)
+    subject = f"dump:{hlo}" if hlo is not None else program or config or ""
+    words = [subject] if target is None else [subject, target]
+    for word in words:
+        if word.startswith("-"):
+            raise ToolError(f"{word} is a flag: give a program, a config or a target")
+    return words
 
 
 def make_flags(**values: str | float | Sequence[str] | None) -> list[str]:

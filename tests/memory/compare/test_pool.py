@@ -152,6 +152,7 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
         "memory.view",
         "train.user_errors",
         "train.data",
+        "train.checkpoints",  # the host memory of a run
         "train.weights",  # what a run begins with
         "train.plan",
         "train.generate.training_sample",  # another program of a run

@@ -246,7 +246,7 @@ def test_the_front_has_a_row_for_each_plan_and_time_before_flops():
     heads, rows, commands = table(text, "points")
     assert [(cells[0], cells[1]) for cells in rows] == [
         ("full", "20.00 GiB"),
-        (f"32 x {'+'.join(LONG)}", "30.00 GiB to 40.00 GiB 3 budgets"),
+        (f"32 x {'+'.join(LONG)}", "30.00 GiB to 40.00 GiB"),
     ]
     assert [len(one) for one in commands] == [1, 1]
     kept = f"'--config.remat.layers=(0-32:{'+'.join(LONG)})'"

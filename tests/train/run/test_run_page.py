@@ -113,7 +113,7 @@ def test_the_page_shows_the_run(folder):
         "device idle 25.0 %",
         "model d_ff 48",
         "remat save none",
-        "train updates run, and batches are prepared for them 2.00 GiB 1.75 GiB",
+        "train 2.00 GiB 1.75 GiB",
     ):
         assert expected in words, expected
     data = one_file(text, ["memory.html"]).data
