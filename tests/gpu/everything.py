@@ -109,7 +109,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
         "-m",
         "bytescope.memory",
         "train",
-        "--config=tiny",
+        "tiny",
         "--profile=3",
         "--config.train.steps=20",
         "--config.train.sample_tokens=0",

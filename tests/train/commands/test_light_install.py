@@ -95,6 +95,7 @@ REFUSED = {
 NEEDING_TRAINER = [
     "report llama_8b",
     "report tiny cpu --generate",
+    "export run out --awq=text.txt",
     "explain job.log tiny",
     "compare tiny cpu --remat=none,full",
     "report tiny cpu --names",
