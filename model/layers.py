@@ -62,12 +62,18 @@ def gathered(value: jax.Array, place: Placement, axes: tuple[str, ...]) -> jax.A
     return place.weight(value, axes)
 
 
-# A sharding constraint's own transpose would ask for the whole gradient on every device. Asking for the layout that
-# gradients are stored in lets the compiler reduce-scatter.
-gathered.defvjp(
-    lambda value, place, axes: (gathered(value, place, axes), None),
-    lambda place, axes, _, d_value: (place.gradient(d_value, axes).astype(d_value.dtype),),
-)
+def _gather_forward(value, place, axes):
+    return gathered(value, place, axes), None
+
+
+def _gather_backward(place, axes, residual, d_value):
+    del residual
+    # A sharding constraint's own transpose would ask for the whole gradient on every device. Asking for the layout
+    # that gradients are stored in lets the compiler reduce-scatter.
+    return (place.gradient(d_value, axes).astype(d_value.dtype),)
+
+
+gathered.defvjp(_gather_forward, _gather_backward)
 
 
 def read(p: nnx.Param | Quantized, dtype: DTypeLike, place: Placement) -> jax.Array:
@@ -147,10 +153,16 @@ def move(x_BLD: jax.Array, place: Placement, axes: Axes, gradient_axes: Axes) ->
     return place(x_BLD, axes)
 
 
-move.defvjp(
-    lambda x_BLD, place, axes, gradient_axes: (move(x_BLD, place, axes, gradient_axes), None),
-    lambda place, axes, gradient_axes, _, d_BLD: (place(d_BLD, gradient_axes),),
-)
+def _move_forward(x_BLD, place, axes, gradient_axes):
+    return move(x_BLD, place, axes, gradient_axes), None
+
+
+def _move_backward(place, axes, gradient_axes, residual, d_BLD):
+    del axes, residual
+    return (place(d_BLD, gradient_axes),)
+
+
+move.defvjp(_move_forward, _move_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -19,27 +19,40 @@ def _broadcast_over_leading_dims(vector_D: jax.Array, x_D: jax.Array) -> jax.Arr
     return vector_D[(None,) * (x_D.ndim - 1) + (slice(None),)]
 
 
-def _affine(x_D: jax.Array, scale_D: jax.Array, bias_D: jax.Array | None, place: Placement, axes: Axes) -> jax.Array:
-    y_D = x_D * _broadcast_over_leading_dims(scale_D, x_D)
-    return y_D if bias_D is None else y_D + _broadcast_over_leading_dims(bias_D, x_D)
+def _scale(x_D: jax.Array, scale_D: jax.Array, place: Placement, axes: Axes) -> jax.Array:
+    del place, axes
+    return x_D * _broadcast_over_leading_dims(scale_D, x_D)
 
 
-def _affine_forward(x_D, scale_D, bias_D, place, axes):
-    # The gradient needs to know only if there is a bias.
-    return _affine(x_D, scale_D, bias_D, place, axes), (x_D, scale_D, None if bias_D is None else bias_D[:0])
+def _scaled_forward(x_D, scale_D, place, axes):
+    return _scale(x_D, scale_D, place, axes), (x_D, scale_D)
 
 
-def _affine_backward(place, axes, residuals, dy_D):
-    x_D, scale_D, bias = residuals
-    d_scale = _sum_over_leading_dims(place, axes, dy_D * x_D)
-    d_bias = None if bias is None else _sum_over_leading_dims(place, axes, dy_D)
-    return dy_D * _broadcast_over_leading_dims(scale_D, x_D), d_scale, d_bias
+def _scaled_backward(place, axes, residuals, dy_D):
+    x_D, scale_D = residuals
+    return dy_D * _broadcast_over_leading_dims(scale_D, x_D), _sum_over_leading_dims(place, axes, dy_D * x_D)
 
 
-# `_affine` with custom gradients of the vectors: they are summed over a device's own tokens and heads and then cast to
-# `place.reduce`. The partitioner would sum over devices in the larger dtype.
-_affine_summed = jax.custom_vjp(_affine, nondiff_argnums=(3, 4))
-_affine_summed.defvjp(_affine_forward, _affine_backward)
+def _shift(x_D: jax.Array, bias_D: jax.Array, place: Placement, axes: Axes) -> jax.Array:
+    del place, axes
+    return x_D + _broadcast_over_leading_dims(bias_D, x_D)
+
+
+def _shifted_forward(x_D, bias_D, place, axes):
+    return _shift(x_D, bias_D, place, axes), None
+
+
+def _shifted_backward(place, axes, residuals, dy_D):
+    del residuals
+    return dy_D, _sum_over_leading_dims(place, axes, dy_D)
+
+
+# `_scale` and `_shift` with a custom gradient of the vector: it is summed over a device's own tokens and heads and
+# then cast to `place.reduce`. The partitioner would sum over devices in the larger dtype.
+_scaled = jax.custom_vjp(_scale, nondiff_argnums=(2, 3))
+_shifted = jax.custom_vjp(_shift, nondiff_argnums=(2, 3))
+_scaled.defvjp(_scaled_forward, _scaled_backward)
+_shifted.defvjp(_shifted_forward, _shifted_backward)
 
 
 def _sum_over_leading_dims(place: Placement, axes: Axes, dy_D: jax.Array) -> jax.Array:
@@ -83,10 +96,11 @@ class Norm(nnx.Module):
             if self.center:
                 y_D = y_D - y_D.mean(-1, keepdims=True)
             y_D = y_D * jax.lax.rsqrt(jnp.square(y_D).mean(-1, keepdims=True) + self.eps)
-            affine = _affine_summed if self.place.narrows(y_D.dtype) else _affine
+            times, plus = (_scaled, _shifted) if self.place.narrows(y_D.dtype) else (_scale, _shift)
             scale_D = read(self.scale, y_D.dtype, self.place)
-            bias_D = None if self.bias is None else read(self.bias, y_D.dtype, self.place)
-            y_D = affine(y_D, 1.0 + scale_D if self.kind.offset else scale_D, bias_D, self.place, self.axes)
+            y_D = times(y_D, 1.0 + scale_D if self.kind.offset else scale_D, self.place, self.axes)
+            if self.bias is not None:
+                y_D = plus(y_D, read(self.bias, y_D.dtype, self.place), self.place, self.axes)
             return self.place(y_D.astype(self.precision.compute), self.axes)
 
 

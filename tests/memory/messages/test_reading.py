@@ -175,9 +175,9 @@ def large_logs(size):
     yield "zeros", "\0" * size
 
 
-def test_the_time_to_explain_a_log_is_bounded():
+def check_time(size, max_ratio):
     """Compares the CPU time to explain a log with the time to count each key phrase in it, one after the other."""
-    for name, log in large_logs(5_000_000):
+    for name, log in large_logs(size):
         data, ratios = log.encode(), []
         for _ in range(3):
             start = time.process_time()
@@ -186,9 +186,30 @@ def test_the_time_to_explain_a_log_is_bounded():
             for phrase in log_text.KEY_PHRASES:
                 data.count(phrase)
             ratios.append((explained - start) / (time.process_time() - explained))
-            if ratios[-1] < 5.0:  # most of it is spent on messages, which are bounded for logs of any size
+            if ratios[-1] < max_ratio:
                 break
-        assert min(ratios) < 5.0, name
+        assert min(ratios) < max_ratio, name
+
+
+def test_the_time_to_explain_a_log_is_bounded():
+    check_time(5_000_000, max_ratio=5.0)  # most of it is spent on messages, which are bounded for logs of any size
+
+
+@pytest.mark.exhaustive
+def test_fifty_megabytes_are_explained_faster_than_their_phrases_are_counted():
+    check_time(50_000_000, max_ratio=1.0)
+
+
+def test_places_are_those_of_a_plain_search():
+    rng = random.Random(5)
+    log = bytes(rng.choice(b"abc of memory\n") for _ in range(300_000)) + b"of memory"
+    phrases = (b"of", b"memo", b"of memory", b"not there")
+    expected = {at for phrase in phrases for at in range(len(log)) if log.startswith(phrase, at)}
+    assert log_text.find_phrases(log, phrases, 10**9) == sorted(expected)
+    few = log_text.find_phrases(log, phrases, 3)
+    assert few == sorted(
+        {at for phrase in phrases for at in [p for p in sorted(expected) if log.startswith(phrase, p)][:3]}
+    )
 
 
 @pytest.mark.parametrize("name", ["remat", "bfc", "plain", "tpu_vmem"])
