@@ -51,11 +51,10 @@ def test_rules_over_whole_matrices_take_layers_in_turn():
 
 
 def test_parameters_in_host_memory_leave_losses_as_they_are():
-    # XLA may fuse the two programs differently: one of three losses is off by its last bit.
-    np.testing.assert_allclose(
-        losses({**BOTH, "remat.policy": "none"}),
-        losses({"remat.policy": "none"}),
-        rtol=np.finfo(np.float32).eps,
+    # XLA may fuse the two programs differently: one of three losses is off by one unit in the last place, on some CPUs
+    # by two.
+    np.testing.assert_array_max_ulp(
+        np.float32(losses({**BOTH, "remat.policy": "none"})), np.float32(losses({"remat.policy": "none"})), maxulp=2
     )
     sharded = {"mesh.fsdp": 4, "batch.micro": 1}
     np.testing.assert_array_equal(losses({**sharded, **BOTH}, 4), losses(sharded, 4))
