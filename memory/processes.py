@@ -1,7 +1,7 @@
 """Runs a command that executes a user's code in a process of its own, and ends everything that this code leaves behind.
 
-The code may end the process, crash it, or leave children that hold its pipes open. On other systems than Linux,
-commands run without this protection.
+The code may end the process, crash it, copy it with os.fork, or leave children that hold its pipes open. On other
+systems than Linux, commands run without this protection.
 """
 
 from __future__ import annotations
@@ -26,6 +26,36 @@ _PARENT_DEATH_SIGNAL, _CHILD_SUBREAPER = 1, 36
 _GRACE_S = 0.5
 # Signals that end a process. A closed terminal sends SIGHUP, which not every system has.
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+
+
+class ForkedError(BaseException):
+    """Raised in a copy of the process that a user's code made with os.fork. It is no subclass of Exception, so that no
+    handler lets the copy go on.
+
+    Attributes:
+        original: the process that was copied.
+    """
+
+    def __init__(self, what: str, original: int) -> None:
+        super().__init__(f"{what}: the code calls os.fork, and the copy of the process goes on: end it with os._exit")
+        self.original = original
+
+
+@contextlib.contextmanager
+def original_only(what: str) -> Iterator[None]:
+    """Context manager around a user's code. Raises ForkedError in a copy of the process that this code made and that
+    does not end. what: the beginning of its message."""
+    original = os.getpid()
+    try:
+        yield
+    except ForkedError:
+        raise
+    except BaseException:
+        if os.getpid() != original:
+            os._exit(1)
+        raise
+    if os.getpid() != original:
+        raise ForkedError(what, original)
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
@@ -74,8 +104,11 @@ def supervise(work: Callable[[], int]) -> int:
         print(f"note: ended what the user's code left running: {', '.join(left)}", file=sys.stderr)
     os.set_blocking(read, False)
     with contextlib.suppress(BlockingIOError):  # a child of the code may have held the pipe open
-        if answer := os.read(read, 4096):
-            return int(answer)
+        if answer := os.read(read, 4096).decode().splitlines()[:1]:
+            if answer[0].isdecimal():
+                return int(answer[0])
+            print(f"error: {answer[0]}", file=sys.stderr)
+            return 2
     how = f"with exit code {status}: leave os._exit and exit() of C libraries out of it"
     if status < 0:
         killed = status == -signal.SIGKILL
@@ -87,23 +120,26 @@ def supervise(work: Callable[[], int]) -> int:
 
 def _run_and_exit(work: Callable[[], int], answer: int) -> NoReturn:
     """Calls `work` and ends this process without exit handlers, because those of the user's code may wait for its
-    children. Writes the exit code to the file descriptor `answer`."""
-    code = 1
+    children. Writes the exit code, or the error about a copy of the process, to the file descriptor `answer`."""
+    text = "1"
     try:
-        code = work()
+        text = str(work())
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
         pass
     except OSError as error:
-        code = exit_code_of(error) or 1
+        text = str(exit_code_of(error) or 1)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        text = str(end.code if isinstance(end.code, int) else int(end.code is not None))
+    except ForkedError as error:
+        os.kill(error.original, signal.SIGKILL)
+        text = str(error)
     except BaseException:
         sys.excepthook(*sys.exc_info())
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
-    os.write(answer, f"{code}\n".encode())
-    os._exit(code)
+    os.write(answer, f"{text}\n".encode(errors="backslashreplace"))
+    os._exit(int(text) if text.isdecimal() else 2)
 
 
 def _end_children() -> list[str]:

@@ -37,14 +37,13 @@ def run(args: argparse.Namespace) -> int:
     """
     from bytescope.memory.commands.report_command import start_platform
     from bytescope.memory.compare.program_factory import FunctionFactory
-    from bytescope.memory.devices import targets
     from bytescope.memory.remat.layer_discovery import find_layers
     from bytescope.memory.remat.layer_values import find_values
     from bytescope.memory.remat.step_loss import Loss
 
     start_platform(args)
     factory = FunctionFactory(user_program.load_function(args.program))
-    program = factory.call(dict(args.overrides), targets.parse(args.target))
+    program = factory.call(dict(args.overrides), args.target)
     remedy = "return (loss, (params, batch)), where the loss is not yet differentiated"
     if not program.args:
         raise ReportError(f"{args.program} returns a traced program: {remedy}")

@@ -27,7 +27,7 @@ from bytescope.memory.commands.arguments import (
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare_dump
-from bytescope.memory.compare.program_factory import load_factory
+from bytescope.memory.compare.program_factory import FunctionFactory, load_factory
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError
@@ -144,7 +144,8 @@ def open_program(args: argparse.Namespace) -> tuple[PreparedProgram, Callable[[i
         subject = functools.partial(describe_adapted, program, args.settings)
     elif args.program:
         user_factory = load_factory(args.program)
-        target = targets.parse(args.target)  # after the import of the user's module, which may set up jax
+        # The name of the target is parsed after the user's function, which may set up jax.
+        target = args.target if isinstance(user_factory, FunctionFactory) else targets.parse(args.target)
         keys, own_options = user_factory.split_options(dict(args.overrides), target)
         program, options = user_factory(keys, target), {**(own_options or {}), **options}
     else:

@@ -28,6 +28,7 @@ from typing import Any
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.prepared_program import PreparedProgram, prepare
 from bytescope.memory.compare.what_if import Variant, flag_variants
+from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import JAX_FRACTION, MemoryFraction
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.devices.xla_flags import LEVELS, is_flag, parse_value
@@ -160,14 +161,17 @@ class FunctionFactory(ProgramFactory):
         # Flags of XLA change how the step runs, too.
         self.row = type("FunctionRow", (Row,), {"how": (*how, "xla_", *LEVELS)})
 
-    def __call__(self, overrides: Mapping[str, Any], target: Target) -> PreparedProgram:
+    def __call__(self, overrides: Mapping[str, Any], target: Target | str) -> PreparedProgram:
         """Calls the user's function with `overrides` (config key -> value) as keyword arguments. Returns the program
         that it returns, ready to be compiled for the target."""
         return prepare(self.call(overrides, target), target)
 
-    def call(self, overrides: Mapping[str, Any], target: Target) -> UserProgram:
-        """Calls the user's function as `__call__` does, and returns what the function returns."""
+    def call(self, overrides: Mapping[str, Any], target: Target | str) -> UserProgram:
+        """Calls the user's function as `__call__` does, and returns what the function returns. The name of a target is
+        parsed, which may start jax, only if the function takes the target."""
         resolved = self.resolve(overrides)
+        if isinstance(target, str) and TARGET in self._parameters:
+            target = targets.parse(target)
         return self._function.make({key: resolved[key] for key in overrides}, target)
 
     def split_options(

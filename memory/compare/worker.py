@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from bytescope.memory.compare.program_factory import ProgramFactory, load_factory
 from bytescope.memory.errors import ReportError, message_of, one_line
-from bytescope.memory.processes import end_with_parent
+from bytescope.memory.processes import ForkedError, end_with_parent
 
 if TYPE_CHECKING:
     from bytescope.memory.compare.prepared_program import PreparedProgram
@@ -48,6 +49,11 @@ def main() -> None:
             answer = answer_to(job, factories[job["factory"]], programs)
         except Exception as error:  # an error of one combination must not stop the others
             answer = {"status": describe_error(error)}
+        except ForkedError as error:  # this process is a copy of the worker
+            answers.write(json.dumps({"status": str(error), "dead": True}) + "\n")
+            answers.flush()
+            os.kill(error.original, signal.SIGKILL)
+            os._exit(1)
         gc.collect()
         try:
             answers.write(json.dumps(answer | {"rss_bytes": _resident_bytes()}) + "\n")

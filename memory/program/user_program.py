@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any
 
 from bytescope.memory.errors import ReportError, did_you_mean, message_of
+from bytescope.memory.processes import ForkedError, original_only
 
 # Options of a program in addition to the options of jax.jit.
 OWN_OPTIONS = ("kwargs", "target", "config", "facts", "roles", "names", "tokens", "compiler_options")
@@ -104,23 +105,20 @@ def _hidden_argv(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(what: str) -> Iterator[None]:
-    """Context manager that turns every exception of user code, including SystemExit, into a ReportError. A copy of the
-    process that the code made with os.fork ends here.
+    """Context manager that turns every exception of user code, including SystemExit, into a ReportError. Raises
+    ForkedError in a copy of the process that the code made.
 
     what: the beginning of the error's message. KeyboardInterrupt (Ctrl-C) is not caught.
     """
-    original = os.getpid()
     try:
-        yield
-    except ReportError:
+        with original_only(what):
+            yield
+    except (ReportError, ForkedError):
         raise
     except BaseException as error:
         if type(error) is KeyboardInterrupt:
             raise
         raise ReportError(f"{what}: {describe_user_error(error)}") from error
-    finally:
-        if os.getpid() != original:
-            os._exit(0)
 
 
 def split(name: str) -> tuple[str, str]:
