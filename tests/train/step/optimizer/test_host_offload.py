@@ -41,7 +41,7 @@ def losses(overrides, devices=1):
 )
 def test_moments_in_host_memory_leave_losses_as_they_are(overrides):
     # The same operations on every number; where a compiler fuses a layer's otherwise the last bit of a loss may differ.
-    np.testing.assert_allclose(losses({**overrides, **OPTIMIZER}), losses(overrides), rtol=np.finfo(np.float32).eps)
+    np.testing.assert_allclose(losses({**overrides, **OPTIMIZER}), losses(overrides), rtol=2 * np.finfo(np.float32).eps)
 
 
 @pytest.mark.exhaustive
@@ -51,10 +51,11 @@ def test_rules_over_whole_matrices_take_layers_in_turn():
 
 
 def test_parameters_in_host_memory_leave_losses_as_they_are():
-    # XLA may fuse the two programs differently: one of three losses is off by one unit in the last place, on some CPUs
-    # by two.
-    np.testing.assert_array_max_ulp(
-        np.float32(losses({**BOTH, "remat.policy": "none"})), np.float32(losses({"remat.policy": "none"})), maxulp=2
+    # XLA may fuse the two programs differently: one of three losses is off by its last bit, on some kinds of CPU by two.
+    np.testing.assert_allclose(
+        losses({**BOTH, "remat.policy": "none"}),
+        losses({"remat.policy": "none"}),
+        rtol=2 * np.finfo(np.float32).eps,
     )
     sharded = {"mesh.fsdp": 4, "batch.micro": 1}
     np.testing.assert_array_equal(losses({**sharded, **BOTH}, 4), losses(sharded, 4))
