@@ -51,7 +51,7 @@ def test_rules_over_whole_matrices_take_layers_in_turn():
 
 
 def test_parameters_in_host_memory_leave_losses_as_they_are():
-    # XLA may fuse the two programs differently: one of three losses is off by its last bit, on some kinds of CPU by two.
+    # XLA may fuse the two programs differently: one of three losses is off by its last bit, on some CPUs by two.
     np.testing.assert_allclose(
         losses({**BOTH, "remat.policy": "none"}),
         losses({"remat.policy": "none"}),
