@@ -45,7 +45,7 @@ from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, PeakAccount, overhead_bytes
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.records.report_record import JudgedProgram, ReportRecord, Subject, Transfer, XlaStats
+from bytescope.memory.records.report_record import Description, JudgedProgram, ReportRecord, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
 from bytescope.memory.seconds import rates, reading, step_prediction
@@ -82,7 +82,7 @@ def report_of(
     roles: Iterable[tuple[str, str]] = (),
     names: Iterable[str] = (),
     loop: runtime_overheads.LoopOverhead | None = None,
-    subject: Subject | None = None,
+    subject: Description | None = None,
     seconds: bool = False,
     measure: bool = False,
 ) -> ReportRecord:
@@ -131,7 +131,7 @@ def report_of(
         xla_recomputed=read.recomputed,
         scheduler_held=read.held,
     )
-    subject = subject or Subject()
+    subject = subject or Description()
     step_seconds = StepSeconds()
     if seconds:
         step_seconds = seconds_of_step(judged.work, judged.target, read.schedule.steps, subject, measure)
@@ -382,7 +382,7 @@ def verdict_of(predicted: int, limit: int) -> Verdict:
 
 
 def seconds_of_step(
-    work: Mapping[str, Any], target: Mapping[str, Any], schedule: Steps, subject: Subject, measure: bool
+    work: Mapping[str, Any], target: Mapping[str, Any], schedule: Steps, subject: Description, measure: bool
 ) -> StepSeconds:
     """Returns the predicted seconds of an update and their lower bound by the roofline model. Either is left out if the
     target's rates or the program's schedule are unknown.

@@ -142,10 +142,10 @@ def run(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if not trainer_packages.needs_trainer(error):
             raise
-        config = vars(args).get("config") if args else None
+        subject = vars(args).get("subject") if args else None
         called = registry.spelling_of(args.command) if args else argv[0]
-        subject = f"bytescope {called}{f' with the config {config}' if config else ''}"
-        return exit_code_of(ReportError(trainer_packages.message(subject))) or 2
+        needing = f"bytescope {called}{f' with the {subject.kind} {subject.name}' if subject else ''}"
+        return exit_code_of(ReportError(trainer_packages.message(needing))) or 2
     except (ValueError, OSError) as error:
         if (code := exit_code_of(error)) is None:
             raise

@@ -150,22 +150,6 @@ def is_setting(word: str) -> bool:
     return re.match(r"[A-Za-z_][\w.]*=", word) is not None
 
 
-def refuse_flags(args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Raises ReportError if a flag is given that the program of an adapter cannot have.
-
-    names: the flags without dashes. Also refuses --config.KEY=VALUE.
-    """
-    for name in names:
-        if vars(args).get(name):
-            flag = f"--{name.replace('_', '-')}"
-            raise ReportError(f"{flag} cannot be used with {args.config}, a program of another trainer: leave it out")
-    if args.overrides:
-        key, value = args.overrides[0]
-        raise ReportError(
-            f"--config.{key} sets a key of a config of bytescope: write a key of the trainer as a word, {key}={value}"
-        )
-
-
 def add_xla(parser: argparse.ArgumentParser) -> None:
     """Adds --xla, which sets an option of XLA for the compiled programs."""
     parser.add_argument(

@@ -16,8 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.adapters.trainers import find_adapter, is_adapted
-from bytescope.memory.commands import budgets, github
+from bytescope.memory.commands import budgets, github, registry, trainer_packages
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_jobs,
@@ -32,21 +31,19 @@ from bytescope.memory.commands.arguments import (
 from bytescope.memory.commands.budgets import Budget, BudgetResult
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.compare import row_cache, worker_pool
-from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
-from bytescope.memory.compare.program_factory import FunctionFactory, ProgramFactory, load_factory
+from bytescope.memory.compare.program_factory import FunctionFactory
 from bytescope.memory.devices.chips import base_name
 from bytescope.memory.errors import ReportError, install_remedy, remedy_for
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.subjects.subject import Subject
 from bytescope.memory.view.console import put
 from bytescope.memory.view.progress_bar import progress
 from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import Prose
 
-# The factory of configs belongs to the trainer, which a light installation does not have. It is imported by its name.
-CONFIG_FACTORY = "bytescope.train.plan.config_factory:FACTORY"
 # Files whose content may decide what a program computes.
 _SOURCES = (".py", ".toml", ".yaml", ".yml", ".json", ".gin", ".cfg", ".ini")
 _MAX_SOURCE_BYTES = 2**20
@@ -194,12 +191,14 @@ def _compile(
     jobs: dict[str, worker_pool.Job] = {}
     for budget in chosen:
         try:
-            factory = _factory(budget)
+            subject = _subject(budget)
+            factory, overrides = subject.factory(budget.target), subject.fixed()
+            factory.check(overrides)
             job = Jobs(factory, installed | versions(), digest or "").job(
-                _overrides(budget, factory), budget.target, budget.name, method="report_json"
+                overrides, budget.target, budget.name, method="report_json"
             )
             jobs[budget.name] = with_cpu_devices(job) if isinstance(factory, FunctionFactory) else job
-            _check_limit(budget, factory)
+            _check_limit(budget, subject)
         except ValueError as error:
             if not hasattr(error, "exit_code"):
                 raise
@@ -236,30 +235,16 @@ def _devices(budget: Budget) -> int:
         raise ReportError(f"{budget.name}: {error}") from error
 
 
-def _factory(budget: Budget) -> ProgramFactory:
-    if is_adapted(budget.program):
-        return find_adapter(budget.program)
-    if budget.program:
-        return load_factory(budget.program)
-    try:
-        return load_factory(CONFIG_FACTORY)
-    except ReportError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError):
-            raise ReportError(
-                f"a budget with a config needs the packages of the trainer: {install_remedy('train')}"
-            ) from error
-        raise
-
-
-def _overrides(budget: Budget, factory: ProgramFactory) -> Mapping[str, Any]:
-    if isinstance(factory, FunctionFactory):
-        overrides = dict(budget.keys)
-    else:
-        overrides = _dotted(budget.keys)
-    if budget.config or is_adapted(budget.program):
-        overrides[CONFIG] = budget.config or budget.program
-    factory.check(overrides)
-    return overrides
+def _subject(budget: Budget) -> Subject:
+    """Returns the subject of a budget: its config, its function or the program of another trainer."""
+    if budget.config and not trainer_packages.are_installed():
+        raise ReportError(f"a budget with a config needs the packages of the trainer: {install_remedy('train')}")
+    word = f"config:{budget.config}" if budget.config else budget.program or ""
+    subjects = registry.load_subjects()
+    kind, name = subjects.recognize(word)
+    keys = budget.keys if kind == "function" else _dotted(budget.keys)
+    subject: Subject = subjects.class_of(kind)(name, tuple(keys.items()))
+    return subject
 
 
 def _dotted(keys: Mapping[str, Any], before: str = "") -> dict[str, str]:
@@ -277,13 +262,11 @@ def _as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _check_limit(budget: Budget, factory: ProgramFactory) -> None:
+def _check_limit(budget: Budget, subject: Subject) -> None:
     """Raises ReportError if the budget's limit is larger than the device memory of its target. If the target is this
     machine, the limit is not checked."""
-    from bytescope.memory.devices import targets
-
     if base_name(budget.target) not in ("local", "cpu"):
-        budget.limit_bytes(targets.parse(budget.target, factory.memory_fraction).limit_bytes)
+        budget.limit_bytes(subject.devices(budget.target).limit_bytes)
 
 
 def _result(budget: Budget, answer: Mapping[str, Any]) -> BudgetResult:

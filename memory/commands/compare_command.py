@@ -1,27 +1,24 @@
 """bytescope compare: compares variants of a program, one per combination of config values.
 
-This module compares the programs of a `ProgramFactory`: of a user's function, or of an adapter, such as
-maxtext:llama2-7b. `train.commands.compare_configs` adds configs.
+It compares the programs of a subject's factory. `train.commands.compare_configs` has the arguments of the command.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.adapters.trainers import TrainerFactory, find_adapter, is_adapted, overrides_of
 from bytescope.memory.commands.arguments import INTERRUPTED, check, shares_accelerator, write
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import compare_rows, grids, row_cache, what_if, worker_pool
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.compare.grids import TARGET
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
-from bytescope.memory.compare.program_factory import FunctionFactory, ProgramFactory, load_factory
-from bytescope.memory.devices.xla_flags import flags_text, parse_flags
+from bytescope.memory.compare.program_factory import FunctionFactory, ProgramFactory
 from bytescope.memory.errors import ReportError
+from bytescope.memory.subjects.subject import Subject
 from bytescope.memory.view.progress_bar import progress
 
 # Subjects of bytescope compare that are not configs, as a part of a help text.
@@ -32,42 +29,22 @@ OTHER_SUBJECTS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope compare` for the programs of a user's function or of an adapter. Returns the exit
-    code."""
-    from bytescope.memory.devices.platform import choose_platform, simulate_devices
-
-    choose_platform()  # before the user's module imports jax
-    simulate_devices([args.target])
-    fixed, asked = dict(parse_flags(args.xla)), list(map(grids.parse_grid, args.grid))
-    given = [f"--xla={flags_text({name: value})}" for name, value in fixed.items()]
-    if is_adapted(args.config):
-        factory: ProgramFactory = find_adapter(args.config)
-        fixed |= overrides_of(args.config, args.settings)
-        given += args.settings
-        asked += policy_grid(find_adapter(args.config), args.remat)
-    else:
-        factory = load_factory(args.program)
-        fixed |= dict(args.overrides)
-        given += [f"{key}={text}" for key, text in args.overrides]
-    source = args.program or args.config
+    """Runs `bytescope compare` for the variants of `args.subject`. Returns the exit code."""
+    subject: Subject = args.subject
+    factory = subject.factory(args.target)
     if args.what_if:
-        return compare_what_if(args, factory, fixed, source, shlex.join(given))
-    return compare(args, factory, fixed, asked, source, shlex.join(given))
+        return compare_what_if(args, factory, subject.fixed(), subject.name, subject.given())
+    return compare(args, factory, subject.fixed(), asked_grids(args), subject.name, subject.given())
 
 
-def policy_grid(factory: TrainerFactory, text: str | None) -> list[tuple[str, list[str]]]:
-    """Returns the grid of --remat for a trainer: (key of the remat policy, policies). It is last in a grid, so that
-    policies of the same program are neighbouring rows.
+def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """Returns (key, values to compare) of each --grid flag, and of --remat, whose values are remat policies.
 
-    text: the value of --remat, such as "full,minimal"; "all" means the trainer's policies that need no other keys.
-    None means no grid. Raises ReportError if a policy is empty.
+    Raises ReportError if a grid or a list of policies cannot be parsed.
     """
-    if text is None:
-        return []
-    policies = list(factory.policies) if text == "all" else grids.split_values(text)
-    if not all(policies):
-        raise ReportError(f"--remat={text} has an empty policy: write --remat=P1,P2, or --remat=all")
-    return [(factory.policy_key, policies)]
+    asked = [grids.parse_grid(text) for text in args.grid]
+    # Policies are last, so that those of the same program are neighbouring rows.
+    return asked if args.remat is None else [*asked, *args.subject.policies(args.remat)]
 
 
 def add_what_if(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,7 @@ def make_root_parser() -> argparse.ArgumentParser:
     from bytescope.memory.devices.chips import CHIPS
 
     configs = [path.stem for path in importlib.import_module("bytescope.train.source").shipped()]
-    values = {"config": _names_or_files(configs)} | dict.fromkeys(_FOLDERS, shtab.DIRECTORY)
+    values = {"word": _names_or_files(configs)} | dict.fromkeys(_FOLDERS, shtab.DIRECTORY)
     metavars = {"FILE": shtab.FILE, "FILE|DIR": shtab.FILE, "DIR": shtab.DIRECTORY}
     root = argparse.ArgumentParser(prog="bytescope")
     root.add_argument("--version", action="version", help="print the versions")

@@ -10,20 +10,17 @@ keys to give to the trainer.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import shlex
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bytescope.memory.adapters.trainers import TrainerFactory, find_adapter, overrides_of
-from bytescope.memory.commands.arguments import check_files, refuse_flags
-from bytescope.memory.commands.fit_program import CONFIG_FLAGS, ProgramSearch, show_and_write, show_head
-from bytescope.memory.commands.report_command import describe_adapted, make_report, start_platform
+from bytescope.memory.adapters.trainers import TrainerFactory
+from bytescope.memory.commands.arguments import check_files
+from bytescope.memory.commands.fit_program import ProgramSearch, show_and_write, show_head
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.cost import flops
-from bytescope.memory.devices import targets
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, RematProblem
@@ -31,10 +28,10 @@ from bytescope.memory.remat.remat_search import FULL, NONE, RematSearch
 from bytescope.memory.report.remat_planning import Built, StepCompiler, policy_name
 from bytescope.memory.report.report_object import Report
 from bytescope.memory.seconds.ranking import TIE
+from bytescope.memory.subjects.subject import make_report
+from bytescope.memory.subjects.trainer_subject import described
 from bytescope.memory.view.progress_bar import progress
 
-# Flags of `bytescope fit` that cannot be used with the program of an adapter.
-REFUSED_FLAGS = tuple(flag for flag in CONFIG_FLAGS if flag not in ("max_compiles", "max_seconds"))
 # Maximum batch on one device that is tried, and maximum number of programs compiled for the policies of one batch.
 MAX_BATCH, MAX_COMPILES = 64, 8
 
@@ -46,18 +43,16 @@ class LimitReached(Exception):
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope fit` for the program of an adapter. Returns the exit code: 0 if a program fits, 3 if none fits,
     130 after Ctrl-C."""
-    refuse_flags(args, REFUSED_FLAGS)
     check_files(args)
-    start_platform(args)
-    factory = find_adapter(args.config)
-    overrides = overrides_of(args.config, args.settings)
+    subject = args.subject
+    factory, overrides = subject.factory(args.target), subject.overrides()
     if factory.policy_key in overrides:
         raise ReportError(
             f"{factory.policy_key}={overrides[factory.policy_key]} cannot be given to fit, which searches it: leave it "
-            f"out, or use bytescope report {args.config}"
+            f"out, or use bytescope report {subject.name}"
         )
     factory.check(overrides)
-    target = targets.parse(args.target, factory.memory_fraction)
+    target = subject.target_of(factory, args.target)
     limits = (args.max_compiles or math.inf, args.max_seconds or math.inf)
     search = AdapterSearch(factory, overrides, target, args.budget, *limits)
     search.run_all()
@@ -123,7 +118,7 @@ class AdapterCompiler(StepCompiler):
         try:
             program = self._make(keys)
             words = [f"{key}={value}" for key, value in {**self.overrides, **keys}.items() if key != CONFIG]
-            report, compilation = make_report(program, functools.partial(describe_adapted, program, words))
+            report, compilation = make_report(described(program, words))
         except ReportError as error:
             if not self.built:
                 raise
@@ -264,7 +259,7 @@ class AdapterSearch(ProgramSearch):
         program = self._factory({**self._overrides, **keys}, self._target)
         words = [f"{key}={value}" for key, value in keys.items()]
         try:
-            report, compilation = make_report(program, functools.partial(describe_adapted, program, words))
+            report, compilation = make_report(described(program, words))
         except ReportError as error:
             self.add(_words(keys), str(error), "neighbour", keys)
             return

@@ -32,7 +32,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED, check_files, show_written, write
-from bytescope.memory.errors import ReportError
 from bytescope.memory.units import human
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from bytescope.memory.view.progress_bar import ProgressBar
 
 AS_WRITTEN = "as written"
-# Flags of `bytescope fit` that search configs, and so cannot be used with a user's program.
-CONFIG_FLAGS = ("batch_tokens", "vary", "lora", "measure", "max_compiles", "max_seconds", "jobs", "no_cache")
 
 
 # Subjects of bytescope fit that are not configs, as a part of a help text.
@@ -67,24 +64,16 @@ def add_only_names(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs `bytescope fit` for a user's function. Returns the exit code: 0 if a policy fits, 3 if none fits, 130 after
     Ctrl-C."""
-    for flag in CONFIG_FLAGS:
-        if getattr(args, flag, None):
-            raise ReportError(
-                f"--{flag.replace('_', '-')} searches the keys of a config and cannot be used with {args.program}: "
-                "leave it out"
-            )
     check_files(args)
-    from bytescope.memory.commands.report_command import start_platform
-
-    start_platform(args)
     from bytescope.memory.compare.prepared_program import prepare
     from bytescope.memory.compare.program_factory import FunctionFactory
-    from bytescope.memory.devices import targets
     from bytescope.memory.program import user_program
     from bytescope.memory.program.compilation import is_stage
 
-    function = FunctionFactory(user_program.load_function(args.program))
-    target, keys = targets.parse(args.target), dict(args.overrides)
+    subject = args.subject
+    subject.start(args.target)
+    function = FunctionFactory(user_program.load_function(subject.name))
+    target, keys = subject.devices(args.target), dict(subject.keys)
     made = [function.call(keys, target)]
 
     def make() -> PreparedProgram:
@@ -92,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             return prepare(made.pop() if made else function.call(keys, target), args.target)
         return prepare(made[0], args.target)
 
-    search = ProgramSearch(args.program, target, args.budget, args.only_names)
+    search = ProgramSearch(subject.name, target, args.budget, args.only_names)
     search.run(make)
     return show_and_write(args, search.result())
 
@@ -123,9 +112,9 @@ class ProgramSearch:
 
         make: function that makes the program. Each call traces the program again.
         """
-        from bytescope.memory.commands.report_command import make_report
         from bytescope.memory.report.remat_planning import Built, StepCompiler
         from bytescope.memory.report.report_object import Report
+        from bytescope.memory.subjects.subject import make_report
         from bytescope.memory.view.progress_bar import progress
 
         def trace() -> Any:

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.commands import report_command
+from bytescope.memory.commands import registry, report_command
 from bytescope.memory.commands.arguments import Parser, check_files, show_written, user_path, write
 from bytescope.memory.errors import ReportError, in_one_line, message_of
 from bytescope.memory.files import write_whole
 from bytescope.memory.program import program_file
+from bytescope.memory.subjects.function_subject import Function
 
 # Exit code if the script needs pieces (packages, data, shapes) that are missing.
 _MISSING = 1
@@ -97,6 +98,7 @@ def make_parser() -> Parser:
         "--timeout", metavar="SECONDS", type=float, default=600.0, help="stop the script after SECONDS (default 600)"
     )
     report_command.add_output(parser)
+    parser.set_defaults(formulas=False, run=False)  # a script has neither
     return parser
 
 
@@ -108,6 +110,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own, script_arguments = own[:at], own[at + 1 :]
     args = make_parser().parse_intermixed_args(own)
     args.argv, args.overrides = script_arguments, []
+    args.script = registry.load_subjects().open_subject(args.script).name
     return args
 
 
@@ -154,8 +157,7 @@ def _report(args: argparse.Namespace, file: Path) -> int:
     write(file, result["text"])
     print(f"found {result['step']}")
     show_written(args.save_program)
-    args.command, args.program = "report", f"{file}:program"
-    args.hlo, args.config, args.settings = None, None, []
+    args.command, args.subject = "report", Function(f"{file}:program", (), args.xla)
     return report_command.run(args)
 
 

@@ -24,7 +24,6 @@ from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import Field
 
-from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import mcp_answers
 from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import in_one_line
@@ -82,7 +81,7 @@ async def report(
     exceeds), predicted and limit bytes, breakdown of the peak, findings with remedies, largest buffers with source
     lines. Takes seconds to minutes."""
     words = [*subject_of(target, program, hlo, config), *make_flags(try_remedies=try_remedies)]
-    return mcp_answers.report_answer(await run_command(ctx, "report", [*words, *config_flags(config, overrides)]))
+    return mcp_answers.report_answer(await run_command(ctx, "report", [*words, *key_flags(overrides)]))
 
 
 async def explain(
@@ -104,7 +103,7 @@ async def explain(
         raise ToolError("give either text, the message itself, or log, the path of a file")
     words = subject_of(target, program, hlo, config)
     name = "-" if log is None else os.path.join(".", log)  # a name that begins with - is no flag
-    result = await run_command(ctx, "explain", [name, *words, *config_flags(config, overrides)], text or "")
+    result = await run_command(ctx, "explain", [name, *words, *key_flags(overrides)], text or "")
     return mcp_answers.explain_answer(result)
 
 
@@ -130,7 +129,7 @@ async def compare(
     FLOPs (0 to 1), predicted seconds, whether each fits, and the best. Takes seconds per row."""
     words = [*subject_of(target, program, None, config), *make_flags(remat=remat, what_if=what_if)]
     words += [f"--grid={key}={','.join(map(as_text, values))}" for key, values in (grid or {}).items()]
-    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*words, *config_flags(config, overrides)]))
+    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*words, *key_flags(overrides)]))
 
 
 async def fit(
@@ -167,7 +166,7 @@ async def fit(
         max_compiles=max_compiles,
         max_seconds=max_seconds,
     )
-    words = [*subject_of(target, program, None, config), *flags, *config_flags(config, overrides)]
+    words = [*subject_of(target, program, None, config), *flags, *key_flags(overrides)]
     return mcp_answers.fit_answer(await run_command(ctx, "fit", words))
 
 
@@ -217,15 +216,14 @@ def make_flags(**values: str | float | Sequence[str] | None) -> list[str]:
     return flags
 
 
-def config_flags(config: str | None, overrides: Mapping[str, Scalar] | None) -> list[str]:
-    """Returns the arguments that set keys of a config, --config.KEY=VALUE, or of another trainer's program, KEY=VALUE.
+def key_flags(overrides: Mapping[str, Scalar] | None) -> list[str]:
+    """Returns the arguments that set keys of the subject, --config.KEY=VALUE.
 
     Raises ToolError if a key begins with "-", because the command would read it as a flag.
     """
     if flags := [key for key in overrides or {} if key.startswith("-")]:
         raise ToolError(f"{flags[0]} is not a key: leave the dashes out")
-    prefix = "" if is_adapted(config) else "--config."
-    return [f"{prefix}{key}={as_text(value)}" for key, value in (overrides or {}).items()]
+    return [f"--config.{key}={as_text(value)}" for key, value in (overrides or {}).items()]
 
 
 async def run_command(ctx: Context, command: str, flags: Sequence[str], stdin: str = "") -> dict[str, Any]:

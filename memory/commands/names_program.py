@@ -35,23 +35,23 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ReportError if the program is not a loss function, or has no layers.
     """
-    from bytescope.memory.commands.report_command import start_platform
     from bytescope.memory.compare.program_factory import FunctionFactory
     from bytescope.memory.remat.layer_discovery import find_layers
     from bytescope.memory.remat.layer_values import find_values
     from bytescope.memory.remat.step_loss import Loss
 
-    start_platform(args)
-    factory = FunctionFactory(user_program.load_function(args.program))
-    program = factory.call(dict(args.overrides), args.target)
+    subject = args.subject
+    subject.start(args.target)
+    factory = FunctionFactory(user_program.load_function(subject.name))
+    program = factory.call(dict(subject.keys), args.target)
     remedy = "return (loss, (params, batch)), where the loss is not yet differentiated"
     if not program.args:
-        raise ReportError(f"{args.program} returns a traced program: {remedy}")
-    with user_program.one_line_errors(args.program):  # tracing runs the user's code
+        raise ReportError(f"{subject.name} returns a traced program: {remedy}")
+    with user_program.one_line_errors(subject.name):  # tracing runs the user's code
         try:
             loss = Loss(program.program, program.args, program.options.get("kwargs") or {})
         except ReportError as error:
-            raise ReportError(f"{args.program}: {error}; {remedy}") from None
+            raise ReportError(f"{subject.name}: {error}; {remedy}") from None
     values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards).values.values()
     show(list(values))
     write_json(args, to_json(list(values)), caveats=(TRACED,))

@@ -294,9 +294,9 @@ def find_ability(name: str, argv: Sequence[str]) -> tuple[str, list[str]]:
             return ability, list(argv)
     if name == "report" and own and not own[0].startswith("-"):
         subjects = load_subjects()
-        subject = subjects.recognize(own[0])
-        if subject.kind in subjects.ABILITIES:
-            return subjects.ABILITIES[subject.kind], [subject.name, *argv[1:]]
+        kind, subject = subjects.recognize(own[0])
+        if (ability := subjects.class_of(kind).reported_by) != name:
+            return ability, [f"{kind}:{subject}", *argv[1:]]
     return name, list(argv)
 
 

@@ -1,7 +1,6 @@
 """bytescope report: prints the memory report of one program, and writes it as JSON, as a page or for other viewers.
 
-This module reports on a user's program, an HLO dump, or a program of an adapter, such as maxtext:llama2-7b;
-`train.commands.report_config` adds configs.
+It reports on every kind of subject that has a program. `train.commands.report_config` adds the memory of generation.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrides_of
 from bytescope.memory.commands import github
 from bytescope.memory.commands.arguments import (
     DOES_NOT_FIT,
@@ -26,17 +23,17 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
-from bytescope.memory.compare.prepared_program import PreparedProgram, prepare_dump
-from bytescope.memory.compare.program_factory import FunctionFactory, load_factory
-from bytescope.memory.devices.compiler import Compilation
-from bytescope.memory.devices.xla_flags import parse_flags
-from bytescope.memory.errors import ReportError
 from bytescope.memory.host.host_ledger import ledger
-from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
+from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.subjects.subject import Subject, make_report
 
 if TYPE_CHECKING:
     from bytescope.memory.allocators.program_events import ProgramCall
+    from bytescope.memory.compare.prepared_program import PreparedProgram
+    from bytescope.memory.formulas.model_facts import ModelFacts
 
+# Flags whose output needs the compiled program, not only its report.
+_NEED_PROGRAM = ("formulas", "run", "allocators", "try_remedies", "export")
 
 VERBOSE = (
     "also print the memory timeline, the largest buffers, the training state, memory traffic, and the reason for each "
@@ -89,138 +86,81 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs `bytescope report` for a user's function, a dump or the program of an adapter. Returns the exit code."""
-    if args.hlo and args.try_remedies:
-        raise ReportError(
-            f"--try-remedies cannot be used with {args.hlo}, because a dump is not compiled again: give the step as "
-            "MODULE:FUNCTION"
-        )
-    program, subject = open_program(args)
-    report, compilation = make_report(program, subject)
-    if compilation.jaxpr is not None and report.target:
-        report = _with_host_memory(report, compilation.jaxpr)
+    """Prints the memory report of `args.subject` and writes the requested files. Returns the exit code."""
+    subject: Subject = args.subject
+    subject.start(args.target)
+    if any(getattr(args, flag) for flag in _NEED_PROGRAM):
+        return _compile_and_report(args, "")
+    from bytescope.memory.compare import row_cache
+
+    name = subject.cache_name(args.target, [args.host_memory, args.processes_per_node])
+    finished = row_cache.read(row_cache.folder(), name) if name else None
+    if finished is None:
+        return _compile_and_report(args, name)
+    report = ReportRecord.from_json(finished["report"])
+    show(report, args.verbose, finished["choices"])
+    return _finish(args, report, b"", {"batch": finished["batch"]})
+
+
+def _compile_and_report(args: argparse.Namespace, name: str) -> int:
+    """Compiles the program, prints its report and writes the requested files; returns the exit code.
+
+    name: the name by which the finished report is cached, "" to not cache it.
+    """
+    program = args.subject.program(args.target)
+    if args.allocators:
+        from bytescope.memory.report.allocator_table import check_target
+
+        check_target(args.subject.devices(args.target).to_json())
+    report, compilation = make_report(program)
+    report = program.complete(report, compilation.jaxpr)
     if args.try_remedies:
-        report = with_tried_remedies(report, functools.partial(report_with_options, program, subject_of=subject))
-    show(report, args.verbose)
-    more = {}
+        report = _with_tried_remedies(report, functools.partial(_report_with_remedy, args, program))
+    if name:
+        from bytescope.memory.compare import row_cache
+
+        finished = {"report": report.to_json(), "choices": program.choices, "batch": program.batch}
+        row_cache.write(row_cache.folder(), name, {"status": "ok", **finished})
+    show(report, args.verbose, program.choices)
+    more: dict[str, Any] = {"batch": program.batch} if program.batch else {}
+    if args.formulas and program.facts:
+        more["formula"] = _show_formulas(report, program.facts, compilation.jaxpr)
+    others = program.run_programs() if (args.run or args.allocators) and program.run_programs else None
+    if args.run and others:
+        more["run"] = _show_peaks_of_run(report, others.peaks)
     if args.allocators:
         from bytescope.memory.allocators.program_events import call_of
         from bytescope.memory.report.allocator_table import CALLS
 
-        more["allocators"] = show_allocators(report, [(call_of(report), CALLS)])
-    write_files(args, report, compilation.proto, more)
-    code = verdict(args, report)
-    if code == DOES_NOT_FIT and not args.hlo:
-        _print_ways_to_fit(report)
-    elif code == DOES_NOT_FIT:
-        show_missing(report, [])
-    return code
+        calls = others.calls(report) if others else [(call_of(report), CALLS)]
+        more["allocators"] = _show_allocators(report, calls)
+    return _finish(args, report, compilation.proto, more)
 
 
-def _with_host_memory(report: ReportRecord, jaxpr: Any) -> ReportRecord:
-    from bytescope.memory.devices import targets
-    from bytescope.memory.findings.host_findings import with_host_memory
-    from bytescope.memory.report.host_notice import program_host_memory
-
-    target = targets.parse(report.target["name"])
-    return with_host_memory(report, program_host_memory(report, jaxpr, target, "flax" in sys.modules))
-
-
-def open_program(args: argparse.Namespace) -> tuple[PreparedProgram, Callable[[int], Subject] | None]:
-    """Returns the program of a user's function, of a dump or of an adapter, and a function from its model FLOPs to its
-    description, None if it has none. The program is not compiled yet.
-
-    Raises ReportError if the program, the target or an option of --xla is not valid.
-    """
-    from bytescope.memory.devices import targets
-
-    options = parse_flags(args.xla)
-    start_platform(args)
-    subject = None
-    if is_adapted(args.config):
-        factory = find_adapter(args.config)
-        overrides = overrides_of(args.config, args.settings)
-        program = factory(overrides, targets.parse(args.target, factory.memory_fraction))
-        subject = functools.partial(describe_adapted, program, args.settings)
-    elif args.program:
-        user_factory = load_factory(args.program)
-        # The name of the target is parsed after the user's function, which may set up jax.
-        target = args.target if isinstance(user_factory, FunctionFactory) else targets.parse(args.target)
-        keys, own_options = user_factory.split_options(dict(args.overrides), target)
-        program, options = user_factory(keys, target), {**(own_options or {}), **options}
-    else:
-        program = prepare_dump(args.hlo, targets.parse(args.target))
-    if options:
-        program = dataclasses.replace(program, compile=functools.partial(program.compile, options))
-    return program, subject
+def _finish(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> int:
+    _write_files(args, report, proto, more)
+    if args.github:
+        github.print_annotations(github.report_annotations(report))
+        github.add_summary(github.summary_of_report(report))
+    if report.fits is not False:
+        return 0
+    _show_missing(report, args.subject.ways_to_fit(report, args.target))
+    return DOES_NOT_FIT
 
 
-def start_platform(args: argparse.Namespace, fraction: float | None = None) -> None:
-    """Sets the platform that jax uses and the number of simulated CPU devices, from the flags. Must run before jax is
-    imported.
-
-    fraction: the part (0 to 1) of this machine's GPU memory for jax's memory pool; None means jax's default.
-    """
-    from bytescope.memory.devices import targets
-    from bytescope.memory.devices.chips import base_name
-    from bytescope.memory.devices.platform import choose_platform, simulate_devices
-
-    platform = choose_platform(fraction=fraction)
-    simulate_devices([args.target])
-    if args.program and platform == "cpu" and base_name(args.target) not in ("local", "cpu"):
-        simulate_devices([f"cpu:{targets.parse(args.target).n_devices}"])  # for a mesh that the program builds
+def _report_with_remedy(args: argparse.Namespace, program: PreparedProgram, finding: Finding) -> ReportRecord | None:
+    """Compiles the program with the remedy of a finding, its flags or compiler options. Returns the report; None if the
+    remedy has neither, or if the program cannot run with it."""
+    changed = args.subject.with_flags(finding.flags)
+    if changed is None:
+        return _report_with_options(program, finding)
+    try:
+        return make_report(changed.program(args.target))[0]
+    except ValueError:  # the program cannot run with this remedy
+        return None
 
 
-def make_report(
-    program: PreparedProgram, subject_of: Callable[[int], Subject] | None = None
-) -> tuple[ReportRecord, Compilation]:
-    """Compiles a program. Returns its memory report and the compilation.
-
-    subject_of: a function from the model FLOPs of one call of the step to the report's subject, the trainer's
-    description of the program. None leaves the description empty.
-    """
-    from bytescope.memory.analysis import report_of
-    from bytescope.memory.cost import flops
-
-    compilation, target = program.compile()
-    compilation = dataclasses.replace(compilation, notes=(*compilation.notes, *program.notes))
-    subject = None
-    if subject_of is not None:
-        counted = flops.count(compilation.jaxpr).model_flops if compilation.jaxpr is not None else None
-        subject = subject_of(0 if counted is None else round(program.model_flops(counted)))
-    report = report_of(
-        compilation,
-        target=target,
-        config=program.config,
-        facts=program.facts,
-        roles=program.roles,
-        names=program.names,
-        loop=program.loop,
-        subject=subject,
-        seconds=True,
-        measure=True,
-    )
-    return dataclasses.replace(report, findings=tuple(program.findings(report))), compilation
-
-
-def describe_adapted(program: PreparedProgram, settings: Sequence[str], model_flops: int) -> Subject:
-    """Returns the description of an adapter's program for its report.
-
-    settings: the trainer's keys on the command line, as KEY=VALUE. model_flops: FLOPs of the model per call of the
-    step, over all devices.
-    """
-    return Subject(
-        name=program.name,
-        changes=tuple(settings),
-        batch=program.batch,
-        policy=program.policy,
-        tokens=program.tokens_per_update or 0,
-        calls=program.calls_per_update,
-        model_flops=model_flops,
-    )
-
-
-def with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], ReportRecord | None]) -> ReportRecord:
+def _with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], ReportRecord | None]) -> ReportRecord:
     """Returns the report with what the remedy of each finding frees, and prints a line before each compile.
 
     compile_with: compiles the program with the remedy of a finding; returns None if it cannot.
@@ -232,14 +172,9 @@ def with_tried_remedies(report: ReportRecord, compile_with: Callable[[Finding], 
     return try_remedies(report, compile_with, lambda line: put(Prose(line, "dim")))
 
 
-def report_with_options(
-    program: PreparedProgram, finding: Finding, subject_of: Callable[[int], Subject] | None = None
-) -> ReportRecord | None:
+def _report_with_options(program: PreparedProgram, finding: Finding) -> ReportRecord | None:
     """Compiles a program with the compiler options of a finding's remedy and returns its report. Returns None if the
-    remedy has no compiler options, or if the program was compiled before.
-
-    subject_of: as in `make_report`.
-    """
+    remedy has no compiler options, or if the program was compiled before."""
     from bytescope.memory.devices.compiler import trial_options
     from bytescope.memory.report.tried_remedies import options_of
 
@@ -247,7 +182,7 @@ def report_with_options(
     if not options:
         return None
     with trial_options(options):
-        report, compilation = make_report(program, subject_of)
+        report, compilation = make_report(program)
     return report if compilation.budget is not None else None
 
 
@@ -266,7 +201,7 @@ def show(report: ReportRecord, verbose: bool, choices: str = "") -> None:
         put(Prose(f"this command: {line}", "dim"))
 
 
-def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int]]) -> list[dict[str, Any]]:
+def _show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int]]) -> list[dict[str, Any]]:
     """Replays a run on jax's GPU allocators and prints the table. Returns its rows for the JSON file; `memory.replay`
     describes their keys.
 
@@ -283,7 +218,7 @@ def show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, int
     return list(rows)
 
 
-def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
+def _write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that the flags --json, --html and --export request.
 
     proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file; the page
@@ -305,16 +240,7 @@ def write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, mo
     show_written(args.json, args.html, args.export)
 
 
-def verdict(args: argparse.Namespace, report: ReportRecord) -> int:
-    """Returns the exit code of the command: DOES_NOT_FIT if the program needs more memory than its target has, else 0.
-    With --github, also prints annotations and adds the report to the job summary."""
-    if args.github:
-        github.print_annotations(github.report_annotations(report))
-        github.add_summary(github.summary_of_report(report))
-    return DOES_NOT_FIT if report.fits is False else 0
-
-
-def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
+def _show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
     """Prints how many bytes the target lacks for the program, then the advice.
 
     advice: rich renderables, one per suggested change.
@@ -332,9 +258,50 @@ def show_missing(report: ReportRecord, advice: Sequence[Any]) -> None:
     put(Group(Text(), Prose(f"does not fit: {words}", "bold red"), *advice))
 
 
-def _print_ways_to_fit(report: ReportRecord) -> None:
-    from bytescope.memory.messages.post_mortem import ways_out
-    from bytescope.memory.units import human
+def _show_formulas(report: ReportRecord, facts: ModelFacts, jaxpr: Any) -> dict[str, Any] | None:
+    """Prints the memory that published formulas predict next to the memory that the compiler reports.
+
+    Returns the predicted bytes for the JSON file; None if the formulas do not support the model.
+
+    Args:
+      report: the compiler's memory report of the training step.
+      facts: model shape, sharding, precision and optimizer of the step, which the formulas need.
+      jaxpr: the jaxpr of the step, whose FLOPs are counted.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    from bytescope.memory.compare import compare_text
+    from bytescope.memory.cost import flops
+    from bytescope.memory.formulas import reconcile
+    from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
 
-    show_missing(report, [Prose(f"{human(way.bytes)}  {way.words}", indent=2) for way in ways_out(report)])
+    formula = reconcile.formula_of(facts, report.target.get("platform", ""))
+    if isinstance(formula, str):
+        put(Group(Text(), Prose(f"no formula: {formula}")))
+        return None
+    counted = flops.count(jaxpr)
+    compare_text.show_formulas(
+        formula,
+        reconcile.lines(
+            formula,
+            report.peak_bytes,
+            report.breakdown,
+            {"model_flops": counted.model_flops, "hardware_flops": counted.hardware_flops},
+            report.host_bytes,
+        ),
+    )
+    return dataclasses.asdict(formula)
+
+
+def _show_peaks_of_run(report: ReportRecord, others: Mapping[str, int]) -> dict[str, int]:
+    from bytescope.memory.units import human
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+
+    sizes = {"step": report.predicted_bytes, **others}
+    largest = max(sizes, key=sizes.__getitem__)
+    parts = ", ".join(f"{name} {human(size)}" for name, size in sizes.items())
+    put(Prose(f"peaks of the programs of a run, including state: {parts}; the largest peak is {largest}"))
+    return sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from bytescope.memory.commands.arguments import add_json, add_rates, check_files, user_path
+from bytescope.memory.commands.arguments import add_json, add_rates, check_files
 from bytescope.memory.commands.json_output import PROFILED, predicted_caveat, write_json
 from bytescope.memory.profile import breakdown, instruction_seconds, profile_text, xplane
 from bytescope.memory.profile.op_scopes import OpScopes
@@ -15,10 +15,10 @@ from bytescope.memory.seconds import step_prediction
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `bytescope report --trace`: the trace, the report whose prediction is compared, and
     the output files."""
+    parser.set_defaults(needs="trace")
     parser.add_argument(
-        "subject",
+        "word",
         metavar="TRACE|REPORT",
-        type=user_path,
         help="a trace: a file *.xplane.pb, or a folder that bytescope train --profile or jax.profiler wrote, whose "
         "newest trace is read. With --trace: the report of the traced program, a JSON file or a run directory; its "
         "predicted time is shown next to the measured time, also for each kind of work (products, attention, copies)",
@@ -32,8 +32,8 @@ def run(args: argparse.Namespace) -> int:
     """Reads a profiler trace, prints the measured time of each operation category and writes the requested files. jax
     is not started."""
     check_files(args)
-    trace = xplane.read(xplane.find(args.trace or args.subject))
-    report = report_record.load(args.subject) if args.trace else None
+    trace = xplane.read(xplane.find(args.trace or args.subject.path))
+    report = args.subject.report("local") if args.trace else None
     op_scopes = OpScopes(trace)
     measured = breakdown.find(trace, max(report.subject.calls, 1) if report else 1, op_scopes)
     predicted = prediction(report) if report else None

@@ -18,14 +18,28 @@ from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.peak.runtime_overheads import LoopOverhead
 from bytescope.memory.program import user_program
 from bytescope.memory.program.compilation import compiled_for, trace_step, with_arrays, with_donation_off
-from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.records.report_record import Description, Finding, ReportRecord
 
 if TYPE_CHECKING:
+    from bytescope.memory.allocators.program_events import ProgramCall
     from bytescope.memory.program.user_program import UserProgram
 
 
 # Updates before timing starts; then minimum and maximum timed updates, and the approximate seconds of timing.
 _WARM_UP, _MIN_UPDATES, _MAX_UPDATES, _SECONDS = 2, 5, 50, 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPrograms:
+    """The programs of a run except the training step.
+
+    Attributes:
+        peaks: name of a program -> its peak bytes on one device, with the training state.
+        calls: returns the programs of a short run, each with its number of calls, from the report of the step.
+    """
+
+    peaks: Mapping[str, int]
+    calls: Callable[[ReportRecord], Sequence[tuple[ProgramCall, int]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +68,11 @@ class PreparedProgram:
             compiled program exists.
         notes: sentences about the program for its report, such as what an adapter replaced in it.
         findings: returns the findings of the program's report, with remedies in the trainer's keys.
+        describe: returns the description of the program for its report, from the model FLOPs of one call of the step
+            over all devices. None leaves the description empty.
+        complete: adds to a report what only the program's author knows, such as host memory and remedies. It takes the
+            report and the jaxpr of the step.
+        run_programs: compiles the other programs of a run. None if there are none.
         measure: runs the compiled program on this machine's devices. Returns {"step_seconds": median seconds of one
             update, "tokens_per_s", "peak_bytes"}. None if the program cannot be run.
     """
@@ -75,6 +94,9 @@ class PreparedProgram:
     trace: Callable[[], Any] | None = None
     notes: Sequence[str] = ()
     findings: Callable[[ReportRecord], Sequence[Finding]] = lambda report: report.findings
+    describe: Callable[[int], Description] | None = None
+    complete: Callable[[ReportRecord, Any], ReportRecord] = lambda report, jaxpr: report
+    run_programs: Callable[[], RunPrograms] | None = None
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
 
 

@@ -6,8 +6,8 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `versions`: package -> version for the packages that compiled the program (jax, jaxlib, plugin, python).
 - `target`: the device that the program was compiled for (`name`, `platform`, memory sizes ...); {} if unknown.
 - `config`: the configuration that the caller passed; {} if there is none.
-- `subject`: the trainer's description of the program (`Subject`): the config's name, its batch, its policy; empty for
-  other programs.
+- `subject`: the trainer's description of the program (`Description`): the config's name, its batch, its policy; empty
+  for other programs.
 - `parameters`: parameter counts over all devices: `total`, which includes frozen parameters, and `active`, the
   parameters that one token uses; {} if unknown.
 - `program`: the name of the compiled module.
@@ -117,6 +117,7 @@ __all__ = [
     "VERDICTS",
     "AuditRow",
     "Buffer",
+    "Description",
     "Finding",
     "HeldBuffer",
     "HostMemory",
@@ -126,7 +127,6 @@ __all__ = [
     "RecomputedValue",
     "ReportRecord",
     "RuntimeOverhead",
-    "Subject",
     "TimelinePoint",
     "Transfer",
     "XlaBudget",
@@ -197,7 +197,7 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
+class Description:
     """The trainer's description of the program of a report.
 
     Fields:
@@ -327,7 +327,7 @@ class ReportRecord(JudgedProgram):
     schedule: Steps = ()
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    subject: Subject = Subject()
+    subject: Description = Description()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -459,7 +459,7 @@ _ITEMS = {
     "transfers": Transfer,
     "runtime_overheads": RuntimeOverhead,
 }
-_RECORDS = {"xla": XlaStats, "xla_budget": XlaBudget, "subject": Subject}
+_RECORDS = {"xla": XlaStats, "xla_budget": XlaBudget, "subject": Description}
 _COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
 _BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
 _OBJECTS = (*_BYTES, "versions", "compiler_options", "target", "config", "work", "roofline", "prediction")

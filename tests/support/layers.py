@@ -45,6 +45,7 @@ LAYERS = {
         ("memory.watching", "memory.profile"),
         ("memory.compare",),
         ("memory.adapters",),
+        ("memory.subjects",),
         ("memory",),
         ("memory.pytest_guard",),
         ("memory.commands",),

@@ -8,24 +8,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.audit.pass_history import with_passes
 from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import (
     add_json,
     add_xla,
     check_files,
-    refuse_flags,
     show_written,
     user_path,
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.devices.compiler import pass_dumps
-from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.commands.config_arguments import add_subject, check_program
-from bytescope.train.commands.open_program import open_program
+from bytescope.train.commands.config_arguments import add_subject, require_subject
 
 # The exit code of --strict if a request was not honored.
 NOT_HONORED = 1
@@ -33,7 +29,7 @@ NOT_HONORED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report --audit` to the parser."""
-    add_subject(parser, others=report_command.OTHER_SUBJECTS, hlo=None)
+    add_subject(parser, others=report_command.OTHER_SUBJECTS, needs="program")
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
     )
@@ -61,15 +57,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ReportError for flags that cannot be combined, and for a program that cannot be compiled.
     """
     check_files(args)
-    if is_adapted(args.config):
-        refuse_flags(args, ())
-    else:
-        check_program(args)
-    if args.passes and args.hlo:
-        raise ReportError(
-            f"--passes cannot be used with {args.hlo}, because an HLO dump is already compiled: give the step as "
-            "MODULE:FUNCTION instead"
-        )
+    require_subject(args)
     report = make_audited_report(args)
     show(report)
     return finish(args, report)
@@ -78,12 +66,11 @@ def run(args: argparse.Namespace) -> int:
 def make_audited_report(args: argparse.Namespace) -> ReportRecord:
     """Compiles the program and returns its report with the audit. With --passes, XLA also dumps the module after each
     compiler pass, and the audit names the pass that undid a request."""
-    program, subject_of = open_program(args)
     if not args.passes:
-        return report_command.make_report(program, subject_of)[0]
+        return args.subject.report(args.target)
     with tempfile.TemporaryDirectory(prefix="passes-") as folder:
         with pass_dumps(Path(folder)):
-            report, _ = report_command.make_report(program, subject_of)
+            report = args.subject.report(args.target)
         rows = with_passes(report.audit, Path(folder))
     return dataclasses.replace(report, audit=rows)
 

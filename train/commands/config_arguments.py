@@ -10,32 +10,30 @@ from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import trainer_packages
 from bytescope.memory.commands.arguments import add_settings, is_setting
 from bytescope.memory.devices.platform import JAX_FRACTION
-from bytescope.memory.devices.xla_flags import parse_flags
 from bytescope.memory.errors import ReportError
+from bytescope.memory.subjects.subject import Subject
 from bytescope.train.commands import subjects
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.source import NO_CONFIG
 from bytescope.train.user_errors import UserError
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
-XLA_FLAGS = "xla.flags"
 SET_KEY = (
     "set a config key, such as batch.micro=4 (bytescope list keys lists the keys), or a parameter of your own function"
 )
 
 
-def add_subject(parser: argparse.ArgumentParser, overriding: str = SET_KEY, others: str = "", **fields: None) -> None:
+def add_subject(
+    parser: argparse.ArgumentParser, overriding: str = SET_KEY, others: str = "", needs: str = "config"
+) -> None:
     """Adds the words of a command: the subject, the target (the devices to compile for) and KEY=VALUE.
 
     Args:
         overriding: help text of KEY=VALUE.
-        others: help text of subjects other than configs; "" if the command takes only configs. If it takes others, the
-            parsed arguments have the field `program`, a user's function.
-        fields: further fields of subjects: hlo=None, an XLA dump.
+        others: help text of subjects other than configs; "" if the command takes only configs.
+        needs: what the command needs of its subject, one of `Subject.has`.
     """
-    add_config(parser, others)
-    if others:
-        parser.set_defaults(program=None, **fields)
+    add_config(parser, others, needs)
     add_target(
         parser,
         "devices to compile for, such as h200:8, h100:2x8 (hosts x devices), v5e:4x4 or cpu:8 (default: local, the "
@@ -52,11 +50,16 @@ def add_target(parser: argparse.ArgumentParser, meaning: str, default: str | Non
     parser.set_defaults(default_target=default)
 
 
-def add_config(parser: argparse.ArgumentParser, others: str = "") -> None:
-    """Adds the word CONFIG. With `others`, the help text of other subjects, the word is called SUBJECT."""
+def add_config(parser: argparse.ArgumentParser, others: str = "", needs: str = "config") -> None:
+    """Adds the word CONFIG. With `others`, the help text of other subjects, the word is called SUBJECT. The parsed
+    arguments have the field `subject`, a `memory.subjects.Subject`, or None without the word.
+
+    needs: what the command needs of its subject, one of `Subject.has`.
+    """
+    parser.set_defaults(needs=needs)
     configs = "config file, or name of a shipped config; bytescope list configs lists the names"
     parser.add_argument(
-        "config",
+        "word",
         nargs="?",
         metavar="SUBJECT" if others else "CONFIG",
         help=f"{configs}; {others}" if others else configs,
@@ -65,7 +68,7 @@ def add_config(parser: argparse.ArgumentParser, others: str = "") -> None:
 
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str) -> argparse.Namespace:
     """Parses a command line whose words are a subject, keys of it (KEY=VALUE or --config.KEY=VALUE) and a target. The
-    result has the pairs (key, text) in `overrides`; for a program of another trainer, the words are in `settings`.
+    result has the pairs (key, text) in `overrides`, and the subject, with these keys, in `subject`.
 
     called: the command as the user calls it, such as "compare --levers".
 
@@ -79,15 +82,23 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: st
         if "--" in rest:
             raise ReportError("the words after -- are arguments of a script, and the command runs none: leave them out")
         _sort_words(parser, args)
-    subjects.settle(args, called)
+    args.subject = _open(args, called) if vars(args).get("word") is not None else None
     if vars(args).get("target", "") is None:
         args.target = args.default_target
     return args
 
 
+def _open(args: argparse.Namespace, called: str) -> Subject:
+    subject = subjects.open_subject(args.word, args.overrides, vars(args).get("xla", ()))
+    if args.needs not in subject.has:
+        raise subjects.refusal(args.word, subject, called, args.needs)
+    subject.refuse_flags_of(called, args)
+    return subject
+
+
 def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Sorts the words. The first is the subject, later ones KEY=VALUE are keys, and the rest is the target."""
-    places = [name for name in ("config", "target") if name in args]
+    places = [name for name in ("word", "target") if name in args]
     words = [vars(args)[name] for name in places if vars(args)[name] is not None] + args.settings
     subject = words[:1] if places else []
     if subject and is_setting(subject[0]) and not os.path.exists(subject[0]):
@@ -99,10 +110,8 @@ def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if others:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     _refuse_swapped(args)
-    adapted = is_adapted(args.config)
-    args.settings = settings if adapted else []
-    for key, _, text in () if adapted else (word.partition("=") for word in settings):
-        if "," in text and "grid" in args:
+    for key, _, text in (word.partition("=") for word in settings):
+        if "," in text and "grid" in args and not is_adapted(args.word):
             raise ReportError(
                 f"{key}={text} has several values: write --grid={key}={text} to compare them, or --config.{key}={text} "
                 "for one value with commas"
@@ -114,33 +123,17 @@ def _refuse_swapped(args: argparse.Namespace) -> None:
     from bytescope.memory.devices.chips import base_name
     from bytescope.memory.devices.targets import names
 
-    first, second = args.config, vars(args).get("target")
+    first, second = args.word, vars(args).get("target")
     if first and second and base_name(first) in names() and base_name(second) not in names():
         raise ReportError(f"{first} is a target, which follows the config: write {second} {first}")
 
 
-def require_config(args: argparse.Namespace) -> None:
-    """Raises ReportError if the command line has no config."""
-    if not args.config:
-        raise ReportError(NO_CONFIG)
-
-
-def check_program(args: argparse.Namespace) -> None:
-    """Checks that a config, a function or a dump is given, and that the flags belong to it.
-
-    Raises:
-      ReportError: none is given, or a flag does not belong to the given one.
-    """
-    other = args.program or args.hlo
-    if not other and not args.config:
-        raise ReportError(f"{NO_CONFIG}; or give MODULE:FUNCTION or an XLA dump as the first argument")
-    if args.hlo is not None and args.overrides:
-        given = "=".join(args.overrides[0])
-        raise ReportError(f"{given} cannot be used with {args.hlo}, which is compiled already: leave it out")
-    if args.hlo is not None and args.xla:
-        raise ReportError(
-            f"--xla={args.xla[0]} cannot be used with {args.hlo}, because a dump is compiled already: leave it out"
-        )
+def require_subject(args: argparse.Namespace) -> Subject:
+    """Returns the subject of the command line. Raises ReportError if there is none."""
+    if args.subject is None:
+        more = "; or give MODULE:FUNCTION or an XLA dump as the first argument" if args.needs == "program" else ""
+        raise ReportError(f"{NO_CONFIG}{more}")
+    return args.subject
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -152,43 +145,26 @@ def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
     )
 
 
-def with_lora(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
-    """Returns the config overrides, pairs of (dotted key, text). If --lora is given and the config has no LoRA
-    adapters, adds lora.rank with the default rank.
+def with_lora(name: str, overrides: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+    """Returns the overrides of a config with --lora: if it has no LoRA adapters, with lora.rank as the default rank.
 
     Args:
-      args: the command line, of which `lora` and `config` are used.
-      overrides: the overrides from the flags --config.KEY=VALUE.
+      name: the config.
+      overrides: pairs (dotted key, text) of the command line.
 
     Raises:
-      ReportError: --lora is given together with --config.lora.rank=0.
+      ReportError: --lora is given together with lora.rank=0.
       UserError: the config cannot be read.
     """
     from bytescope.train.program.config_files import load_flat
 
-    if not args.lora or load_flat(args.config, overrides)[LORA_RANK]:
+    if load_flat(name, overrides)[LORA_RANK]:
         return overrides
     if LORA_RANK in dict(overrides):
         raise ReportError(
             f"--lora trains adapters, but {LORA_RANK}={dict(overrides)[LORA_RANK]} switches them off: leave one out"
         )
     return [*overrides, (LORA_RANK, str(LORA_DEFAULT_RANK))]
-
-
-def with_xla(args: argparse.Namespace, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Returns the config overrides, pairs of (dotted key, text), with the options of --xla in the key `xla.flags`.
-
-    Raises:
-      ReportError: an option is not of the form FLAG=VALUE.
-    """
-    if not args.xla:
-        return list(overrides)
-    from bytescope.train.program.config_files import load_flat
-
-    parse_flags(args.xla)
-    given = dict(overrides).get(XLA_FLAGS) or load_flat(args.config, overrides)[XLA_FLAGS] if args.config else ""
-    flags = " ".join(filter(None, [given, *args.xla]))
-    return [*(pair for pair in overrides if pair[0] != XLA_FLAGS), (XLA_FLAGS, flags)]
 
 
 def suggest_keys(name: str) -> Sequence[str]:

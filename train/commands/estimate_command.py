@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import add_json, add_settings, check_files, user_path, write
 from bytescope.memory.commands.json_output import FORMULAS, write_json
-from bytescope.memory.devices import targets
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapter_formulas
@@ -21,7 +20,6 @@ from bytescope.memory.formulas.memory_estimate import Estimate, Question, check,
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.memory.units import human
 from bytescope.train.commands.config_arguments import SET_KEY, add_config, add_target
-from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.pipeline.schedule import SCHEDULES, held_share, idle_fraction, make_schedule
 from bytescope.train.plan import config_facts
 from bytescope.train.plan.config_facts import question_of
@@ -86,31 +84,31 @@ def run(args: argparse.Namespace) -> int:
     code. Nothing is compiled.
     """
     check_files(args)
-    if not args.config:
+    if args.subject is None:
         raise ReportError(f"{NO_CONFIG}; or gpt:7e9 for a GPT with 7e9 parameters")
-    name = vars(args).get("target")
-    simulate_devices([name or ""])
-    target = targets.parse(name, TRAIN_FRACTION) if name else None
-    if args.config.startswith(ASSUMED):
+    named, overrides = args.subject.name, args.subject.keys
+    simulate_devices([args.target or ""])
+    target = args.subject.devices(args.target) if args.target else None
+    if named.startswith(ASSUMED):
         from bytescope.train.plan.assumed_model import assume_config
 
-        parameters, config = assume_config(args.config, args.overrides)
+        parameters, config = assume_config(named, overrides)
         notes = ["The shape is assumed: change it with model.n_layers=N, model.d_model=N, model.n_heads=N, ..."]
     else:
         from bytescope.train.program.config_files import load_flat
 
-        config = load_flat(args.config, args.overrides)
+        config = load_flat(named, overrides)
         notes = _mesh_notes(config, target)
     config = _with_stages(config, args)
     devices = target.n_devices if target else 0
     meshed = math.prod(config_facts.mesh_of(config, devices).values())
     if target and meshed != devices:
         raise ReportError(
-            f"the mesh of {args.config} has {meshed} devices, but {target.name} has {devices}: give as many, or "
+            f"the mesh of {named} has {meshed} devices, but {target.name} has {devices}: give as many, or "
             "mesh.fsdp=-1 for all that the other axes leave"
         )
     question = check(question_of(config, devices))
-    if args.config.startswith(ASSUMED):
+    if named.startswith(ASSUMED):
         question = dataclasses.replace(question, parameters=parameters)
     if args.html and question.layout.pipeline > 1:
         raise ReportError(f"--html={args.html} has no pipeline stages: leave --html out, or use one stage")
@@ -124,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         from bytescope.train.plan import estimate_page
 
-        title = f"{question.parameters:,.0f} parameters" if args.config.startswith(ASSUMED) else title_of(args.config)
+        title = f"{question.parameters:,.0f} parameters" if named.startswith(ASSUMED) else title_of(named)
         write(args.html, estimate_page.render(question, title, _shipped_presets(), _policy_with_formula(config)))
     return 0
 

@@ -13,16 +13,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import registry
 from bytescope.memory.commands.arguments import add_json, add_settings, check_files, show_written, user_path, write
 from bytescope.memory.commands.json_output import LOGGED, STANDARD, to_stdout, write_json
-from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError, check_readable
 from bytescope.memory.messages import explanation_text
 from bytescope.memory.messages.explanation import explain
-from bytescope.memory.program import user_program
-from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view.console import make_console, put
@@ -40,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is run, and its output is explained on standard error",
     )
     parser.add_argument(
-        "config",
+        "word",
         nargs="?",
         metavar="SUBJECT",
         help="compare the failure with this program: a config, FILE.py:FUNCTION or MODULE:FUNCTION, an XLA dump, a run "
@@ -48,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_target(parser, "devices of the failed job, such as h100:8 (default: local, the devices of this machine)")
     add_settings(parser, SET_KEY)
-    parser.set_defaults(program=None, hlo=None, report=None, xla=[])
+    parser.set_defaults(needs="report")
     add_json(parser, "the explanation")
     parser.add_argument(
         "--html",
@@ -91,35 +87,18 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Checks the program, the target and the output files, before a log is read or a command runs for hours."""
     check_files(args)
-    if args.config is not None and not is_adapted(args.config):
-        from bytescope.train.program import config_files
-
-        config_files.load(args.config, args.overrides)
-    elif args.program is not None:
-        user_program.split(args.program)
-    elif args.overrides and args.config is None:
+    if args.subject is not None:
+        args.subject.check(args.target)
+    elif args.overrides:
         raise ReportError(
             f"{'='.join(args.overrides[0])} needs a config or a function: write bytescope explain LOG SUBJECT, or "
             "leave it out"
         )
-    if args.report is not None:
-        report_record.load(args.report)
-    if args.target not in (None, "local"):
-        targets.parse(args.target)
-        if args.report is not None:
-            raise ReportError(f"{args.target} cannot be used with a saved report, which has a target: leave it out")
 
 
 def _make_report(args: argparse.Namespace) -> ReportRecord | None:
     """Returns the report of the program that ran; None if the command line names none."""
-    if args.report is not None:
-        return report_record.load(args.report)
-    if args.config is None and args.program is None and args.hlo is None:
-        return None
-    from bytescope.memory.commands import report_command
-    from bytescope.train.commands.open_program import open_program
-
-    return report_command.make_report(*open_program(args))[0]
+    return None if args.subject is None else args.subject.report(args.target)
 
 
 def read_log(name: str) -> bytes:

@@ -21,7 +21,7 @@ from bytescope.memory.remat.remat_problem import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.console import put
 from bytescope.memory.view.progress_bar import progress
-from bytescope.train.commands.config_arguments import add_lora, add_subject, require_config, with_lora
+from bytescope.train.commands.config_arguments import add_lora, add_subject, require_subject, with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import frontier
 from bytescope.train.plan.config_factory import check_config
@@ -85,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
     written.
     """
     target, ends = _check_arguments(args)
-    overrides = with_lora(args, args.overrides)
-    check_config(args.config, overrides)  # mistakes in it are reported before a worker starts
+    overrides = with_lora(args.subject.name, args.subject.keys) if args.lora else args.subject.keys
+    check_config(args.subject.name, overrides)  # mistakes in it are reported before a worker starts
     compiled_for = targets.to_compile_for(target, TRAIN_FRACTION)
     workers = worker_pool.worker_count(args.budgets, args.jobs)
     env = worker_pool.environment_for(compiled_for)
     with progress(None) as tell, worker_pool.Pool(workers, env=env) as pool:
         trials = Trials(
-            args.config,
+            args.subject.name,
             compiled_for,
             overrides,
             pool,
@@ -118,10 +118,10 @@ def _check_arguments(args: argparse.Namespace) -> tuple[str, tuple[int | None, i
 
     Raises ReportError if an argument is wrong.
     """
-    require_config(args)
+    require_subject(args)
     if not 2 <= args.budgets <= MAX_POINTS:
         raise ReportError(f"--budgets={args.budgets} is out of range: give at least 2 and at most {MAX_POINTS}")
-    for key, text in args.overrides:
+    for key, text in args.subject.keys:
         if key in OWN:
             raise ReportError(
                 f"{key}={text} cannot be set, because this command chooses the remat plan: leave it out "
@@ -162,7 +162,7 @@ def _show_and_write(args: argparse.Namespace, front: frontier.Front) -> None:
         target=front.trials.target.to_json(),
         versions=versions(),
         interrupted=front.stopped,
-        config=args.config,
+        config=args.subject.name,
         given=given_flags(front.trials.overrides),
     )
     frontier_view.show(out)

@@ -23,7 +23,7 @@ from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view.progress_bar import progress
-from bytescope.train.commands.config_arguments import add_subject, require_config
+from bytescope.train.commands.config_arguments import add_subject, require_subject
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow, given_flags
@@ -50,15 +50,15 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the savings compiled so far are printed
     and written.
     """
-    require_config(args)
+    require_subject(args)
     stages, target = levers.choose_stages(args.savings), args.target.strip().lower()
     check(args, [target])
     all_jobs, refused = Jobs(FACTORY), dict[str, str]()
-    fixed = {CONFIG: args.config, **dict(args.overrides)}
+    fixed = {CONFIG: args.subject.name, **dict(args.subject.keys)}
     config = FACTORY.resolve(fixed)
     FACTORY.check(fixed)
     while True:
-        levels, left_out = levers.build_levels(stages, config, (key for key, _ in args.overrides), refused)
+        levels, left_out = levers.build_levels(stages, config, (key for key, _ in args.subject.keys), refused)
         if not levels:
             raise ReportError(
                 f"no saving can be applied: {'; '.join(f'{name}: {why}' for name, why in left_out.items())}"
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         for level, job in zip(levels, jobs)
         if answers.get(job.name, {}).get("status") == "ok"
     ]
-    _show_and_write(args, done, left_out, answers, interrupted, given_flags(args.overrides))
+    _show_and_write(args, done, left_out, answers, interrupted, given_flags(args.subject.keys))
     return INTERRUPTED if interrupted else 0
 
 
@@ -126,7 +126,7 @@ def _show_and_write(
     done = [answer for answer in answers.values() if answer.get("status") == "ok"]
     about = done[0]["target"] if done else {"name": args.target.strip().lower()}
     out = levers.to_json(
-        levels, left_out, about, done[0]["versions"] if done else versions(), interrupted, args.config, given
+        levels, left_out, about, done[0]["versions"] if done else versions(), interrupted, args.subject.name, given
     )
     levers_view.show(out)
     rates = next((level.row.rates for level in levels if level.row.rates), "")

@@ -8,16 +8,15 @@ import sys
 from bytescope.memory.commands.arguments import check_files, show_written, user_path, write
 from bytescope.memory.commands.report_command import VERBOSE
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records import report_record
-from bytescope.train.source import MEMORY, is_run
+from bytescope.train.source import MEMORY
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `bytescope report` for a run directory or a saved report."""
+    parser.set_defaults(needs="report")
     parser.add_argument(
-        "subject",
+        "word",
         metavar="RUN|REPORT",
-        type=user_path,
         help="run directory that bytescope train wrote, also of an unfinished run, or a report that --json wrote",
     )
     parser.add_argument("--verbose", action="store_true", help=VERBOSE)
@@ -37,12 +36,12 @@ def run(args: argparse.Namespace) -> int:
       ReportError: the report cannot be read, or the page cannot be written.
     """
     check_files(args)
-    if is_run(args.subject):
+    if args.subject.kind == "run":
         return _show_run(args)
     from bytescope.memory.commands import report_command
     from bytescope.memory.report import report_page
 
-    report = report_record.load(args.subject)
+    report = args.subject.report("local")
     report_command.show(report, args.verbose)
     if args.html:
         write(args.html, report_page.render(report))
@@ -54,16 +53,16 @@ def _show_run(args: argparse.Namespace) -> int:
     from bytescope.memory.commands import report_command
     from bytescope.train.run import run_directory_page
 
-    found = run_directory_page.read(args.subject)
+    found = run_directory_page.read(args.subject.path)
     for problem in found.problems:
         print(f"warning: {problem}", file=sys.stderr)
     if found.report is not None:
         report_command.show(found.report, args.verbose)
     elif MEMORY not in found.files:
-        print(f"{args.subject} has no memory report yet: bytescope train writes {MEMORY} before the first step")
+        print(f"{args.subject.name} has no memory report yet: bytescope train writes {MEMORY} before the first step")
     if args.html:
         try:
-            run_directory_page.write(args.subject, args.html)
+            run_directory_page.write(args.subject.path, args.html)
         except OSError as error:
             raise ReportError(f"cannot write {args.html}: {error.strerror}; give another file with --html") from error
     show_written(args.html)

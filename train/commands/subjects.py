@@ -1,27 +1,27 @@
-"""Recognizes what the first word of a command names: a config, a function, an HLO dump, a script, a run, a saved report
-or a trace.
+"""The table of subjects: recognizes what the first word of a command names, and opens it.
 
 A `.py` file is never run to recognize it: its syntax tree decides. A prefix such as `script:` names the kind.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import dataclasses
+import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile.xplane import SUFFIX
 from bytescope.memory.records import report_record
+from bytescope.memory.subjects.subject import Subject
 from bytescope.train.source import (
+    ASSUMED,
     INDEX,
     MAX_JSON_BYTES,
-    MEMORY,
     SINGLE,
     WEIGHTS,
     ConfigPath,
@@ -31,107 +31,107 @@ from bytescope.train.source import (
 )
 from bytescope.train.user_errors import UserError
 
-PREFIXES = ("config", "script", "dump", "run", "weights", "report", "trace")
-# The rows of COMMANDS that report on a kind of subject.
-ABILITIES = {"run": "saved", "report": "saved", "trace": "trace", "script": "init-program"}
-# Kind of subject -> its field in parsed arguments.
-_PLACES = {"config": "config", "function": "program", "dump": "hlo", "report": "report"}
 DUMP_ENDS = (".pb", ".pb.gz", ".hlo.txt")  # .xplane.pb is a trace
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """What a word names.
+class Kind(NamedTuple):
+    """A row of KINDS.
 
     Attributes:
-        kind: "config", "function", "dump", "script", "run", "report" or "trace".
-        name: the path or name without a prefix. A folder of weights is the config `hf:FOLDER`.
+        opened_by: module and class, a subclass of Subject. The module is imported when a word names this kind.
+        is_file: whether a file is of this kind, from its path. The first row that matches counts.
+        is_word: whether a word that names no file is of this kind. The first row that matches counts.
+        is_folder: whether a folder contains this kind, from its path. A folder of two kinds is a mistake.
+        is_prefix: whether `KIND:` before a path names the kind. The other kinds have a form of their own.
     """
 
-    kind: str
-    name: str
+    opened_by: str
+    is_file: Callable[[Path], object] = lambda path: False
+    is_word: Callable[[str], bool] = lambda word: False
+    is_folder: Callable[[Path], object] = lambda path: False
+    is_prefix: bool = True
 
 
-def recognize(word: str) -> Subject:
-    """Returns what a word names. A word that names nothing known is a config, whose loader reports the mistake.
+def recognize(word: str) -> tuple[str, str]:
+    """Returns (the key of KINDS of what a word names, the name without a prefix). A word that names nothing known is a
+    config, whose loader reports the mistake. A folder of weights is the config `hf:FOLDER`.
 
     Raises UserError if a folder contains several kinds of subjects, or none.
     """
     kind, _, name = word.partition(":")
-    if name and kind in PREFIXES:
-        return Subject("config", f"{WEIGHTS}{name}") if kind == "weights" else Subject(kind, name)
+    if name and _is_prefix(kind):
+        return _plain(kind, name)
     path = Path(os.path.expanduser(word))
     if os.path.isfile(path):  # False for a name that is too long for the file system
-        return Subject(_kind_of_file(path), word)
-    if is_function(word):
-        return Subject("function", word)
-    if word.endswith(SUFFIX):
-        return Subject("trace", word)
-    if word.endswith(DUMP_ENDS):
-        return Subject("dump", word)
+        return next(kind for kind, row in KINDS.items() if row.is_file(path)), word
+    if kind := next((kind for kind, row in KINDS.items() if row.is_word(word)), ""):
+        return kind, word
     if not word or not os.path.isdir(path) or _is_source(word, ConfigPath):
-        return Subject("config", word)
+        return "config", word
     return _in_folder(path, word)
+
+
+def open_subject(word: str, keys: Sequence[tuple[str, Any]] = (), xla: Sequence[str] = ()) -> Subject:
+    """Returns the subject that a word names.
+
+    Args:
+        word: the word of the command line.
+        keys: (key, value) for the keys that the command line sets.
+        xla: options of XLA to compile with, as FLAG=VALUE.
+
+    Raises UserError if a folder contains several kinds of subjects, or none.
+    """
+    kind, name = recognize(word)
+    return class_of(kind)(name, tuple(keys), tuple(xla))
+
+
+def class_of(kind: str) -> type[Subject]:
+    """Returns the class of a key of KINDS."""
+    module, _, name = KINDS[kind].opened_by.rpartition(".")
+    opened: type[Subject] = getattr(importlib.import_module(module), name)
+    return opened
+
+
+def refusal(word: str, subject: Subject, called: str, needs: str) -> ReportError:
+    """Returns the error of a command that does not take a subject of this kind.
+
+    Args:
+        word: the word of the command line.
+        subject: what it names.
+        called: the command as the user calls it, such as "compare --levers".
+        needs: what the command needs of its subject, one of `Subject.has`.
+    """
+    if called == "report":
+        return ReportError(f"{word} is a {subject.kind}: write it as the first word, bytescope report {word}")
+    if subject.kind == "script" and needs != "config":
+        return ReportError(
+            f"{word} is a script: write its step with bytescope report {word} --save-program=step.py, and give "
+            "step.py:program"
+        )
+    if subject.kind == "run" and called == "train":
+        return ReportError(f"{word} is a run directory: continue the run with bytescope train --workdir={word}")
+    taken = _TAKEN.get(needs, "a config or MODULE:FUNCTION")
+    shown = "" if subject.kind == "function" else f"; bytescope report {word} reports on it"
+    return ReportError(f"{word} is {subject.is_a}: bytescope {called} takes {taken}{shown}")
 
 
 def is_function(word: str) -> bool:
     """Returns whether a word has the form `file.py:name` or `module:function`."""
-    own = word.startswith(WEIGHTS) or is_adapted(word) or word.partition(":")[0] in (*PREFIXES, "gpt")
+    own = is_adapted(word) or _is_prefix(word.partition(":")[0]) or word.startswith((WEIGHTS, ASSUMED))
     return not own and _FUNCTION.fullmatch(word) is not None
 
 
-def settle(args: argparse.Namespace, called: str) -> None:
-    """Moves the first word of a command line, `args.config`, to `args.program`, `args.hlo` or `args.report` if it
-    names a function, a dump or a saved report, and removes its prefix.
-
-    called: the command as the user calls it, such as "compare --levers".
-
-    Raises ReportError if the command does not take a subject of this kind.
-    """
-    word = vars(args).get("config")
-    if word is None:
-        return
-    subject = recognize(word)
-    if subject.kind == "run" and "report" in args:
-        subject = Subject("report", os.path.join(subject.name, MEMORY))
-    place = _PLACES.get(subject.kind)
-    if place is None or place not in args:
-        raise ReportError(_not_taken(word, subject, called, "program" in args))
-    args.config = None
-    setattr(args, place, Path(os.path.expanduser(subject.name)) if place in ("hlo", "report") else subject.name)
+def _is_prefix(kind: str) -> bool:
+    return kind in KINDS and KINDS[kind].is_prefix
 
 
-def _not_taken(word: str, subject: Subject, called: str, takes_function: bool) -> str:
-    takes = "a config or MODULE:FUNCTION" if takes_function else "a config"
-    if called == "report":
-        return f"{word} is a {subject.kind}: write it as the first word, bytescope report {word}"
-    if subject.kind == "script" and takes_function:
-        return (
-            f"{word} is a script: write its step with bytescope report {word} --save-program=step.py, and give "
-            "step.py:program"
-        )
-    what = {"dump": "an HLO dump, which is compiled already", "report": "a saved report"}.get(
-        subject.kind, f"a {subject.kind}"
-    )
-    if subject.kind == "run" and called == "train":
-        return f"{word} is a run directory: continue the run with bytescope train --workdir={word}"
-    shown = "" if subject.kind == "function" else f"; bytescope report {word} reports on it"
-    return f"{word} is {what}: bytescope {called} takes {takes}{shown}"
+def _plain(kind: str, name: str) -> tuple[str, str]:
+    return ("config", f"{WEIGHTS}{name}") if kind == "weights" else (kind, name)
 
 
-def _kind_of_file(path: Path) -> str:
-    if path.suffix == ".py":
-        return "config" if _defines(path, "get_config") else "script"
-    if path.name.endswith(SUFFIX):
-        return "trace"
-    if path.name.endswith(DUMP_ENDS):
-        return "dump"
-    return "report" if path.suffix == ".json" else "config"
-
-
-def _in_folder(path: Path, word: str) -> Subject:
-    kinds = [kind for kind, is_kind in _FOLDERS.items() if is_kind(path)]
+def _in_folder(path: Path, word: str) -> tuple[str, str]:
+    kinds = [kind for kind, row in KINDS.items() if row.is_folder(path)]
     if len(kinds) > 1:
         raise UserError(
             f"{word} contains {' and '.join(f'a {kind}' if kind != 'weights' else kind for kind in kinds)}: write "
@@ -142,9 +142,7 @@ def _in_folder(path: Path, word: str) -> Subject:
             f"{word} is a folder without a run, weights, a saved report, a trace or an XLA dump: give one of these, a "
             "config, or a file"
         )
-    if kinds == ["weights"]:
-        return Subject("config", f"{WEIGHTS}{word}")
-    return Subject(kinds[0], str(_reports_in(path)[0]) if kinds == ["report"] else word)
+    return _plain(kinds[0], str(_reports_in(path)[0]) if kinds == ["report"] else word)
 
 
 def _has_trace(path: Path) -> bool:
@@ -169,15 +167,6 @@ def _is_report(file: Path) -> bool:
     except (ReportError, OSError):
         return False
     return True
-
-
-_FOLDERS: Mapping[str, Callable[[Path], object]] = {
-    "run": is_run,
-    "weights": _has_weights,
-    "report": _reports_in,
-    "trace": _has_trace,
-    "dump": lambda path: any(path.glob("*after_optimizations*")),
-}
 
 
 def _is_source(word: str, kind: type[ConfigPath] | type[WeightsPath]) -> bool:
@@ -205,3 +194,37 @@ def _names_bound_by(statement: ast.stmt) -> list[str]:
         case ast.Assign(targets=targets):
             return [ast.unparse(target) for target in targets]
     return []
+
+
+# What a command needs of its subject -> the subjects that it takes, for an error message.
+_TAKEN = {"config": "a config", "trace": "a trace, or a report with --trace=DIR"}
+# Kind -> what opens it and what is of this kind. A new kind of subject is a class and a row here.
+KINDS: Mapping[str, Kind] = {
+    "trainer": Kind("bytescope.memory.subjects.trainer_subject.TrainerProgram", is_word=is_adapted, is_prefix=False),
+    "function": Kind("bytescope.memory.subjects.function_subject.Function", is_word=is_function, is_prefix=False),
+    "script": Kind(
+        "bytescope.memory.subjects.saved_subject.Script",
+        is_file=lambda path: path.suffix == ".py" and not _defines(path, "get_config"),
+    ),
+    "run": Kind("bytescope.memory.subjects.saved_subject.Run", is_folder=is_run),
+    "weights": Kind("bytescope.train.plan.config_subject.Config", is_folder=_has_weights),
+    "report": Kind(
+        "bytescope.memory.subjects.saved_subject.SavedReport",
+        is_file=lambda path: path.suffix == ".json",
+        is_word=lambda word: word.endswith(".json"),
+        is_folder=_reports_in,
+    ),
+    "trace": Kind(
+        "bytescope.memory.subjects.saved_subject.Trace",
+        is_file=lambda path: path.name.endswith(SUFFIX),
+        is_word=lambda word: word.endswith(SUFFIX),
+        is_folder=_has_trace,
+    ),
+    "dump": Kind(
+        "bytescope.memory.subjects.dump_subject.Dump",
+        is_file=lambda path: path.name.endswith(DUMP_ENDS),
+        is_word=lambda word: word.endswith(DUMP_ENDS),
+        is_folder=lambda path: any(path.glob("*after_optimizations*")),
+    ),
+    "config": Kind("bytescope.train.plan.config_subject.Config", is_file=lambda path: True),
+}

@@ -45,7 +45,8 @@ def make_parser() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
+    parser.add_argument("word", nargs="?", metavar="CONFIG", help=argparse.SUPPRESS)
+    parser.set_defaults(needs="config")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=argparse.SUPPRESS)
     parser.add_argument(
         "--workdir",
@@ -98,8 +99,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
             f"--budget={args.budget} is only valid with --fit: give both, or --config.remat.policy=auto "
             f"--config.remat.budget={args.budget}"
         )
-    args.named = args.config is not None
-    args.config = args.config if args.named else DEFAULT
+    args.named = args.subject is not None
+    args.config = args.subject.name if args.named else DEFAULT
     return args
 
 
@@ -123,7 +124,7 @@ def _train(args: argparse.Namespace) -> int:
     if args.lora:
         from bytescope.train.commands.config_arguments import with_lora
 
-        args.overrides = with_lora(args, args.overrides)
+        args.overrides = with_lora(args.config, args.overrides)
     if args.fit:
         from bytescope.train.launch.processes import find
 

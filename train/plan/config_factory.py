@@ -19,7 +19,7 @@ from bytescope.memory.compare.program_factory import ProgramFactory
 from bytescope.memory.compare.what_if import Variant
 from bytescope.memory.devices.xla_flags import flags_text
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.report_record import Subject
+from bytescope.memory.records.report_record import Description
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 from bytescope.train.program import config_files as configs
@@ -337,7 +337,9 @@ def prepare_program(program: Program, target: Target, config: Mapping[str, Any])
     )
 
 
-def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int) -> Subject:
+def describe(
+    name: str, overrides: Sequence[tuple[str, str]], program: PreparedProgram, model_flops: int
+) -> Description:
     """Returns the description of a config for its report: the name, the changed keys, the batch and the remat policy.
 
     Args:
@@ -346,7 +348,7 @@ def subject_of(name: str, overrides: Sequence[tuple[str, str]], program: Prepare
         program: the program of the step.
         model_flops: FLOPs of the model per call of the step, over all devices.
     """
-    return Subject(
+    return Description(
         name=title_of(name),
         changes=tuple(f"{key}={value}" for key, value in overrides),
         batch=program.batch,

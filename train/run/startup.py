@@ -34,7 +34,7 @@ from bytescope.train.data.tokenizer import ByteTokenizer
 from bytescope.train.launch.failures import explained
 from bytescope.train.launch.processes import Processes
 from bytescope.train.plan import refusal
-from bytescope.train.plan.config_factory import prepare_program, subject_of
+from bytescope.train.plan.config_factory import describe, prepare_program
 from bytescope.train.plan.report_remedies import with_remedies
 from bytescope.train.plan.run_memory import run_terms, step_terms
 from bytescope.train.program.config_files import flatten
@@ -177,7 +177,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     target = parse("local")
     prepared = prepare_program(program, target, flatten(program.config))
     model_flops = round(prepared.model_flops(work.model_flops))
-    subject = subject_of(command.config or DEFAULT, command.overrides, prepared, model_flops)
+    subject = describe(command.config or DEFAULT, command.overrides, prepared, model_flops)
     report = report_of(
         compilation,
         target=target,

@@ -6,8 +6,8 @@ from bytescope.memory.adapters import maxtext
 from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrides_of
 from bytescope.memory.cli import main
 from bytescope.memory.commands import registry
-from bytescope.memory.commands.compare_command import policy_grid
 from bytescope.memory.errors import ReportError
+from bytescope.memory.subjects.trainer_subject import TrainerProgram
 
 pytestmark = pytest.mark.quick
 
@@ -26,17 +26,17 @@ def test_other_names_are_no_programs_of_a_trainer(name):
 @pytest.mark.parametrize("words", ["h100:8 a=1 b=2", "h100:8 a=1 --verbose b=2", "--verbose h100:8 a=1 b=2"])
 def test_words_after_the_target_are_keys_of_the_trainer(words):
     args = registry.parse(["report", "maxtext:llama2-7b", *words.split()])
-    assert (args.config, args.target, args.settings) == ("maxtext:llama2-7b", "h100:8", ["a=1", "b=2"])
+    assert args.subject == TrainerProgram("maxtext:llama2-7b", (("a", "1"), ("b", "2"))) and args.target == "h100:8"
 
 
 def test_words_before_the_target_are_keys_too():
     args = registry.parse(["report", "maxtext:llama2-7b", "a=1", "h100:8", "b=2,3"])
-    assert (args.target, args.settings, args.overrides) == ("h100:8", ["a=1", "b=2,3"], [])
+    assert (args.target, args.subject.keys) == ("h100:8", (("a", "1"), ("b", "2,3")))
 
 
 def test_without_a_target_the_words_follow_the_program():
     args = registry.parse(["compare", "maxtext:my.yml", "a=1", "--grid=b=1,2"])
-    assert (args.config, args.target, args.settings) == ("maxtext:my.yml", "local", ["a=1"])
+    assert (args.subject.name, args.target, args.subject.keys) == ("maxtext:my.yml", "local", (("a", "1"),))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,6 @@ def test_without_a_target_the_words_follow_the_program():
         ("report maxtext:llama2-7b h100:8 word", "unrecognized arguments: word"),
         ("report maxtext:llama2-7b h100:8 --formulas", "--formulas cannot be used with maxtext:llama2-7b"),
         ("compare maxtext:llama2-7b h100:8 --measure", "--measure cannot be used with maxtext:llama2-7b"),
-        ("report maxtext:llama2-7b h100:8 --config.a=1", "write a key of the trainer as a word, a=1"),
         ("compare maxtext:llama2-7b h100:8 a=1 --levers", "maxtext:llama2-7b"),
     ],
 )
@@ -71,11 +70,11 @@ def test_keys_and_values():
 
 
 def test_all_policies_or_some():
-    assert policy_grid(maxtext.FACTORY, "all") == [("remat_policy", list(maxtext.POLICIES))]
-    assert policy_grid(maxtext.FACTORY, "full,minimal") == [("remat_policy", ["full", "minimal"])]
-    assert policy_grid(maxtext.FACTORY, None) == []
+    program = TrainerProgram("maxtext:x")
+    assert program.policies("all") == [("remat_policy", list(maxtext.POLICIES))]
+    assert program.policies("full,minimal") == [("remat_policy", ["full", "minimal"])]
     with pytest.raises(ReportError, match="empty policy"):
-        policy_grid(maxtext.FACTORY, "full,")
+        program.policies("full,")
 
 
 def test_a_row_has_the_command_of_its_report():

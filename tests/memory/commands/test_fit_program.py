@@ -155,7 +155,10 @@ def test_a_limit_ends_the_search_with_the_best_program_so_far(toy, limit, reason
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["x.py:program", "cpu", "--vary=remat"], "--vary searches the keys of a config"),
+        (
+            ["x.py:program", "cpu", "--vary=remat"],
+            "--vary cannot be used with x.py:program, because it searches the keys of a config",
+        ),
         (["toy:named", "cpu", "policy=full"], "policy=full cannot be given to fit, which searches it"),
         (["toy:named", "cpu", "--measure"], "--measure cannot be used with toy:named"),
         (["toy:named", "cpu", "--max-compiles=0"], "--max-compiles=0 is too small: give 1 or more"),

@@ -24,11 +24,11 @@ from bytescope.memory.devices import platform, targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds import rates
 from bytescope.memory.view import elements
-from bytescope.train.commands import compare_configs
 from bytescope.train.commands.config_arguments import split_overrides
-from bytescope.train.plan import config_factory, levers_view
+from bytescope.train.plan import config_factory, config_subject, levers_view
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow
+from bytescope.train.plan.config_subject import Config
 from bytescope.train.plan.fit import fit_walk
 from bytescope.train.plan.trials import Trials
 from bytescope.train.program.config_files import load_flat
@@ -126,7 +126,7 @@ def test_a_change_in_each_listed_module_changes_the_name_of_a_row(changed):
 
 def test_a_change_in_a_view_or_a_search_leaves_rows_valid(changed):
     before = {policy: named(policy) for policy in ("full", "auto")}
-    for module in (compare_text, compare_page, compare_command, elements, compare_configs, fit_walk, levers_view, loop):
+    for module in (compare_text, compare_page, compare_command, elements, config_subject, fit_walk, levers_view, loop):
         changed(module.__file__)
         assert {policy: named(policy) for policy in before} == before, module.__name__
 
@@ -186,16 +186,13 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
 # ---- jobs and workers -------------------------------------------------------------------------------
 
 
-def options(**more):
-    return argparse.Namespace(
-        **({"config": "tiny", "target": "cpu:1", "remat": None, "grid": [], "measure": False, "overrides": []} | more)
-    )
+def options(config="tiny", overrides=(), **more):
+    given = {"target": "cpu:1", "remat": None, "grid": [], "measure": False}
+    return argparse.Namespace(**(given | more), subject=Config(config, overrides))
 
 
 def make_jobs(args):
-    return compare_command.make_jobs(
-        args, Jobs(FACTORY), compare_configs.fixed_overrides(args), compare_configs.asked_grids(args)
-    )
+    return compare_command.make_jobs(args, Jobs(FACTORY), args.subject.fixed(), compare_command.asked_grids(args))
 
 
 def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
@@ -211,14 +208,13 @@ def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
         with pytest.raises(UserError, match="seq_l"):
             make_jobs(options(grid=[f"{key}=1" if "=" not in key else key]))
     with pytest.raises(ReportError, match="no config"):
-        make_jobs(options(config=None))
+        make_jobs(options(config=""))
 
 
 def test_policies_with_names_of_their_own():
     """The names are keys of the row; those that the config gives its own custom policy stay with that alone."""
-    args = options(remat="none,custom,custom(v,up)+offload(block_in),custom( v )")
     own = [("remat.policy", "custom"), ("remat.save", "context")]
-    args.overrides = own
+    args = options(remat="none,custom,custom(v,up)+offload(block_in),custom( v )", overrides=own)
     jobs = make_jobs(args)
     names = [{key: value for key, value in job.chosen.items() if key != "remat.policy"} for job in jobs]
     assert list(zip([job.label for job in jobs], names)) == [

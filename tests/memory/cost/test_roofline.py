@@ -22,7 +22,7 @@ from bytescope.memory.cost.roofline import Figures, Prediction, seconds
 from bytescope.memory.cost.step_work import by_phase
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
-from bytescope.memory.records.report_record import Collective, ReportRecord, Subject, Transfer
+from bytescope.memory.records.report_record import Collective, Description, ReportRecord, Transfer
 from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.memory.report import report_page, report_text
 from bytescope.memory.seconds import ranking, rates
@@ -319,7 +319,7 @@ def test_the_report_and_its_page_tell_it_in_a_line():
     report_text.show(report, console)
     assert line in console.file.getvalue()
     assert line in report_page.render(report)
-    of = dataclasses.replace(report, subject=Subject(tokens=100, calls=5))
+    of = dataclasses.replace(report, subject=Description(tokens=100, calls=5))
     assert times.at_least(of) == (
         "at least 10 s per update, at most 10 tokens/s, by by hand (products 7.5 s, memory 2.5 s)"
     )
@@ -402,7 +402,7 @@ def report_of_kernels(target):
     )
     flops, kernel_bytes = schedule_records.flops_by_phase(schedule), schedule_records.bytes_by_phase(schedule)
     work, known = by_phase((), (), kernel_bytes, flops), json.loads(json.dumps(targets.parse(target).to_json()))
-    return ReportRecord(8, 8, {}, work=work, schedule=schedule, target=known, subject=Subject(calls=2))
+    return ReportRecord(8, 8, {}, work=work, schedule=schedule, target=known, subject=Description(calls=2))
 
 
 def with_seconds(report, measure=False):
@@ -451,7 +451,7 @@ def test_a_cpu_is_measured_only_where_it_is_asked_for(monkeypatch, tmp_path):
     step = ScheduledKernel("product", "forward", 2**20, 2 * 1024**3, "float32", (1, 1024, 1024, 1024))
     monkeypatch.setattr(roofline, "machine_rates", None)  # what was measured once is known
     rates.use(tmp_path / "rates.json")
-    found = with_seconds(dataclasses.replace(on_cpu, schedule=(step,), subject=Subject(model_flops=2 * 1024**3)))
+    found = with_seconds(dataclasses.replace(on_cpu, schedule=(step,), subject=Description(model_flops=2 * 1024**3)))
     rates.use(None)
     assert found.prediction["seconds"] >= 2 * 1024**3 / 1e12 and not found.roofline
     assert found.prediction["mfu"] == pytest.approx(2 * 1024**3 / 1e12 / found.prediction["seconds"])

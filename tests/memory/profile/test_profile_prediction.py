@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.commands import trace_command
 from bytescope.memory.devices import targets
 from bytescope.memory.profile import profile_text
-from bytescope.memory.records.report_record import ReportRecord, Subject
+from bytescope.memory.records.report_record import Description, ReportRecord
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +30,7 @@ def traced(calls=3, paused=0):
 
 def test_a_trace_is_compared_with_as_many_calls_as_it_ran():
     """6 s are predicted of an update of two calls: a trace of three has 9 s; at the peak it has 3 s."""
-    report = ReportRecord(8, 8, {}, target=TARGET, work=WORK, prediction=STATED, subject=Subject(calls=2))
+    report = ReportRecord(8, 8, {}, target=TARGET, work=WORK, prediction=STATED, subject=Description(calls=2))
     found = trace_command.prediction(report)
     assert profile_text.prediction(traced(), found) == (
         "predicted 9.00 s (7.5 to 12; rates: by hand), measured 12 s, 1.33 x; at least 3 s by data-sheet rates"

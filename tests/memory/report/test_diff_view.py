@@ -7,7 +7,7 @@ import pytest
 from bytescope.memory.__main__ import main
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.parallel_records import Communication
-from bytescope.memory.records.report_record import Buffer, ReportRecord, Subject, TimelinePoint
+from bytescope.memory.records.report_record import Buffer, Description, ReportRecord, TimelinePoint
 from bytescope.memory.report import difference
 from bytescope.memory.view.console import plain_text
 
@@ -51,7 +51,7 @@ def make_report(residuals=4, gradients=2, *, points=40, target="h100:8", jax="0.
         "fits": True,
         "verdict": "fits",
         "target": {"name": target, "kind": "NVIDIA"},
-        "subject": Subject("tiny", batch="16 sequences"),
+        "subject": Description("tiny", batch="16 sequences"),
         "versions": {"jax": jax},
         "config": {"remat": {"policy": "none"}, "seed": 0},
         "roofline": {"total": 1.0},

@@ -45,7 +45,7 @@ def with_names(record, name):
             program=name,
             target={"name": name, "kind": f"{name}2"},
             versions={"jax": name},
-            subject=report_record.Subject(name, (name,), name, name),
+            subject=report_record.Description(name, (name,), name, name),
             notes=(name,) * 50,
             findings=tuple(report_record.Finding(name, 1, name, name) for _ in range(50)),
         )

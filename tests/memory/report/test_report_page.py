@@ -14,10 +14,10 @@ from bytescope.memory.records.report_record import (
     Buffer,
     Collective,
     Communication,
+    Description,
     Finding,
     LedgerRow,
     ReportRecord,
-    Subject,
     TimelinePoint,
     Transfer,
     ZeroRow,
@@ -69,7 +69,7 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
     """
     words = " ".join(one_file(report_page.render(report)).words)
     assert "one update" not in words and "MFU" not in words, "nothing is known"
-    subject = Subject(
+    subject = Description(
         "llama_8b", ("batch.micro=2",), "2 micro-batches", "full", tokens=4000, calls=2, model_flops=8 * 3 * 10**12
     )
     target = {
@@ -103,7 +103,7 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
     again = ReportRecord.from_json(json.loads(json.dumps(known.to_json())))
     assert again.subject == subject and report_page.render(again) == text
     old = {key: value for key, value in known.to_json().items() if key != "subject"}
-    assert ReportRecord.from_json(old).subject == Subject() and "jit_train_step" in report_page.render(
+    assert ReportRecord.from_json(old).subject == Description() and "jit_train_step" in report_page.render(
         ReportRecord.from_json(old)
     )
 
@@ -141,7 +141,7 @@ def test_no_name_can_break_the_page(report):
     hostile = dataclasses.replace(
         report,
         program=HOSTILE,
-        subject=Subject(HOSTILE, (HOSTILE,), HOSTILE, HOSTILE),
+        subject=Description(HOSTILE, (HOSTILE,), HOSTILE, HOSTILE),
         versions={HOSTILE: HOSTILE},
         config={HOSTILE: HOSTILE},
         notes=(HOSTILE,),

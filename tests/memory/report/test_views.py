@@ -21,11 +21,11 @@ from bytescope.memory.records.report_record import (
     Buffer,
     Collective,
     Communication,
+    Description,
     Finding,
     LedgerRow,
     ReportRecord,
     RuntimeOverhead,
-    Subject,
     TimelinePoint,
     Transfer,
     XlaStats,
@@ -34,7 +34,7 @@ from bytescope.memory.records.report_record import (
 from bytescope.memory.report import difference, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
-from bytescope.train.commands import estimate_command, list_command, names_command
+from bytescope.train.commands import estimate_command, list_command, names_config
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
 from bytescope.train.plan.fit import fit_progress, fit_view
 from bytescope.train.plan.fit.fit_step import Step
@@ -161,7 +161,9 @@ def report(name=PLAIN, size=12_345_678_901):
         target={"name": name, "kind": name, "n_devices": 8, **GPU},
         versions={"jax": "0.10.2"},
         notes=(f"of {name}",),
-        subject=Subject(name, (f"model.x={name}",), "8 sequences of 8,192 = 65,536 tokens per update", name, 65536, 1),
+        subject=Description(
+            name, (f"model.x={name}",), "8 sequences of 8,192 = 65,536 tokens per update", name, 65536, 1
+        ),
         method="schedule",
         program=name,
     )
@@ -349,7 +351,7 @@ def show_names(console, name):
         "bytes": 4 * GIB,
         "flops": 123.4e12,
     }
-    put(names_command._table([tensor]), console)
+    put(names_config._table([tensor]), console)
 
 
 def show_listing(console, name):

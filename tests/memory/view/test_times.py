@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from bytescope.memory.records.report_record import ReportRecord, Subject
+from bytescope.memory.records.report_record import Description, ReportRecord
 from bytescope.memory.report import report_page
 from bytescope.memory.report.report_text import render
 from bytescope.memory.seconds.step_prediction import StepPrediction
@@ -25,7 +25,7 @@ FOUND = StepPrediction(
     mfu=0.4549,
 )
 BOUND = {"total": 0.231, "by_term": {"products": 0.2, "host_link": 0.031}, "source": "data-sheet rates"}
-REPORT = ReportRecord(8, 8, {}, prediction=FOUND.to_json(), roofline=BOUND, subject=Subject(tokens=65_536, calls=2))
+REPORT = ReportRecord(8, 8, {}, prediction=FOUND.to_json(), roofline=BOUND, subject=Description(tokens=65_536, calls=2))
 
 
 def test_a_prediction_is_one_line_with_its_spread_and_the_source_of_its_rates():
@@ -36,7 +36,7 @@ def test_a_prediction_is_one_line_with_its_spread_and_the_source_of_its_rates():
         "spent on products 0.6 s, waiting for collectives 0.12 s, waiting for the host link 0.001 s"
     )
     bare = dataclasses.replace(FOUND, tokens_per_s=None, mfu=None).to_json()
-    other = dataclasses.replace(REPORT, prediction=bare, subject=Subject())
+    other = dataclasses.replace(REPORT, prediction=bare, subject=Description())
     assert times.predicted(other) == (
         "predicted 0.721 s per call of the step (0.65 to 0.82), rates: NVIDIA H100: measured"
     )

@@ -117,7 +117,8 @@ def test_examples_of_the_help_parse():
 )
 def test_config_and_target_stand_anywhere_between_flags(words):
     args = cli.parse([*words, "--config.model.n_layers=2"])
-    assert (args.config, args.target, args.overrides) == ("llama_8b", "h100:8", [("model.n_layers", "2")])
+    assert (args.subject.name, args.target) == ("llama_8b", "h100:8")
+    assert args.subject.keys == (("model.n_layers", "2"),)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,8 @@ def test_config_and_target_stand_anywhere_between_flags(words):
 )
 def test_words_after_the_subject_set_keys(line, config, target):
     args = cli.parse(line.split())
-    assert args.config == config and getattr(args, "target", None) == target
-    assert sorted(args.overrides) == [("batch.micro", "4"), ("train.steps", "2")] and args.settings == []
+    assert args.subject.name == config and getattr(args, "target", None) == target
+    assert sorted(args.subject.keys) == [("batch.micro", "4"), ("train.steps", "2")]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """The first word of a command names its subject."""
 
-import dataclasses
 import json
+from typing import ClassVar
 
 import pytest
 
 from bytescope.memory import cli
-from bytescope.train.commands.subjects import recognize
+from bytescope.memory.subjects.subject import Subject
+from bytescope.train.commands import subjects
+from bytescope.train.commands.subjects import Kind, open_subject, recognize
 from support.command_line import called
 
 pytestmark = pytest.mark.quick
@@ -46,7 +48,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "kind"),
     [
-        ("tiny llama_8b config.py imported.py broken.py missing.py h100:8 maxtext:default hf:weights", "config"),
+        ("tiny llama_8b config.py imported.py broken.py missing.py h100:8 hf:weights", "config"),
+        ("maxtext:default", "trainer"),
         ("my_package.train:program script.py:program config.py:program ./script.py:program a:b.c", "function"),
         ("step.hlo.pb module.after_optimizations.hlo.pb.gz missing.hlo.pb dump", "dump"),
         ("script.py ./script.py", "script"),
@@ -57,13 +60,15 @@ def folder(tmp_path, monkeypatch):
 )
 def test_what_a_word_names(words, kind, folder):
     for word in words.split():
-        assert dataclasses.astuple(recognize(word)) == (kind, word)
+        assert recognize(word) == (kind, word)
+        subject = open_subject(word)
+        assert (subject.kind, subject.name) == (kind, word)
 
 
 def test_a_prefix_names_the_kind(folder):
     for kind in ("config", "script", "dump", "run", "report", "trace"):
-        assert dataclasses.astuple(recognize(f"{kind}:both")) == (kind, "both")
-    assert recognize("weights:both").name == "hf:both" and recognize("weights").name == "hf:weights"
+        assert recognize(f"{kind}:both") == (kind, "both")
+    assert recognize("weights:both") == ("config", "hf:both") and recognize("weights") == ("config", "hf:weights")
 
 
 @pytest.mark.parametrize(
@@ -88,31 +93,55 @@ def test_a_command_says_which_subjects_it_takes(words, message, folder, capsys):
 
 @pytest.mark.parametrize("name", ["report", "names", "audit", "compare", "fit"])
 def test_a_function_and_a_dump_as_the_first_word(name, folder):
-    args = cli.parse(called(name, ["script.py:program", "h100:8"]))
-    assert (args.program, args.config, args.target) == ("script.py:program", None, "h100:8")
+    args = cli.parse(called(name, ["script.py:program", "h100:8", "width=2"]))
+    assert (args.subject.kind, args.subject.name, args.target) == ("function", "script.py:program", "h100:8")
+    assert args.subject.keys == (("width", "2"),)
     if name in ("report", "audit"):
         args = cli.parse(called(name, ["dump", "h100:8"]))
-        assert (args.hlo.name, args.config, args.target) == ("dump", None, "h100:8")
+        assert (args.subject.kind, args.subject.name, args.target) == ("dump", "dump", "h100:8")
 
 
 @pytest.mark.parametrize(
-    ("word", "field", "value"),
+    ("word", "kind"),
     [
-        ("tiny", "config", "tiny"),
-        ("config.py", "config", "config.py"),
-        ("script.py:program", "program", "script.py:program"),
-        ("dump", "hlo", "dump"),
-        ("run", "report", "run/memory.json"),
-        ("report.json", "report", "report.json"),
+        ("tiny", "config"),
+        ("config.py", "config"),
+        ("script.py:program", "function"),
+        ("dump", "dump"),
+        ("run", "run"),
+        ("report.json", "report"),
     ],
 )
-def test_explain_takes_the_subject_after_the_log(word, field, value, folder):
+def test_explain_takes_the_subject_after_the_log(word, kind, folder):
     args = cli.parse(["explain", "job.log", word, "h100:8"])
-    given = {name: str(vars(args)[name]) for name in ("config", "program", "hlo", "report") if vars(args)[name]}
-    assert given == {field: value} and args.target == "h100:8"
+    assert (args.subject.kind, args.subject.name, args.target) == (kind, word, "h100:8")
+
+
+class Recipe(Subject):
+    """A kind of subject that only this test has."""
+
+    kind = "recipe"
+    is_a = "a recipe"
+    has = ("program",)
+    lacks: ClassVar = {"--try-remedies": "which has no remedies: leave it out"}
+
+    def program(self, target):
+        raise SystemExit(f"the program of {self.name} for {target} with {dict(self.keys)}")
+
+
+def test_a_new_kind_of_subject_is_a_class_and_a_row(folder, monkeypatch, capsys):
+    row = Kind(f"{__name__}.Recipe", is_word=lambda word: word.endswith(".cake"))
+    monkeypatch.setitem(subjects.KINDS, "recipe", row)
+    assert recognize("sweet.cake") == recognize("recipe:sweet.cake") == ("recipe", "sweet.cake")
+    with pytest.raises(SystemExit, match=r"the program of sweet.cake for cpu:2 with \{'eggs': '3'\}"):
+        cli.run(["report", "sweet.cake", "cpu:2", "eggs=3"])
+    assert cli.run(["report", "sweet.cake", "--try-remedies"]) == 2
+    assert "--try-remedies cannot be used with sweet.cake, which has no remedies" in capsys.readouterr().err
+    assert cli.run(["compare", "sweet.cake"]) == 2
+    assert "sweet.cake is a recipe: bytescope compare takes a config or MODULE:FUNCTION" in capsys.readouterr().err
 
 
 def test_a_folder_with_one_saved_report(tmp_path, monkeypatch):
     monkeypatch.setattr("bytescope.memory.records.report_record.load", lambda file: json.loads(file.read_text()))
     (tmp_path / "a.json").write_text("{}")
-    assert dataclasses.astuple(recognize(str(tmp_path))) == ("report", str(tmp_path / "a.json"))
+    assert recognize(str(tmp_path)) == ("report", str(tmp_path / "a.json"))

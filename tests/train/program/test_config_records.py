@@ -99,8 +99,8 @@ def test_a_record_is_whole(name):
 def test_commands_of_a_record_are_of_its_config(name):
     for words in read(name).commands:
         args = cli.parse(words[1:])
-        assert words[0] == "bytescope" and args.config == name
-        load(args.config, args.overrides)
+        assert words[0] == "bytescope" and args.subject.name == name
+        load(args.subject.name, args.subject.keys)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -9,7 +9,7 @@ from bytescope.memory import cli
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
-from bytescope.memory.records.report_record import ReportRecord, Subject
+from bytescope.memory.records.report_record import Description, ReportRecord
 from bytescope.memory.records.schedule_records import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.seconds import chip_rates, rates, run_fit
 from bytescope.memory.seconds.schedule_walk import walk
@@ -86,7 +86,7 @@ def make_run(place, layers, micro, seconds, *, kind=KIND, devices=1, waiting=0.0
     (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     target = {"name": "local", "platform": "cuda", "kind": kind, "n_devices": devices, "devices_per_host": 8}
     changes = (f"model.n_layers={layers}", "train.steps=30")
-    ReportRecord(1, 1, {}, target=target, subject=Subject("tiny", changes=changes)).save(place / "memory.json")
+    ReportRecord(1, 1, {}, target=target, subject=Description("tiny", changes=changes)).save(place / "memory.json")
     return place
 
 

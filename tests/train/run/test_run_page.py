@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bytescope.memory.__main__ import main
-from bytescope.memory.records.report_record import Finding, ReportRecord, Subject
+from bytescope.memory.records.report_record import Description, Finding, ReportRecord
 from bytescope.train.run import run_directory
 from bytescope.train.run import run_directory_page as run_page
 from support.browser import HOSTILE, body, browse, literally, one_file
@@ -22,7 +22,7 @@ REPORT = ReportRecord(
     limit_bytes=8 * GIB,
     fits=True,
     verdict="fits",
-    subject=Subject("tiny", batch="8 sequences", policy="full"),
+    subject=Description("tiny", batch="8 sequences", policy="full"),
     target={"name": "local", "platform": "cpu"},
     versions={"jax": "0.10.2"},
     prediction={

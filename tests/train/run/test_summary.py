@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 from bytescope.memory.devices.live import LiveMemory
-from bytescope.memory.records.report_record import ReportRecord, Subject, load
+from bytescope.memory.records.report_record import Description, ReportRecord, load
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import make_console
 from bytescope.train.commands.train_command import parse, settle_config
@@ -33,7 +33,7 @@ REPORT = ReportRecord(
     verdict="fits",
     host_bytes=3 * GIB,
     roofline={"total": 0.5, "by_term": {"products": 0.5}, "source": "data-sheet rates"},
-    subject=Subject(tokens=1_000_000, calls=2),
+    subject=Description(tokens=1_000_000, calls=2),
     prediction={
         "seconds": 1.4326,
         "seconds_low": 1.3114,

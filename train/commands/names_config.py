@@ -1,0 +1,101 @@
+"""bytescope report --names of a config: lists the checkpoint names that a remat policy may save, offload or
+recompute."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bytescope.memory.commands.json_output import TRACED, write_json
+from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
+
+if TYPE_CHECKING:
+    from bytescope.train.program.program import Program
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the tensors that the model names with jax's `checkpoint_name`, by which a remat policy selects them, and
+    writes the file of --json. Returns the exit code.
+
+    The program is traced, but not compiled.
+    """
+    from bytescope.memory.view.console import put
+    from bytescope.memory.view.text_layout import Prose
+    from bytescope.train.plan.block_description import trace_gradient
+    from bytescope.train.plan.config_factory import build_program
+
+    subject = args.subject
+    subject.start(args.target)
+    target = subject.devices(args.target)
+    program = build_program(subject.name, subject.overrides, target)
+    tensors = named_tensors(trace_gradient(program))
+    rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
+    put(_table(rows))
+    for line in excess_warnings(tensors):
+        put(Prose(line, "yellow"))
+    write_json(args, {"names": rows}, target=target.to_json(), caveats=(TRACED,))
+    return 0
+
+
+def sharding_of(program: Program, name: str) -> tuple[str, int]:
+    """Returns the sharding of a tensor as text, and the number of its shards. The text "B data" means: dimension B
+    (batch) is sharded over the mesh axis data.
+
+    `name`: the name that the model gives the tensor with `checkpoint_name`.
+    """
+    from bytescope.model.names import NAMES
+    from bytescope.train.parallel.axes import activation_axes
+
+    letters = NAMES[name][0]
+    dims = program.layout.split(activation_axes(letters))
+    text = ", ".join(f"{letter} {' x '.join(dim)}" for letter, dim in zip(letters, dims) if dim)
+    return text or "replicated", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
+
+
+def row(tensor: NamedTensor, sharding: str, shards: int) -> dict[str, Any]:
+    """Returns the table row of a tensor as JSON values: its global shape, and its bytes and recomputation FLOPs on one
+    device.
+
+    Args:
+      tensor: a tensor that the model names with `checkpoint_name`.
+      sharding: the sharding as text, such as "B data".
+      shards: number of shards of the tensor.
+    """
+    return {
+        **dataclasses.asdict(tensor),
+        "shape": list(tensor.shape),
+        "sharding": sharding,
+        "bytes_per_layer": tensor.bytes_each // shards,
+        "bytes": tensor.bytes // shards,
+        "flops": tensor.flops * tensor.copies // shards,
+    }
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> Any:
+    from rich.console import Group
+
+    from bytescope.memory.units import human
+    from bytescope.memory.view.text_layout import Prose
+    from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
+
+    table = FigureTable(
+        label("name", min_width=16),
+        fixed("tensor"),
+        label("sharding"),
+        *map(figure, ("layers", "per layer", "total", "GFLOP")),
+    )
+    for r in rows:
+        table.add(
+            r["name"],
+            f"{r['dtype']}{r['shape']}".replace(" ", ""),
+            r["sharding"].replace("'", ""),
+            str(r["copies"]),
+            human(r["bytes_per_layer"]),
+            human(r["bytes"]),
+            f"{r['flops'] / 1e9:,.1f}",
+        )
+    title = "named tensors in order of computation, with the bytes and the GFLOP of recomputation on one device"
+    return Group(Prose(title, "bold"), table)
