@@ -131,7 +131,9 @@ def missing_files(page, text):
 @pytest.mark.parametrize("page", READMES, ids=relative)
 def test_every_command_parses(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()  # the script of the guides
+    (tmp_path / "train.py").touch()  # the script of the guides, and their run
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "metrics.jsonl").touch()
     mistakes = []
     for argv in commands(page.read_text(encoding="utf-8")):
         try:

@@ -111,6 +111,8 @@ def refusal(word: str, subject: Subject, called: str, needs: str) -> ReportError
         )
     if subject.kind == "run" and called == "train":
         return ReportError(f"{word} is a run directory: continue the run with bytescope train --workdir={word}")
+    if subject.kind == "config" and os.sep in word and not os.path.exists(subject.path):
+        return ReportError(f"there is no file or folder {word}: give a path that exists")
     taken = _TAKEN.get(needs, "a config or MODULE:FUNCTION")
     shown = "" if subject.kind == "function" else f"; bytescope report {word} reports on it"
     return ReportError(f"{word} is {subject.is_a}: bytescope {called} takes {taken}{shown}")

@@ -13,7 +13,7 @@ import pytest
 
 from bytescope.memory import cli
 from bytescope.memory.adapters.trainers import find_adapter
-from bytescope.memory.commands import budgets, check_command, github
+from bytescope.memory.commands import budgets, check_command, github, trainer_packages
 from bytescope.memory.commands.budgets import Budget, BudgetResult
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.errors import ReportError
@@ -222,18 +222,17 @@ def test_a_name_is_no_command_in_the_log_of_github(tmp_path, capsys, monkeypatch
 
 @pytest.mark.quick
 def test_a_config_without_the_trainer_names_the_extra(monkeypatch):
-    monkeypatch.setattr(check_command, "CONFIG_FACTORY", "bytescope_no_such_module.factory:FACTORY")
+    monkeypatch.setattr(trainer_packages, "PACKAGES", ("bytescope_no_such_module",))
     with pytest.raises(ReportError, match=r"pip install -e '\.\[train\]'"):
-        check_command._factory(Budget("a", "", "tiny", "cpu"))
+        check_command._subject(Budget("a", "", "tiny", "cpu"))
 
 
 @pytest.mark.quick
-def test_a_program_of_another_trainer_is_made_by_its_adapter(monkeypatch):
+def test_a_program_of_another_trainer_is_made_by_its_adapter():
     budget = Budget("a", "maxtext:llama2-7b", "", "h100:8", keys={"scan_layers": True, "steps": 3})
-    adapter = check_command._factory(budget)
-    assert adapter is find_adapter("maxtext:llama2-7b")
-    monkeypatch.setattr(type(adapter), "check", lambda self, overrides: None)  # it needs MaxText
-    assert check_command._overrides(budget, adapter) == {
+    subject = check_command._subject(budget)
+    assert subject.factory("h100:8") is find_adapter("maxtext:llama2-7b")
+    assert subject.fixed() == {
         "config": "maxtext:llama2-7b",
         "scan_layers": "true",
         "steps": "3",

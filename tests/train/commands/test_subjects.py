@@ -82,6 +82,8 @@ def test_a_prefix_names_the_kind(folder):
         (["compare", "script.py"], "--save-program=step.py, and give step.py:program"),
         (["compare", "a:f", "--levers"], "a:f is a function: bytescope compare --levers takes a config\n"),
         (["fit", "a:f", "--budgets=4"], "a:f is a function: bytescope fit --budgets takes a config\n"),
+        (["report", "runs/gone", "--trace=profile"], "there is no file or folder runs/gone: give a path that exists"),
+        (["report", "tiny.py", "--trace=profile"], "tiny.py is a config: bytescope report --trace takes a trace, or a"),
         (["fit", "report.json"], "report.json is a saved report: bytescope fit takes a config"),
     ],
 )

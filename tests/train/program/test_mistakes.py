@@ -402,7 +402,10 @@ MISTAKES = {
         ("foreign.json", "not a memory report"),
         ("foreign.json --html=", "the name is empty"),
         ("foreign.json --html=/no/such/folder/x", "no folder"),
-        ("foreign.json --config.train.steps=1", "report RUN takes no --config.train.steps"),
+        (
+            "foreign.json --config.train.steps=1",
+            "train.steps=1 cannot be used with foreign.json",
+        ),
     ],
     "estimate": [
         ("", "no config"),
@@ -548,7 +551,7 @@ MISTAKES = {
         ("tiny --small=model.n_layers=2", "report has no --small"),
         ("tiny --write", "report has no --write"),
         ("tiny --json=missing/a.json", "there is no folder missing"),
-        ("maxtext:llama2-7b --config.train.steps=1", "write a key of the trainer as a word"),
+        ("maxtext:llama2-7b --config.train.steps=1", "train.steps=1 is not a key of the trainer with its value: write"),
     ],
     "mcp": [
         ("--skills", "did you mean --skill?"),
