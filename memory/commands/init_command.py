@@ -22,7 +22,7 @@ from bytescope.memory.commands.arguments import Parser, check_files, show_writte
 from bytescope.memory.errors import ReportError, in_one_line, message_of
 from bytescope.memory.files import write_whole
 from bytescope.memory.program import program_file
-from bytescope.memory.subjects.function_subject import Function
+from bytescope.memory.subjects.function_subject import FunctionSubject
 
 # Exit code if the script needs pieces (packages, data, shapes) that are missing.
 _MISSING = 1
@@ -157,7 +157,7 @@ def _report(args: argparse.Namespace, file: Path) -> int:
     write(file, result["text"])
     print(f"found {result['step']}")
     show_written(args.save_program)
-    args.command, args.subject = "report", Function(f"{file}:program", (), args.xla)
+    args.command, args.subject = "report", FunctionSubject(f"{file}:program", (), args.xla)
     return report_command.run(args)
 
 

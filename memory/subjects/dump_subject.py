@@ -15,7 +15,7 @@ _NEEDS_CONFIG = "because it needs a config: give a config instead"
 _COMPILED = "because a dump is compiled already: leave it out"
 
 
-class Dump(Subject):
+class DumpSubject(Subject):
     """A file *after_optimizations.hlo.pb, or the folder of a dump, whose largest program is used."""
 
     kind = "dump"

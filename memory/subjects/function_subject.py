@@ -18,7 +18,7 @@ _NEEDS_CONFIG = "because it needs a config: give a config instead"
 _SEARCHES_CONFIG = "because it searches the keys of a config: leave it out"
 
 
-class Function(Subject):
+class FunctionSubject(Subject):
     """A function that returns a step and its arguments. Its parameters are the keys."""
 
     kind = "function"

@@ -11,7 +11,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.subjects.subject import Subject
 
 
-class SavedReport(Subject):
+class ReportSubject(Subject):
     """A report that --json wrote."""
 
     kind = "report"
@@ -31,14 +31,14 @@ class SavedReport(Subject):
         return report_record.load(self.path)
 
 
-class Run(SavedReport):
+class RunSubject(ReportSubject):
     """The directory of a run, which has the report of its step."""
 
     kind = "run"
     is_a = "a run"
 
 
-class Trace(Subject):
+class TraceSubject(Subject):
     """A trace of jax's profiler: a file *.xplane.pb, or a folder with one."""
 
     kind = "trace"
@@ -47,7 +47,7 @@ class Trace(Subject):
     reported_by: ClassVar[str] = "trace"
 
 
-class Script(Subject):
+class ScriptSubject(Subject):
     """A training script, which is run up to its step without its data."""
 
     kind = "script"

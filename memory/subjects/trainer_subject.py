@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OTHER = "a program of another trainer: leave it out"
 
 
-class TrainerProgram(Subject):
+class TrainerSubject(Subject):
     """A program that an adapter makes from the configs of another trainer, whose keys are the keys."""
 
     kind = "trainer"

@@ -10,7 +10,7 @@ import argparse
 from bytescope.memory.commands import compare_command
 from bytescope.memory.commands.arguments import add_compiling, add_xla
 from bytescope.train.commands.config_arguments import add_subject
-from bytescope.train.plan.config_subject import Config
+from bytescope.train.plan.config_subject import ConfigSubject
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
     written.
     """
     compare_command.refuse_grid(args)
-    args.subject = args.subject or Config("")  # --grid=config=A,B names the configs
+    args.subject = args.subject or ConfigSubject("")  # --grid=config=A,B names the configs
     return compare_command.run(args)

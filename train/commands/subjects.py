@@ -35,7 +35,7 @@ DUMP_ENDS = (".pb", ".pb.gz", ".hlo.txt")  # .xplane.pb is a trace
 _FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*(\.[^\W\d]\w*)*", re.DOTALL)
 
 
-class Kind(NamedTuple):
+class SubjectKind(NamedTuple):
     """A row of KINDS.
 
     Attributes:
@@ -200,33 +200,37 @@ def _names_bound_by(statement: ast.stmt) -> list[str]:
 
 # What a command needs of its subject -> the subjects that it takes, for an error message.
 _TAKEN = {"config": "a config", "trace": "a trace, or a report with --trace=DIR"}
-# Kind -> what opens it and what is of this kind. A new kind of subject is a class and a row here.
-KINDS: Mapping[str, Kind] = {
-    "trainer": Kind("bytescope.memory.subjects.trainer_subject.TrainerProgram", is_word=is_adapted, is_prefix=False),
-    "function": Kind("bytescope.memory.subjects.function_subject.Function", is_word=is_function, is_prefix=False),
-    "script": Kind(
-        "bytescope.memory.subjects.saved_subject.Script",
+# SubjectKind -> what opens it and what is of this kind. A new kind of subject is a class and a row here.
+KINDS: Mapping[str, SubjectKind] = {
+    "trainer": SubjectKind(
+        "bytescope.memory.subjects.trainer_subject.TrainerSubject", is_word=is_adapted, is_prefix=False
+    ),
+    "function": SubjectKind(
+        "bytescope.memory.subjects.function_subject.FunctionSubject", is_word=is_function, is_prefix=False
+    ),
+    "script": SubjectKind(
+        "bytescope.memory.subjects.saved_subject.ScriptSubject",
         is_file=lambda path: path.suffix == ".py" and not _defines(path, "get_config"),
     ),
-    "run": Kind("bytescope.memory.subjects.saved_subject.Run", is_folder=is_run),
-    "weights": Kind("bytescope.train.plan.config_subject.Config", is_folder=_has_weights),
-    "report": Kind(
-        "bytescope.memory.subjects.saved_subject.SavedReport",
+    "run": SubjectKind("bytescope.memory.subjects.saved_subject.RunSubject", is_folder=is_run),
+    "weights": SubjectKind("bytescope.train.plan.config_subject.ConfigSubject", is_folder=_has_weights),
+    "report": SubjectKind(
+        "bytescope.memory.subjects.saved_subject.ReportSubject",
         is_file=lambda path: path.suffix == ".json",
         is_word=lambda word: word.endswith(".json"),
         is_folder=_reports_in,
     ),
-    "trace": Kind(
-        "bytescope.memory.subjects.saved_subject.Trace",
+    "trace": SubjectKind(
+        "bytescope.memory.subjects.saved_subject.TraceSubject",
         is_file=lambda path: path.name.endswith(SUFFIX),
         is_word=lambda word: word.endswith(SUFFIX),
         is_folder=_has_trace,
     ),
-    "dump": Kind(
-        "bytescope.memory.subjects.dump_subject.Dump",
+    "dump": SubjectKind(
+        "bytescope.memory.subjects.dump_subject.DumpSubject",
         is_file=lambda path: path.name.endswith(DUMP_ENDS),
         is_word=lambda word: word.endswith(DUMP_ENDS),
         is_folder=lambda path: any(path.glob("*after_optimizations*")),
     ),
-    "config": Kind("bytescope.train.plan.config_subject.Config", is_file=lambda path: True),
+    "config": SubjectKind("bytescope.train.plan.config_subject.ConfigSubject", is_file=lambda path: True),
 }

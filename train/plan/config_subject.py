@@ -28,7 +28,7 @@ _XLA_FLAGS = "xla.flags"
 _SOURCES = ("bytescope.configs", "bytescope.memory", "bytescope.model", "bytescope.train")
 
 
-class Config(Subject):
+class ConfigSubject(Subject):
     """A config file, the name of a shipped config, or a folder of weights as hf:FOLDER. The empty name is no config,
     whose variants name one each."""
 
@@ -82,7 +82,7 @@ class Config(Subject):
         """Returns the config with the flags of a remedy; None for ""."""
         from bytescope.train.plan.advice import parse_flags as parse_keys
 
-        return Config(self.name, [*self.overrides, *parse_keys(flags)]) if flags else None
+        return ConfigSubject(self.name, [*self.overrides, *parse_keys(flags)]) if flags else None
 
     def cache_name(self, target: str, more: Sequence[Any]) -> str:
         """Returns the name by which the report is cached: of the whole config, the target, versions, environment, rates

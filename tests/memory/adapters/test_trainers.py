@@ -7,7 +7,7 @@ from bytescope.memory.adapters.trainers import find_adapter, is_adapted, overrid
 from bytescope.memory.cli import main
 from bytescope.memory.commands import registry
 from bytescope.memory.errors import ReportError
-from bytescope.memory.subjects.trainer_subject import TrainerProgram
+from bytescope.memory.subjects.trainer_subject import TrainerSubject
 
 pytestmark = pytest.mark.quick
 
@@ -26,7 +26,7 @@ def test_other_names_are_no_programs_of_a_trainer(name):
 @pytest.mark.parametrize("words", ["h100:8 a=1 b=2", "h100:8 a=1 --verbose b=2", "--verbose h100:8 a=1 b=2"])
 def test_words_after_the_target_are_keys_of_the_trainer(words):
     args = registry.parse(["report", "maxtext:llama2-7b", *words.split()])
-    assert args.subject == TrainerProgram("maxtext:llama2-7b", (("a", "1"), ("b", "2"))) and args.target == "h100:8"
+    assert args.subject == TrainerSubject("maxtext:llama2-7b", (("a", "1"), ("b", "2"))) and args.target == "h100:8"
 
 
 def test_words_before_the_target_are_keys_too():
@@ -70,7 +70,7 @@ def test_keys_and_values():
 
 
 def test_all_policies_or_some():
-    program = TrainerProgram("maxtext:x")
+    program = TrainerSubject("maxtext:x")
     assert program.policies("all") == [("remat_policy", list(maxtext.POLICIES))]
     assert program.policies("full,minimal") == [("remat_policy", ["full", "minimal"])]
     with pytest.raises(ReportError, match="empty policy"):

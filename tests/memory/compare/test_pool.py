@@ -28,7 +28,7 @@ from bytescope.train.commands.config_arguments import split_overrides
 from bytescope.train.plan import config_factory, config_subject, levers_view
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import ConfigRow
-from bytescope.train.plan.config_subject import Config
+from bytescope.train.plan.config_subject import ConfigSubject
 from bytescope.train.plan.fit import fit_walk
 from bytescope.train.plan.trials import Trials
 from bytescope.train.program.config_files import load_flat
@@ -188,7 +188,7 @@ def test_every_module_that_a_row_is_made_by_is_listed_or_known_to_show():
 
 def options(config="tiny", overrides=(), **more):
     given = {"target": "cpu:1", "remat": None, "grid": [], "measure": False}
-    return argparse.Namespace(**(given | more), subject=Config(config, overrides))
+    return argparse.Namespace(**(given | more), subject=ConfigSubject(config, overrides))
 
 
 def make_jobs(args):

@@ -8,7 +8,7 @@ import pytest
 from bytescope.memory import cli
 from bytescope.memory.subjects.subject import Subject
 from bytescope.train.commands import subjects
-from bytescope.train.commands.subjects import Kind, open_subject, recognize
+from bytescope.train.commands.subjects import SubjectKind, open_subject, recognize
 from support.command_line import called
 
 pytestmark = pytest.mark.quick
@@ -132,7 +132,7 @@ class Recipe(Subject):
 
 
 def test_a_new_kind_of_subject_is_a_class_and_a_row(folder, monkeypatch, capsys):
-    row = Kind(f"{__name__}.Recipe", is_word=lambda word: word.endswith(".cake"))
+    row = SubjectKind(f"{__name__}.Recipe", is_word=lambda word: word.endswith(".cake"))
     monkeypatch.setitem(subjects.KINDS, "recipe", row)
     assert recognize("sweet.cake") == recognize("recipe:sweet.cake") == ("recipe", "sweet.cake")
     with pytest.raises(SystemExit, match=r"the program of sweet.cake for cpu:2 with \{'eggs': '3'\}"):
