@@ -28,7 +28,6 @@ from bytescope.memory.commands import mcp_answers
 from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.processes import ENDED
-from bytescope.memory.program import user_program
 
 # Seconds between two progress notifications.
 PROGRESS_SECONDS = 2.0
@@ -44,75 +43,70 @@ Target = Annotated[
         "takes 90 % of each GPU's memory, default 75 %), v5e:4x4 (a TPU slice), cpu:8, local"
     ),
 ]
-Program = Annotated[
-    str | None,
+Subject = Annotated[
+    str,
     Field(
-        description="the user's step as path/to/file.py:function or package.module:function; function() returns "
-        "(step, (state, batch)) or (step, (state, batch), options of jax.jit such as {'donate_argnums': 0}), where "
-        "arrays may be jax.ShapeDtypeStruct; the file is executed"
+        description="what to look at: the user's step as path/to/file.py:function or package.module:function, which "
+        "returns (step, (state, batch)) or (step, (state, batch), options of jax.jit such as {'donate_argnums': 0}), "
+        "where arrays may be jax.ShapeDtypeStruct (the file is executed); an XLA dump, a file "
+        "*after_optimizations.hlo.pb or its folder (XLA_FLAGS=--xla_dump_to=DIR); a config of bytescope train, such as "
+        "llama_8b (bytescope list configs); or maxtext:llama2-7b"
     ),
 ]
-Hlo = Annotated[
-    str | None,
-    Field(description="an XLA dump: a file *after_optimizations.hlo.pb, or its folder (XLA_FLAGS=--xla_dump_to=DIR)"),
-]
-Config = Annotated[
-    str | None,
-    Field(description="a config of bytescope train, such as llama_8b (bytescope list configs), or maxtext:llama2-7b"),
-]
 Scalar = str | int | float | bool
-Overrides = Annotated[
-    dict[str, Scalar] | None, Field(description="config keys to set, only with config: {'data.seq_len': 4096}")
+Keys = Annotated[
+    dict[str, Scalar] | None,
+    Field(
+        description="keys of the subject to set: {'data.seq_len': 4096} of a config, {'layers': 8} for a parameter of "
+        "the function"
+    ),
 ]
 
 
 async def report(
     ctx: Context,
     target: Target,
-    program: Program = None,
-    hlo: Hlo = None,
-    config: Config = None,
-    overrides: Overrides = None,
+    subject: Subject,
+    keys: Keys = None,
     try_remedies: Annotated[
         bool, Field(description="also compile with the remedy of each finding that has options, and say what it frees")
     ] = False,
 ) -> dict[str, Any]:
-    """Compiles one program (program, hlo or config: give one) for target and reports its memory: verdict (fits, tight,
+    """Compiles one program for target and reports its memory: verdict (fits, tight,
     exceeds), predicted and limit bytes, breakdown of the peak, findings with remedies, largest buffers with source
     lines. Takes seconds to minutes."""
-    words = [*subject_of(target, program, hlo, config), *make_flags(try_remedies=try_remedies)]
-    return mcp_answers.report_answer(await run_command(ctx, "report", [*words, *key_flags(overrides)]))
+    words = [*words_of(subject, target), *make_flags(try_remedies=try_remedies)]
+    return mcp_answers.report_answer(await run_command(ctx, "report", [*words, *key_flags(keys)]))
 
 
 async def explain(
     ctx: Context,
     text: Annotated[str | None, Field(description="the error message or the whole log, as text")] = None,
     log: Annotated[str | None, Field(description="path of the log, instead of text")] = None,
-    program: Program = None,
-    hlo: Hlo = None,
-    config: Config = None,
-    overrides: Overrides = None,
+    subject: Annotated[
+        str | None, Field(description="the program that ran, as for report: a function, a dump, a config, maxtext:...")
+    ] = None,
+    keys: Keys = None,
     target: Annotated[
-        str | None, Field(description="devices of the failed job, such as h100:8; only with program, hlo or config")
+        str | None, Field(description="devices of the failed job, such as h100:8; only with subject")
     ] = None,
 ) -> dict[str, Any]:
     """Explains an out-of-memory message of JAX, XLA, NCCL, cuDNN or PyTorch (text or log: give one): what happened, the
-    cause, the largest buffers listed, remedies, the cheapest first. With program, hlo or config, says whether the
-    failure is the size of this program. Without them, takes a second."""
+    cause, the largest buffers listed, remedies, the cheapest first. With subject, says whether the failure is
+    the size of this program. Without it, takes a second."""
     if (text is None) == (log is None):
         raise ToolError("give either text, the message itself, or log, the path of a file")
-    words = subject_of(target, program, hlo, config)
+    words = words_of(subject, target)
     name = "-" if log is None else os.path.join(".", log)  # a name that begins with - is no flag
-    result = await run_command(ctx, "explain", [name, *words, *key_flags(overrides)], text or "")
+    result = await run_command(ctx, "explain", [name, *words, *key_flags(keys)], text or "")
     return mcp_answers.explain_answer(result)
 
 
 async def compare(
     ctx: Context,
     target: Target,
-    program: Program = None,
-    config: Config = None,
-    overrides: Overrides = None,
+    subject: Subject,
+    keys: Keys = None,
     grid: Annotated[
         dict[str, list[Scalar]] | None,
         Field(
@@ -125,19 +119,18 @@ async def compare(
     ] = None,
     what_if: Annotated[bool, Field(description="compare options of XLA for the one program instead of a grid")] = False,
 ) -> dict[str, Any]:
-    """Compiles variants of one program (program or config: give one) for target and compares them: bytes, recomputed
+    """Compiles variants of one program for target and compares them: bytes, recomputed
     FLOPs (0 to 1), predicted seconds, whether each fits, and the best. Takes seconds per row."""
-    words = [*subject_of(target, program, None, config), *make_flags(remat=remat, what_if=what_if)]
+    words = [*words_of(subject, target), *make_flags(remat=remat, what_if=what_if)]
     words += [f"--grid={key}={','.join(map(as_text, values))}" for key, values in (grid or {}).items()]
-    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*words, *key_flags(overrides)]))
+    return mcp_answers.compare_answer(await run_command(ctx, "compare", [*words, *key_flags(keys)]))
 
 
 async def fit(
     ctx: Context,
     target: Target,
-    program: Program = None,
-    config: Config = None,
-    overrides: Overrides = None,
+    subject: Subject,
+    keys: Keys = None,
     budget: Annotated[
         str | None, Field(description="memory per device, such as 72GiB (default: all that is available)")
     ] = None,
@@ -155,8 +148,8 @@ async def fit(
         float | None, Field(description="seconds after which no new compilation starts, only with a config")
     ] = None,
 ) -> dict[str, Any]:
-    """Searches for the fastest variant that fits the memory of target, by compiling candidates (program or config: give
-    one). For a program: the least recomputation, as a policy for jax.checkpoint. For a config: its flags. If nothing
+    """Searches for the fastest variant that fits the memory of target, by compiling candidates. For a
+    function: the least recomputation, as a policy for jax.checkpoint. For a config: its flags. If nothing
     fits: the missing bytes. Takes minutes."""
     flags = make_flags(
         budget=budget,
@@ -166,7 +159,7 @@ async def fit(
         max_compiles=max_compiles,
         max_seconds=max_seconds,
     )
-    words = [*subject_of(target, program, None, config), *flags, *key_flags(overrides)]
+    words = [*words_of(subject, target), *flags, *key_flags(keys)]
     return mcp_answers.fit_answer(await run_command(ctx, "fit", words))
 
 
@@ -180,26 +173,17 @@ def make_server() -> MCPServer:
     return server
 
 
-def subject_of(target: str | None, program: str | None, hlo: str | None, config: str | None) -> list[str]:
-    """Returns the words that name the subject, a function, a dump or a config, and its target; [] if none is given.
+def words_of(subject: str | None, target: str | None) -> list[str]:
+    """Returns the words that name the subject and its target; [] if none is given.
 
-    Raises ToolError if several are given, or if a word is not what it should be.
+    Raises ToolError for a target without a subject, and for a word that is a flag.
     """
-    given = {"program": program, "hlo": hlo, "config": config}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise ToolError(f"{' and '.join(names)} cannot be combined: give one")
-    if not names:
-        if target is not None:
-            raise ToolError(f"target={target} has no program: give program, hlo or config too")
-        return []
-    if program is not None:
-        user_program.split(program)
-    subject = f"dump:{hlo}" if hlo is not None else program or config or ""
-    words = [subject] if target is None else [subject, target]
+    if subject is None and target is not None:
+        raise ToolError(f"target={target} has no program: give subject too")
+    words = [word for word in (subject, target) if word is not None]
     for word in words:
         if word.startswith("-"):
-            raise ToolError(f"{word} is a flag: give a program, a config or a target")
+            raise ToolError(f"{word} is a flag: give a subject or a target")
     return words
 
 
@@ -216,14 +200,14 @@ def make_flags(**values: str | float | Sequence[str] | None) -> list[str]:
     return flags
 
 
-def key_flags(overrides: Mapping[str, Scalar] | None) -> list[str]:
+def key_flags(keys: Mapping[str, Scalar] | None) -> list[str]:
     """Returns the arguments that set keys of the subject, --config.KEY=VALUE.
 
     Raises ToolError if a key begins with "-", because the command would read it as a flag.
     """
-    if flags := [key for key in overrides or {} if key.startswith("-")]:
+    if flags := [key for key in keys or {} if key.startswith("-")]:
         raise ToolError(f"{flags[0]} is not a key: leave the dashes out")
-    return [f"--config.{key}={as_text(value)}" for key, value in (overrides or {}).items()]
+    return [f"--config.{key}={as_text(value)}" for key, value in (keys or {}).items()]
 
 
 async def run_command(ctx: Context, command: str, flags: Sequence[str], stdin: str = "") -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Subject:
         """Returns the module that does a row of the table of commands for this kind of subject."""
         return importlib.import_module(f"bytescope.{self.parts[row]}")
 
-    def refuse_flags_of(self, called: str, args: argparse.Namespace) -> None:
+    def check_flags(self, called: str, args: argparse.Namespace) -> None:
         """Raises ReportError if the command line has a flag that this kind of subject lacks.
 
         called: the command as the user calls it, such as "compare --levers".

@@ -92,7 +92,7 @@ def _open(args: argparse.Namespace, called: str) -> Subject:
     subject = subjects.open_subject(args.word, args.overrides, vars(args).get("xla", ()))
     if args.needs not in subject.has:
         raise subjects.refusal(args.word, subject, called, args.needs)
-    subject.refuse_flags_of(called, args)
+    subject.check_flags(called, args)
     return subject
 
 

@@ -42,15 +42,15 @@ sys.meta_path.insert(0, Missing())
 """
 # Tool, arguments of each call.
 CALLS = {
-    "report": ("report", {"program": "my.py:program", "target": "cpu"}),
+    "report": ("report", {"subject": "my.py:program", "target": "cpu"}),
     "explain": ("explain", {"text": written.training_log(written.gpu_buffers(random.Random(1)).text)}),
-    "compare": ("compare", {"program": "my.py:program", "target": "cpu", "grid": {"rows": [64, 128]}}),
+    "compare": ("compare", {"subject": "my.py:program", "target": "cpu", "grid": {"rows": [64, 128]}}),
     "no log": ("explain", {}),
-    "wrong target": ("report", {"program": "my.py:program", "target": "h101:8"}),
-    "crash": ("report", {"program": "exits.py:program", "target": "cpu"}),
+    "wrong target": ("report", {"subject": "my.py:program", "target": "h101:8"}),
+    "crash": ("report", {"subject": "exits.py:program", "target": "cpu"}),
     "file as flag": ("explain", {"log": "--json=written.json"}),
-    "key as flag": ("report", {"config": "maxtext:x", "target": "cpu", "overrides": {"--json": "written.json"}}),
-    "config": ("fit", {"config": "tiny", "target": "cpu", "max_compiles": 1}),
+    "key as flag": ("report", {"subject": "maxtext:x", "target": "cpu", "keys": {"--json": "written.json"}}),
+    "config": ("fit", {"subject": "tiny", "target": "cpu", "max_compiles": 1}),
 }
 
 
@@ -114,7 +114,7 @@ def test_the_tools_are_described(served):
     for tool in tools.values():
         assert len(tool.description) < 400 and "\n" not in tool.description
         assert all(values["description"] for values in tool.input_schema["properties"].values())
-    assert tools["report"].input_schema["required"] == ["target"]
+    assert tools["report"].input_schema["required"] == ["target", "subject"]
 
 
 def test_a_report_has_bytes_and_caveats(served):
@@ -189,7 +189,7 @@ def test_a_command_ends_with(ending, folder):
             command=sys.executable, args=["-m", "bytescope.memory", "mcp"], cwd=str(folder), env=environment(folder)
         )
         async with Client(stdio_client(command)) as client:
-            arguments = {"program": "sleeps.py:program", "target": "cpu"}
+            arguments = {"subject": "sleeps.py:program", "target": "cpu"}
             call = asyncio.ensure_future(client.call_tool("report", arguments, progress_callback=note))
             while not (folder / "started").exists() or not noted.is_set():
                 await asyncio.sleep(0.05)
@@ -222,7 +222,7 @@ def test_without_the_sdk(monkeypatch, capsys):
 @pytest.mark.exhaustive
 def test_programs_are_fitted(folder):
     (folder / "scanned.py").write_text(re.findall(r"^```python\n(.*?)^```", skill_text(), re.DOTALL | re.MULTILINE)[1])
-    calls = {"program": ("fit", {"program": "scanned.py:program", "target": "cpu"})}
+    calls = {"program": ("fit", {"subject": "scanned.py:program", "target": "cpu"})}
     plain = {name: value for name, value in environment(folder).items() if name != "PYTHONPATH"}
     found = asyncio.run(call_all(folder, calls, plain))
     best = answer(found, "program")["best"]
