@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from bytescope import configs
+from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.devices.chips import CHIPS
 from bytescope.memory.errors import did_you_mean
 from bytescope.memory.records.report_record import IN_RUN
@@ -33,6 +34,8 @@ MAX_JSON_BYTES = 64 * 2**20  # larger JSON files are not read; the largest publi
 WEIGHTS = "hf:"
 # Prefix of a model that `bytescope estimate` takes by its number of parameters, as in `gpt:7e9`.
 ASSUMED = "gpt:"
+# Words before a path that say what it is, for a folder with both.
+_MODEL_PREFIXES = ("run:", "weights:")
 NO_CONFIG = "no config: give a config file, or the name of a shipped config, as the first argument"
 SHIPPED = Path(configs.__path__[0])
 
@@ -86,6 +89,16 @@ def find_source(name: str | Path, *kinds: type[Kind]) -> Kind:
         if source is not None:
             return cast(Kind, source)
     raise UserError(_not_found_message(name, kinds))
+
+
+def model_path(word: str) -> Path:
+    """Returns the path of a word that names a model: a run or a folder of weights, with or without the prefix run:,
+    weights: or hf:. The type of a command-line argument.
+
+    Raises argparse.ArgumentTypeError if the path is empty or names an unknown user.
+    """
+    prefix, _, path = word.partition(":")
+    return user_path(path if f"{prefix}:" in (*_MODEL_PREFIXES, WEIGHTS) and not os.path.exists(word) else word)
 
 
 def is_run(folder: str | Path) -> bool:

@@ -75,9 +75,10 @@ def test_the_table_has_every_command_that_takes_one_of_the_three():
     found = set()
     for name in COMMANDS:
         for action in make_parser(name)._actions:
-            if action.dest in ("config", "source", "run", "workdir") and not action.option_strings:
+            if action.dest in ("word", "source", "run", "workdir") and not action.option_strings:
                 found.add(name)
     of_any_subject = {"report", "audit", "names", "explain", "estimate", "compare", "levers", "front", "fit", "train"}
+    of_any_subject |= {"saved", "trace"}
     assert found - of_any_subject == set(TAKES)
 
 
@@ -95,6 +96,8 @@ def test_each_kind_is_recognized_by_each_command(places, capsys, command):
             assert code == 2 and reading in err, err
         else:
             assert code == 2 and REFUSED[kinds][kind] in err, err
+        for prefix in {RunPath: ("run:",), WeightsPath: ("weights:", "hf:"), ConfigPath: ()}[kind]:
+            assert refusal(called(command, [f"{prefix}{path}", *more]), capsys) == (code, err)
     code, err = refusal(called(command, ["other", *more]), capsys)
     assert code == 2 and REFUSED[kinds][None] in err, err
 

@@ -17,7 +17,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.units import human, parse_bytes
 from bytescope.memory.view.progress_bar import progress
-from bytescope.train.source import CONFIG, RunPath, find_source
+from bytescope.train.source import CONFIG, RunPath, find_source, model_path
 from bytescope.train.user_errors import UserError
 
 if TYPE_CHECKING:  # these modules import jax, which the parser does not need
@@ -46,7 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write the model of a run as a folder that transformers and vLLM load.",
     )
-    parser.add_argument("run", type=user_path, metavar="RUN", help="run directory that bytescope train wrote")
+    parser.add_argument("run", type=model_path, metavar="RUN", help="run directory that bytescope train wrote")
     parser.add_argument("out", type=user_path, metavar="OUT", help="folder to write, new or empty")
     parser.add_argument(
         "--step", type=int, metavar="N", help="export the checkpoint of step N (default: the newest checkpoint)"

@@ -13,6 +13,7 @@ from bytescope.memory.host.process_memory import return_large_arrays
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.generate.generate_flags import add_dtype, start_devices
+from bytescope.train.source import model_path
 from bytescope.train.user_errors import UserError
 
 EPILOG = """\
@@ -41,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "source",
-        type=user_path,
+        type=model_path,
         metavar="RUN_OR_FOLDER",
         help="run directory that bytescope train wrote, or a folder of Hugging Face weights",
     )

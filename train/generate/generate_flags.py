@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from bytescope.memory.commands.arguments import user_path
 from bytescope.memory.devices.targets import MAX_CPU_DEVICES
 from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
 from bytescope.train.launch.runtime import TRAIN_FRACTION
+from bytescope.train.source import model_path
 from bytescope.train.user_errors import UserError
 
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
@@ -106,7 +106,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds the argument for the weights, and the flags for their dtype, the devices and the KV cache."""
     parser.add_argument(
         "source",
-        type=user_path,
+        type=model_path,
         metavar="RUN_OR_FOLDER",
         help="run directory that bytescope train wrote, or a folder of Hugging Face weights",
     )
