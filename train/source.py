@@ -98,7 +98,8 @@ def model_path(word: str) -> Path:
     Raises argparse.ArgumentTypeError if the path is empty or names an unknown user.
     """
     prefix, _, path = word.partition(":")
-    return user_path(path if f"{prefix}:" in (*_MODEL_PREFIXES, WEIGHTS) and not os.path.exists(word) else word)
+    has_prefix = bool(path) and f"{prefix}:" in (*_MODEL_PREFIXES, WEIGHTS) and not os.path.exists(word)
+    return user_path(path if has_prefix else word)
 
 
 def is_run(folder: str | Path) -> bool:
