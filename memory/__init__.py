@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from bytescope.memory.report.remat_plan import RematPlan
     from bytescope.memory.report.remat_planning import plan_remat
     from bytescope.memory.report.report_object import Report, analyze, assert_fits, load
+    from bytescope.memory.subjects.opening import subject
     from bytescope.memory.view.object_table import Table
     from bytescope.memory.watching.device_tables import live, target, targets
     from bytescope.memory.watching.executable import Executable, compile
@@ -76,6 +77,7 @@ _HOMES = {
     **dict.fromkeys(("GuardError", "ReportError"), "errors"),
     "ModelFacts": "formulas.model_facts",
     "captured_step": "program.script_capture",
+    "subject": "subjects.opening",
     **dict.fromkeys(("Explanation", "explain"), "messages.explanation"),
     **dict.fromkeys(("Finding", "XlaStats"), "records.report_record"),
     **dict.fromkeys(("Buffer", "LedgerRow", "TimelinePoint"), "records.buffer_records"),
@@ -114,6 +116,7 @@ __all__ = [
     "load",
     "plan_remat",
     "replay",
+    "subject",
     "target",
     "targets",
     "watch",

@@ -18,6 +18,7 @@ from bytescope.memory.commands.json_output import only_json
 from bytescope.memory.commands.registry import COMMANDS, GROUPS, TOOLS
 from bytescope.memory.errors import ReportError, exit_code_of
 from bytescope.memory.processes import ignore_signals, supervise
+from bytescope.memory.subjects.opening import load_subjects
 from bytescope.memory.view.console import settle_stdout
 
 SUMMARY = """\
@@ -109,7 +110,7 @@ def supervised(argv: Sequence[str]) -> int:
 
 
 def _names_function(word: str) -> bool:
-    return ":" in word and registry.load_subjects().is_function(word)
+    return ":" in word and load_subjects().is_function(word)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.commands import budgets, github, registry, trainer_packages
+from bytescope.memory.commands import budgets, github, trainer_packages
 from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_jobs,
@@ -37,6 +37,7 @@ from bytescope.memory.devices.chips import base_name
 from bytescope.memory.errors import ReportError, install_remedy, remedy_for
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.subjects.opening import load_subjects
 from bytescope.memory.subjects.subject import Subject
 from bytescope.memory.view.console import put
 from bytescope.memory.view.progress_bar import progress
@@ -240,7 +241,7 @@ def _subject(budget: Budget) -> Subject:
     if budget.config and not trainer_packages.are_installed():
         raise ReportError(f"a budget with a config needs the packages of the trainer: {install_remedy('train')}")
     word = f"config:{budget.config}" if budget.config else budget.program or ""
-    subjects = registry.load_subjects()
+    subjects = load_subjects()
     kind, name = subjects.recognize(word)
     keys = budget.keys if kind == "function" else _dotted(budget.keys)
     subject: Subject = subjects.class_of(kind)(name, tuple(keys.items()))

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.commands import registry, report_command
+from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import Parser, check_files, show_written, user_path, write
 from bytescope.memory.errors import ReportError, in_one_line, message_of
 from bytescope.memory.files import write_whole
 from bytescope.memory.program import program_file
 from bytescope.memory.subjects.function_subject import FunctionSubject
+from bytescope.memory.subjects.opening import load_subjects
 
 # Exit code if the script needs pieces (packages, data, shapes) that are missing.
 _MISSING = 1
@@ -110,7 +111,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         own, script_arguments = own[:at], own[at + 1 :]
     args = make_parser().parse_intermixed_args(own)
     args.argv, args.overrides = script_arguments, []
-    args.script = registry.load_subjects().open_subject(args.script).name
+    args.script = load_subjects().open_subject(args.script).name
     return args
 
 

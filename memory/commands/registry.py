@@ -19,6 +19,7 @@ from types import ModuleType
 from bytescope.memory.commands.arguments import Parser
 from bytescope.memory.commands.moved import moved_command
 from bytescope.memory.errors import ReportError, did_you_mean
+from bytescope.memory.subjects.opening import load_subjects
 from bytescope.memory.view.text_layout import wrap_command
 
 # Columns after which examples in help texts continue on the next line.
@@ -255,11 +256,6 @@ GROUPS: Mapping[str, list[str]] = {
     ]
     for group, heading in HEADINGS.items()
 }
-
-
-def load_subjects() -> ModuleType:
-    """Returns the module that recognizes what the first word of a command names."""
-    return importlib.import_module("bytescope.train.commands.subjects")
 
 
 def spelling_of(name: str) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from bytescope.memory.devices.compiler import Compilation
     from bytescope.memory.devices.targets import Target
     from bytescope.memory.records.report_record import ReportRecord
+    from bytescope.memory.report.report_object import Report
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,15 @@ class Subject:
         """Returns the memory report of the program on a target. Compiles it, if it is not compiled yet."""
         self.start(target)
         return make_report(self.program(target))[0]
+
+    def analyze(self, target: str = "local") -> Report:
+        """Returns the memory report on a target, such as "h100:8", as `memory.analyze` does.
+
+        Raises ReportError if the subject has no program, if there is no such target, or for a mistake in a key.
+        """
+        from bytescope.memory.report.report_object import Report
+
+        return Report.of(self.report(target))
 
     def with_flags(self, flags: str) -> Subject | None:
         """Returns the subject with the flags of a remedy, such as "--config.batch.micro=1"; None for "", or if this

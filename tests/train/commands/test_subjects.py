@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 
+from bytescope import memory
 from bytescope.memory import cli
 from bytescope.memory.subjects.subject import Subject
 from bytescope.train.commands import subjects
@@ -147,3 +148,18 @@ def test_a_folder_with_one_saved_report(tmp_path, monkeypatch):
     monkeypatch.setattr("bytescope.memory.records.report_record.load", lambda file: json.loads(file.read_text()))
     (tmp_path / "a.json").write_text("{}")
     assert recognize(str(tmp_path)) == ("report", str(tmp_path / "a.json"))
+
+
+def test_a_subject_in_python(folder):
+    """The same names, keys and bytes as on the command line."""
+    subject = memory.subject("tiny", **{"model.n_layers": 2, "data.seq_len": 64})
+    assert subject.keys == (("model.n_layers", "2"), ("data.seq_len", "64"))
+    report = subject.analyze("h100")
+    assert cli.main(["report", "tiny", "h100", "model.n_layers=2", "data.seq_len=64", "--json=saved.json"]) == 0
+    saved = memory.subject("saved.json").analyze()
+    assert (saved.peak_bytes, saved.allocated_bytes) == (report.peak_bytes, report.allocated_bytes)
+    with pytest.raises(memory.ReportError, match="saved.json is a saved report: it has no keys to vary; give a config"):
+        memory.subject("saved.json").factory("h100")
+    with pytest.raises(memory.ReportError, match="dump is a trace"):
+        memory.subject("trace:dump").analyze("h100")
+    assert memory.subject("step.py:program", width=2).keys == (("width", 2),)
