@@ -309,14 +309,6 @@ def check_files(args: argparse.Namespace, flags: Sequence[str] = ("json", "html"
             raise ReportError(f"cannot write {path}: it is a folder; give a file in it")
 
 
-def shares_accelerator(names: Sequence[str]) -> bool:
-    """Returns True if compiling for one of the targets `names` opens this machine's accelerator. Then only one worker
-    may run at a time, because all workers would share the accelerator's memory."""
-    from bytescope.memory.devices.platform import choose_platform
-
-    return "local" in names and choose_platform() != "cpu"
-
-
 def write(path: Path, text: str) -> None:
     """Writes `text` to a file. If writing fails, the file keeps its earlier content.
 

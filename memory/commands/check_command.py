@@ -23,14 +23,14 @@ from bytescope.memory.commands.arguments import (
     add_json,
     add_no_cache,
     check,
-    shares_accelerator,
     show_written,
     user_path,
     write,
 )
 from bytescope.memory.commands.budgets import Budget, BudgetResult
 from bytescope.memory.commands.json_output import COMPILED, write_json
-from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare import worker_pool
+from bytescope.memory.compare.compiling import Effort, compile_jobs
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
 from bytescope.memory.compare.program_factory import FunctionFactory
 from bytescope.memory.devices.chips import base_name
@@ -40,7 +40,6 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.subjects.opening import load_subjects
 from bytescope.memory.subjects.subject import Subject
 from bytescope.memory.view.console import put
-from bytescope.memory.view.progress_bar import progress
 from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import Prose
@@ -205,16 +204,8 @@ def _compile(
                 raise
             errors[budget.name] = str(error)
             jobs.pop(budget.name, None)
-    distinct = list({job.name: job for job in jobs.values()}.values())
-    targets = [job.target for job in distinct]
-    with progress(len(distinct)) as report_progress:
-        answers, interrupted = worker_pool.run(
-            distinct,
-            workers=1 if shares_accelerator(targets) else worker_pool.worker_count(len(distinct), args.jobs),
-            env=worker_pool.environment(targets),
-            progress=report_progress,
-            cache=None if args.no_cache or digest is None else row_cache.folder(),
-        )
+    found = compile_jobs(list(jobs.values()), Effort(args.jobs, not args.no_cache and digest is not None))
+    answers, interrupted = found.by_name, found.interrupted
     results = []
     for budget in chosen:
         if budget.name in errors:

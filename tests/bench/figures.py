@@ -236,7 +236,7 @@ OWN_RUNS = "config,target,seconds,bytes,model.n_layers,batch.micro\n" + "".join(
     for seconds, layers, micro in ((0.004, 2, 4), (0.007, 4, 4), (0.013, 4, 8))
 )
 TRACE = ROOT / "tests" / "memory" / "profile" / "traces" / "llama_1b_minimal"
-MCP_CALL = {"name": "report", "arguments": {"config": "small.py", "target": "h100"}}
+MCP_CALL = {"name": "report", "arguments": {"subject": "small.py", "target": "h100"}}
 
 
 def write_input_files(work: Path) -> None:

@@ -21,7 +21,6 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.seconds.rate_records import DeviceRates
 from bytescope.memory.view.console import put
 from bytescope.memory.view.prediction_text import within
-from bytescope.memory.view.progress_bar import progress
 from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import Prose
@@ -90,8 +89,7 @@ def _correct_rates(args: argparse.Namespace) -> int:
         )
     given = device_rates.load(args.rates) if args.rates is not None else None
     base = None if chips == ["cpu"] and given is None else _rates_before(chips[0], given)
-    with progress(None) as bar:
-        compiled = run_correction.compile_runs(runs, bar)
+    compiled = run_correction.compile_runs(runs)
     if compiled is None:
         return INTERRUPTED
     if base is None:

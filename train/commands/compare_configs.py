@@ -53,6 +53,5 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code. It is 130 if Ctrl-C stopped the command; then only the finished rows are printed and
     written.
     """
-    compare_command.refuse_grid(args)
     args.subject = args.subject or ConfigSubject("")  # --grid=config=A,B names the configs
     return compare_command.run(args)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import (
@@ -16,6 +15,7 @@ from bytescope.memory.commands.arguments import (
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.compiling import Effort, compile_jobs
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         if reach is not None:
             reach.run()
     wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
-    measured = _measure_finalists(args, walk, place) if wanted else None
+    measured = _measure_finalists(args, walk) if wanted else None
     return _show_and_write(args, walk, reach, flat, overrides, measured)
 
 
@@ -100,7 +100,7 @@ def _show_step(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
         lines.show(step)
 
 
-def _measure_finalists(args: argparse.Namespace, walk: walks.Walk, place: Path | None) -> Mapping[str, Any] | None:
+def _measure_finalists(args: argparse.Namespace, walk: walks.Walk) -> Mapping[str, Any] | None:
     """Runs the fastest configurations of a search on this machine, one after the other. The one with the highest
     measured speed becomes the best configuration of the search, `walk.best`.
 
@@ -109,16 +109,12 @@ def _measure_finalists(args: argparse.Namespace, walk: walks.Walk, place: Path |
 
     Args:
       walk: the finished search.
-      place: the cache folder for results; None for no cache.
     """
     from bytescope.train.plan.fit import fit_progress
 
     finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
-    with progress(len(jobs)) as tell:
-        answers, _ = worker_pool.run(
-            jobs, workers=1, env=worker_pool.environment(["local"]), measure=True, cache=place, progress=tell
-        )
+    answers = compile_jobs(jobs, Effort(cached=not args.no_cache, measured=True)).by_name
     results = []
     for step, job in zip(finalists, jobs):
         answer = answers.get(job.name, {})

@@ -14,15 +14,13 @@ from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_compiling,
     check,
-    shares_accelerator,
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
-from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.compiling import Effort, compile_jobs
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.errors import ReportError
-from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.config_arguments import add_subject, require_subject
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import FACTORY
@@ -68,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
             dataclasses.replace(level, flags=levers.changed_flags(level.keys, job.resolved, config))
             for level, job in zip(levels, jobs)
         ]
-        answers, interrupted = _compile_jobs(args, target, jobs)
+        found = compile_jobs(jobs, Effort(args.jobs, not args.no_cache))
+        answers, interrupted = found.by_name, found.interrupted
         failed = [
             (level, answers[job.name]["status"])
             for level, job in zip(levels, jobs)
@@ -87,22 +86,6 @@ def run(args: argparse.Namespace) -> int:
     ]
     _show_and_write(args, done, left_out, answers, interrupted, given_flags(args.subject.keys))
     return INTERRUPTED if interrupted else 0
-
-
-def _compile_jobs(
-    args: argparse.Namespace, target: str, jobs: Sequence[worker_pool.Job]
-) -> tuple[dict[str, Any], bool]:
-    # Jobs with the same program are compiled once.
-    once = list({job.name: job for job in jobs}.values())
-    workers = 1 if shares_accelerator([target]) else worker_pool.worker_count(len(once), args.jobs)
-    with progress(len(once)) as tell:
-        return worker_pool.run(
-            once,
-            workers=workers,
-            env=worker_pool.environment([target]),
-            progress=tell,
-            cache=None if args.no_cache else row_cache.folder(),
-        )
 
 
 def _add_compiled_row(level: Level, answer: Mapping[str, Any]) -> Level:

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.compiling import compile_jobs
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.errors import ReportError
@@ -95,9 +95,7 @@ class RunCorrection:
     later: tuple[float, float] | None
 
 
-def compile_runs(
-    runs: Sequence[MeasuredRun], progress: worker_pool.Progress
-) -> dict[str, tuple[str, Mapping[str, Any]]] | None:
+def compile_runs(runs: Sequence[MeasuredRun]) -> dict[str, tuple[str, Mapping[str, Any]]] | None:
     """Compiles the program of each run in worker processes, with the cache of `compare`. Returns run id -> (name of the
     program, answer of the worker); None after Ctrl-C.
 
@@ -108,16 +106,10 @@ def compile_runs(
     by_run = {}
     for run in runs:
         by_run[run.id] = jobs.job({CONFIG: run.config, **run.overrides}, run.target, f"{run.model} on {run.target}")
-    distinct = list({job.name: job for job in by_run.values()}.values())
-    answers, interrupted = worker_pool.run(
-        distinct,
-        workers=worker_pool.worker_count(len(distinct)),
-        env=worker_pool.environment(sorted({run.target for run in runs})),
-        cache=row_cache.folder(),
-        progress=progress,
-    )
-    if interrupted:
+    found = compile_jobs(list(by_run.values()))
+    if found.interrupted:
         return None
+    answers = found.by_name
     for id, job in by_run.items():
         status = answers[job.name].get("status")
         if status != "ok":

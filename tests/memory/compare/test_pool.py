@@ -17,8 +17,9 @@ import pytest
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.commands import compare_command
-from bytescope.memory.compare import compare_page, compare_text, row_cache, worker, worker_pool
+from bytescope.memory.compare import compare_page, compare_text, comparison, row_cache, worker, worker_pool
 from bytescope.memory.compare import compare_rows as plan_rows
+from bytescope.memory.compare.comparison import Compared
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.devices import platform, targets
 from bytescope.memory.errors import ReportError
@@ -192,7 +193,8 @@ def options(config="tiny", overrides=(), **more):
 
 
 def make_jobs(args):
-    return compare_command.make_jobs(args, Jobs(FACTORY), args.subject.fixed(), compare_command.asked_grids(args))
+    what = Compared(FACTORY, args.subject.fixed(), args.target, "tiny")
+    return comparison.make_jobs(what, Jobs(FACTORY), compare_command.asked_grids(args))
 
 
 def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
