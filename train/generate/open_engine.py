@@ -22,7 +22,7 @@ from bytescope.memory.units import human
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import format_of
-from bytescope.train.generate.budget import Budget, GenerationPlan, settle
+from bytescope.train.generate.budget import GenerationMemory, GenerationPlan, settle
 from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.generate_flags import KV
 from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_model, reading_terms
@@ -77,7 +77,7 @@ def budget(
     drawing: Sequence[bool],
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
-) -> tuple[Budget, dict[str, ReportRecord]]:
+) -> tuple[GenerationMemory, dict[str, ReportRecord]]:
     """Finds the maximum number of KV cache pages that fits on a device next to the weights and the temporary buffers.
 
     Returns the memory budget (bytes of each part, and the number of pages), and program name -> its memory report.
@@ -110,7 +110,9 @@ def budget(
 
     most = sizes.sequences * sizes.table + 1
     pages, extra = settle(limit, steps.weight_bytes, steps.page_bytes, most, measure)
-    result = Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
+    result = GenerationMemory(
+        limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length
+    )
     return result, reports
 
 
