@@ -60,7 +60,8 @@ def make_parser() -> Parser:
         metavar="TARGET",
         nargs="?",
         default="h100",
-        help="the devices for which the script runs, such as h100:8; the script sees as many devices (default h100)",
+        help="the devices for which the script runs, such as h100:8; the script sees as many devices "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--save-program",
@@ -95,7 +96,11 @@ def make_parser() -> Parser:
         help="the function that is the step (default: the first jitted one that computes gradients and updates)",
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=600.0, help="stop the script after SECONDS (default 600)"
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="stop the script after SECONDS (default %(default)g)",
     )
     report_command.add_output(parser)
     parser.set_defaults(formulas=False, run=False)  # a script has neither

@@ -64,9 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="if the run trained LoRA adapters, add them to the weights and write the whole model "
         "(default: write only the adapters, which peft loads)",
     )
-    parser.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
-    )
+    add_shard_size(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT if it already contains a model")
     return parser
 
@@ -79,13 +77,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
-    try:
-        args.shard_bytes = parse_bytes(args.shard_size)
-    except ReportError as error:
-        raise UserError(f"--shard-size: {error}") from None
-    if args.shard_bytes < 1:
-        raise UserError(f"--shard-size={args.shard_size} is too small: give 1 byte or more")
+    args.shard_bytes = parse_size("--shard-size", args.shard_size)
     return args
+
+
+def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    """Adds --shard-size, the maximum size of a weight file."""
+    parser.add_argument(
+        "--shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="maximum size of a weight file, such as 2GB (default %(default)s)",
+    )
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Returns the bytes of a size such as "5GB". `flag`: the flag with this value, for messages. Raises UserError if
+    the size is not valid or 0."""
+    try:
+        size = parse_bytes(text)
+    except ReportError as error:
+        raise UserError(f"{flag}: {error}") from None
+    if size < 1:
+        raise UserError(f"{flag}={text} is too small: give 1 byte or more")
+    return size
 
 
 def run(args: argparse.Namespace) -> int:

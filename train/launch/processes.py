@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from bytescope.memory.commands.arguments import INTERRUPTED
 from bytescope.train.launch.liveness import Link
 from bytescope.train.launch.rendezvous import LOOPBACK, Token, meet
-from bytescope.train.launch.signals import INTERRUPTED, leave_at_once
+from bytescope.train.launch.signals import leave_at_once
 from bytescope.train.user_errors import UserError
 
 # A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
@@ -67,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="maximum seconds to wait for all processes (default 300)",
+        help="maximum seconds to wait for all processes (default %(default)g)",
     )
 
 
