@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory import environment
 from bytescope.memory.commands import registry, report_command
 from bytescope.memory.commands.arguments import Parser, check_files, show_written, user_path, write
 from bytescope.memory.errors import ReportError, in_one_line, message_of
@@ -202,7 +203,9 @@ def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
         answer_file, log_file = Path(folder) / "answer.json", Path(folder) / "log.txt"
         arguments = json.dumps({**request, "answer": str(answer_file)})
         # The script sees the target's number of devices, whatever this shell simulates.
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(request["devices"])}
+        env = environment.child_variables(
+            {environment.PLATFORMS: "cpu", environment.CPU_DEVICES: str(request["devices"])}
+        )
         with log_file.open("wb") as log:
             try:
                 child = subprocess.run(
@@ -210,7 +213,7 @@ def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment,
+                    env=env,
                     timeout=timeout,
                     check=False,
                 )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bytescope.memory import environment
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
 from bytescope.memory.program.stand_ins import (
@@ -138,7 +139,8 @@ def capture(
         stack.enter_context(_replaced(sys, "argv", [str(script), *argv]))
         stack.enter_context(_replaced(sys, "path", [folder, *sys.path, os.getcwd(), os.path.abspath("src")]))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout may be a report's JSON
-        stack.enter_context(mock.patch.dict(os.environ, {**_SETTINGS, **os.environ}))  # the user's own settings win
+        variables = environment.variables()
+        stack.enter_context(mock.patch.dict(variables, {**_SETTINGS, **variables}))  # the user's own settings win
         stack.enter_context(_quiet_logging())
         stack.enter_context(installed(capturing.run, without))
         stack.enter_context(capturing.intercepting())

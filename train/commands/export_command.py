@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescope.memory import environment
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host.process_memory import host_phase
@@ -106,7 +107,7 @@ def parse_size(flag: str, text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Exports the model of a run as a folder of Hugging Face weights; returns the exit code."""
     # Arrays are copied from disk to disk, so no accelerator is needed; it may be in use by a training run.
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    environment.run_on_cpu()
     from bytescope.train.export.model_folder import disk_errors_explained
 
     with disk_errors_explained(args.out):

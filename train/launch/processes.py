@@ -7,13 +7,13 @@ directory and prints. Every process reads its own rows of the data and writes it
 import argparse
 import contextlib
 import dataclasses
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from bytescope.memory import environment
 from bytescope.memory.commands.arguments import INTERRUPTED
 from bytescope.train.launch.liveness import Link
 from bytescope.train.launch.rendezvous import LOOPBACK, Token, meet
@@ -116,7 +116,7 @@ def _host_port(text: str) -> tuple[str, int]:
 
 
 def _launched(timeout: float) -> Address | None:
-    if not any(os.environ.get(name) for name in LAUNCHERS):
+    if not any(map(environment.text, LAUNCHERS)):
         return None
     from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which returns nothing
 
