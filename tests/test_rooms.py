@@ -106,6 +106,28 @@ except SystemExit:
     assert found.stdout.endswith("\nFalse\n")
 
 
+def test_a_class_name_is_used_once():
+    files: dict[str, list[str]] = {}
+    for name, module in TREE.modules.items():
+        for node in ast.walk(module.syntax):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(name)
+    assert not {name: modules for name, modules in files.items() if len(modules) > 1}
+
+
+def test_one_module_reads_and_sets_environment_variables():
+    users = {
+        name
+        for name, module in TREE.modules.items()
+        for node in ast.walk(module.syntax)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        and ast.unparse(node.value) == "os"
+    }
+    beside = {"memory.compare.patched_program", "memory.compare.row_cache", "memory.compare.worker_pool"}
+    assert users == {"memory.environment", "memory.view.console", *beside}
+
+
 def test_no_test_imports_a_test():
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

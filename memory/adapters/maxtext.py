@@ -20,12 +20,12 @@ import importlib
 import importlib.util
 import io
 import logging
-import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory import environment
 from bytescope.memory.adapters.trainers import TrainerFactory
 from bytescope.memory.compare import what_if
 from bytescope.memory.compare.compare_rows import Row
@@ -143,7 +143,7 @@ class MaxTextFactory(TrainerFactory):
         """Returns everything on which the compiled program depends: the overrides, the texts of the user's config
         file and of the config files that it is based on, and the environment variables named M_ and a key, because
         MaxText reads values of keys from them."""
-        variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("M_")}
+        variables = {name: value for name, value in sorted(environment.variables().items()) if name.startswith("M_")}
         texts = {str(path): path.read_text() for path in _config_files(_model_of(overrides))}
         return {**overrides, **variables, **texts}
 

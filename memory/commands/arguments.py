@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from bytescope.memory.commands.moved import moved_flag
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
-from bytescope.memory.units import MAX_COUNT
+from bytescope.memory.units import GIB, MAX_COUNT
 
 # Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
@@ -127,11 +127,14 @@ def add_no_cache(parser: argparse.ArgumentParser) -> None:
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Adds --jobs, which limits the number of programs that are compiled at the same time."""
+    from bytescope.memory.compare.worker_pool import CEILING
+
     parser.add_argument(
         "--jobs",
         metavar="N",
         type=int,
-        help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
+        help="number of programs compiled at the same time (default: one per core, within "
+        f"{CEILING // GIB} GiB of host memory)",
     )
 
 

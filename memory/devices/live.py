@@ -7,11 +7,11 @@ computation and never raises. Figures that a backend does not provide are None.
 import dataclasses
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from bytescope.memory import environment
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.host.process_memory import measure_growth, release_free_memory, resident
@@ -281,8 +281,7 @@ def _nvml_handle(local_id: int) -> Any:
     import pynvml
 
     pynvml.nvmlInit()
-    # indices or UUIDs
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = environment.visible_gpus()
     name = visible[local_id] if local_id < len(visible) else str(local_id)
     if name.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))

@@ -18,11 +18,11 @@ import functools
 import importlib
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory import environment
 from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, base_name, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
@@ -559,8 +559,7 @@ def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
     if not installed("libtpu"):
         raise ReportError(f"target {name}: no TPU compiler is installed; {install_remedy('tpu')} (it needs no TPU)")
     if accelerator() != "tpu":  # on a TPU machine, these variables describe the real TPU
-        for variable, value in _LIBTPU_QUIET.items():
-            os.environ.setdefault(variable, value)
+        environment.set_defaults(_LIBTPU_QUIET)
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if math.prod(shape) == 1 else {}
     return _topology(name, "tpu", name=f"{chip.name}:{'x'.join(map(str, shape))}", **bounds)
 

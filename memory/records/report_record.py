@@ -114,7 +114,6 @@ __all__ = [
     "ROWS",
     "SCHEMA",
     "STEP_PHASES",
-    "VERDICTS",
     "AuditRow",
     "Buffer",
     "Description",
@@ -142,7 +141,6 @@ METHODS = {
     "heap_trace": "exact: the compiler's own heap trace",
     "schedule": "totals are XLA's; live ranges are derived from the scheduled HLO, the difference is a row",
 }
-VERDICTS = ("fits", "tight", "exceeds", "unknown")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +260,7 @@ class JudgedProgram(PeakAccount):
             context.
         limit_bytes: bytes that are available on the device; None without a target.
         fits: whether the predicted bytes are at most `limit_bytes`; None without a target.
-        verdict: "fits", "tight" (above 95 % of the limit) or "exceeds"; "unknown" without a target.
+        verdict: "fits", "tight" or "exceeds"; "unknown" without a target.
         xla: the compiler's own memory statistics.
         xla_budget: the memory that XLA:GPU plans with.
         xla_recomputed: the instructions that XLA's rematerialization pass added.

@@ -25,6 +25,7 @@ LAYERS = {
         ("model",),
     ),
     "memory": (
+        ("memory.environment",),
         ("memory.errors", "memory.units", "memory.files", "memory.jaxprs"),
         ("memory.processes",),
         ("memory.records",),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import Parser, user_path
+from bytescope.memory.commands.arguments import INTERRUPTED, Parser, user_path
 from bytescope.memory.host.process_memory import host_phase
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
@@ -115,7 +115,6 @@ def _answer_prompt(args: argparse.Namespace, source: Source, tokens: tuple[int, 
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request
     from bytescope.train.generate.text import stream
-    from bytescope.train.launch.signals import INTERRUPTED
 
     request = make_request(args, tokens, source)
     engine = open_engine(args, source, len(tokens) + request.most, 1, args.temperature > 0)
@@ -138,7 +137,6 @@ def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request
     from bytescope.train.generate.text import stream
-    from bytescope.train.launch.signals import INTERRUPTED
 
     if source.tokenizer is None:
         raise UserError(f"{source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
@@ -222,7 +220,6 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
       out: the file to append answers to; None to print them.
     """
     from bytescope.train.generate.text import Growing
-    from bytescope.train.launch.signals import INTERRUPTED
 
     running = {engine.submit(row.request).number: row for row in left}
     texts = {number: Growing(source.tokenizer, row.stops) for number, row in running.items() if source.tokenizer}

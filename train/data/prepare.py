@@ -31,6 +31,7 @@ from bytescope.train.user_errors import UserError
 TEXT_BYTES = 2 + 2 * 16
 # For each token: id, type, word, offsets and masks take 40 bytes, its text a header of 24 and an allocation of 32.
 ENCODING_BYTES = 40 + 24 + 32
+SHARD_TOKENS = 100_000_000  # default tokens per shard
 CHARACTERS_PER_TOKEN = 3  # a low number, since each token takes memory
 
 
@@ -188,17 +189,21 @@ def make_parser() -> argparse.ArgumentParser:
         "--field",
         default="text",
         metavar="NAME",
-        help="record field with the document (default text)",
+        help="record field with the document (default %(default)s)",
     )
     parser.add_argument(
         "--skip-bad",
         type=int,
         default=0,
         metavar="N",
-        help="maximum number of malformed records (default 0)",
+        help="maximum number of malformed records (default %(default)s)",
     )
     parser.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"
+        "--shard-tokens",
+        type=int,
+        default=SHARD_TOKENS,
+        metavar="N",
+        help="tokens per shard (default %(default)s)",
     )
     return parser
 
@@ -211,7 +216,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
-        raise UserError(f"--shard-tokens={args.shard_tokens} is too small: give 1 or more (default 100000000)")
+        raise UserError(f"--shard-tokens={args.shard_tokens} is too small: give 1 or more (default {SHARD_TOKENS})")
     if args.skip_bad < 0:
         raise UserError(f"--skip-bad={args.skip_bad} is negative: give 0 or more")
     return args

@@ -24,7 +24,7 @@ BAR = 40  # columns of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class GenerationMemory:
     """The memory of generation on one device, and the number of KV cache pages and sequences that fit.
 
     Fields:
@@ -114,7 +114,7 @@ class GenerationPlan:
 
     title: str
     facts: Sequence[str]
-    budget: Budget
+    budget: GenerationMemory
     reports: Mapping[str, ReportRecord]
 
 

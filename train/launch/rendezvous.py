@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory import environment
 from bytescope.train.user_errors import Lost, UserError
 
 # A machine that loses power does not close its connections. TCP probes them after 20 s of silence, and gives up after
@@ -79,7 +80,7 @@ class Token:
 
     def __init__(self, workdir: Path | None, port: int):
         place = workdir or Path("runs") / "new"
-        self._given = os.environ.get(TOKEN_VARIABLE, "")
+        self._given = environment.text(TOKEN_VARIABLE)
         # Inside the run directory if it exists, since it may be the only directory that the machines share.
         self._files = (place / TOKEN_FILE, place.parent / f"{TOKEN_FILE}-{port}")
 

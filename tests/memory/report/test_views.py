@@ -13,7 +13,7 @@ from bytescope.memory.compare import compare_rows, compare_text
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
 from bytescope.memory.profile import profile_text
-from bytescope.memory.profile.breakdown import Breakdown, HostRow, Instructions
+from bytescope.memory.profile.breakdown import Breakdown, HostWork, Instructions
 from bytescope.memory.profile.op_scopes import OpScope
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import (
@@ -323,7 +323,7 @@ def show_trace(console, name):
         10**13,
         cells,
         tuple(Instructions(f"{name}.{at}", OpScope("backward", "mlp", name), 10**11, 16) for at in range(3)),
-        (HostRow(name, 10**12, 10**11, 7),),
+        (HostWork(name, 10**12, 10**11, 7),),
         {name: 10**11},
     )
     profile_text.show(
