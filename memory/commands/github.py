@@ -17,7 +17,7 @@ from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 
 # Environment variables of GitHub Actions: the file of the job summary, and the root of the repository.
 SUMMARY, WORKSPACE = "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"
@@ -185,7 +185,7 @@ def summary_of_budgets(results: Sequence[BudgetResult]) -> str:
     """Returns the verdicts on memory budgets as Markdown, for a GitHub job summary or a comment. Each program has a
     section that opens, with its rows before and after and its largest buffers at the peak."""
     kept = sum(result.is_kept for result in results)
-    head = f"### Device memory: {kept} of {len(results)} budgets kept"
+    head = f"### Device memory: {kept} of {plural(len(results), 'budget')} kept"
     compared = any(result.before for result in results)
     cells = []
     for result in results:
