@@ -241,7 +241,7 @@ def make_jobs(
         job = jobs.job(overrides, target, measure=args.measure)
         values = {key: _plain(job.resolved.get(key, text)) for key, text in chosen.items()}
         row = factory.row(values)
-        label = ", ".join(row.value_text(key) for key in values if key not in row.policy_parts)
+        label = compare_rows.label(row, [key for key in values if key not in row.policy_parts])
         unique.setdefault(job.name, dataclasses.replace(job, chosen=values, label=label))
     return list(unique.values())
 
