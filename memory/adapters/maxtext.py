@@ -37,6 +37,7 @@ from bytescope.memory.devices.xla_flags import LEVELS, is_flag, parse_value
 from bytescope.memory.errors import ReportError, did_you_mean, message_of, one_line, remedy_for
 from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.units import plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -222,7 +223,7 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
         config={CONFIG: name, **keys},
         tokens_per_update=batch * length,
         settled={ATTENTION: config.attention, "mesh": axes},
-        batch=f"{batch} sequences of {length:,} = {batch * length:,} tokens per update",
+        batch=f"{plural(batch, 'sequence')} of {length:,} = {batch * length:,} tokens per update",
         policy=keys.get(POLICY, config.remat_policy or "none"),
         trace=lambda: traced,
         notes=notes,

@@ -18,7 +18,7 @@ from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 
 # Maximum annotations of buffers that grew (GitHub shows ten annotations per kind and step), and maximum table rows.
 _GREW, _ROWS = 5, 12
@@ -183,7 +183,7 @@ def summary_of_budgets(results: Sequence[BudgetResult]) -> str:
     """Returns the verdicts on memory budgets as Markdown, for a GitHub job summary or a comment. Each program has a
     section that opens, with its rows before and after and its largest buffers at the peak."""
     kept = sum(result.is_kept for result in results)
-    head = f"### Device memory: {kept} of {len(results)} budgets kept"
+    head = f"### Device memory: {kept} of {plural(len(results), 'budget')} kept"
     compared = any(result.before for result in results)
     cells = []
     for result in results:

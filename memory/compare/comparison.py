@@ -112,7 +112,7 @@ def make_jobs(what: Compared, jobs: Jobs, asked: Sequence[tuple[str, Sequence[st
         job = jobs.job(overrides, target, measure=what.effort.measured)
         values = {key: _plain(job.resolved.get(key, text)) for key, text in chosen.items()}
         row = factory.row(values)
-        label = ", ".join(row.value_text(key) for key in values if key not in row.policy_parts)
+        label = compare_rows.label(row, [key for key in values if key not in row.policy_parts])
         unique.setdefault(job.name, dataclasses.replace(job, chosen=values, label=label))
     return list(unique.values())
 

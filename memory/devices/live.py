@@ -15,7 +15,7 @@ from bytescope.memory import environment
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.host.process_memory import measure_growth, release_free_memory, resident
-from bytescope.memory.units import MIB, human
+from bytescope.memory.units import MIB, human, plural
 
 T = TypeVar("T")
 # Minimum bytes of a device's temporaries that `measure_call` measures. glibc serves smaller requests from memory that
@@ -221,7 +221,7 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
 
 
 def _cpu_devices(live: LiveMemory) -> str:
-    return "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
+    return plural(live.sharing, "CPU device")
 
 
 def _compared_on_cpu(predicted: int, live: LiveMemory, before: LiveMemory | None) -> str:

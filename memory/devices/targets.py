@@ -41,6 +41,7 @@ from bytescope.memory.devices.platform import (
 from bytescope.memory.errors import ReportError, install_remedy, nearest, one_line, suggestion
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import physical_bytes
+from bytescope.memory.units import plural
 
 if TYPE_CHECKING:
     import jax
@@ -156,8 +157,8 @@ class Target:
         if math.prod(sizes) != self.n_devices:
             mesh = " x ".join(map(str, sizes)) or "()"
             raise ReportError(
-                f"a mesh of {mesh} devices does not fit {self.name}, which has {self.n_devices} devices: change the "
-                "mesh or the target"
+                f"a mesh of {mesh} devices does not fit {self.name}, which has {plural(self.n_devices, 'device')}: "
+                "change the mesh or the target"
             )
         return np.array(self.devices()).reshape(sizes)
 

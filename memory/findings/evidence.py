@@ -15,8 +15,6 @@ from bytescope.memory.units import MIB
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
 # Findings smaller than TOY bytes are ignored, and so is the sharding of an array smaller than MIN_ARRAY bytes.
 TOY, MIN_ARRAY = MIB, 16 * MIB
-# Maximum number of arguments that a finding names.
-MAX_NAMED = 3
 STATE = ("params", "frozen", "optimizer", "accumulator")
 
 
@@ -93,14 +91,3 @@ def describe_buffer(buffer: Buffer | HeldBuffer) -> str:
     unknown, the compiler's name of the buffer replaces it."""
     where = f"at {short_place(buffer.source)}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Returns at most three names as text, such as "a, b, c and 2 more"."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
-
-
-def count_words(number: int, noun: str) -> str:
-    """Returns a number with a noun, such as "1 array" or "3 arrays"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             overrides,
             pool,
             None if args.no_cache else row_cache.folder(),
-            lambda labels, done: tell(labels, trials.compiles + done),
+            tell,
         )
 
         def show(budget: float, plan: frontier.Fixed | None) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import INTERRUPTED, Parser, user_path
 from bytescope.memory.host.process_memory import host_phase
+from bytescope.memory.units import plural
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
@@ -194,7 +195,7 @@ def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> 
         out = stack.enter_context(Answers(args.out, rows)) if args.out else None
         left = [row for row in rows if out is None or row.number not in out.done]
         if not left:
-            print(f"{args.out}: all {len(rows)} rows are answered")
+            print(f"{args.out}: all {plural(len(rows), 'row')} answered")
             return 0
         longest = max(left, key=lambda row: len(row.request.tokens) + row.request.most)
         needed = len(longest.request.tokens) + longest.request.most
@@ -238,10 +239,10 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
                 note(total - len(running), generated / (time.perf_counter() - began))
     except KeyboardInterrupt:
         kept = f" in {out.path}: run the same command again to answer the rest" if out else ""
-        print(f"interrupted: {total - len(running)} of {total} rows are answered{kept}", file=sys.stderr)
+        print(f"interrupted: {total - len(running)} of {plural(total, 'row')} answered{kept}", file=sys.stderr)
         return INTERRUPTED
     if out:
-        print(f"{out.path}: {total} rows answered")
+        print(f"{out.path}: {plural(total, 'row')} answered")
     _show_speed(generated, time.perf_counter() - began)
     return 0
 

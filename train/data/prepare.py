@@ -17,6 +17,7 @@ from bytescope.memory.errors import disk_remedy
 from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
+from bytescope.memory.units import plural
 from bytescope.memory.view.progress_bar import progress
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import PIECE_BYTES, RecordTexts, TextDocuments
@@ -239,7 +240,7 @@ def _prepare(args: argparse.Namespace) -> None:
         index = write_shards(text, tokenizer, args.out, args.shard_tokens, bar.advance)
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
     print(
-        f"{args.out}: {len(index['shards'])} shards of {index['dtype']}, {tokens['train']:,} tokens to "
+        f"{args.out}: {plural(len(index['shards']), 'shard')} of {index['dtype']}, {tokens['train']:,} tokens to "
         f"train on and {tokens['heldout']:,} held out; use with --config.data.source={args.out}"
     )
 

@@ -18,7 +18,7 @@ from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import format_of
@@ -149,8 +149,8 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
         weights = f"{format_of(base).summary}, the rest {weights}"
     facts = (
         f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}",
-        f"{sizes.sequences} concurrent sequences of up to {sizes.length:,} positions, prompts in steps of "
-        f"{sizes.chunk} tokens",
+        f"{plural(sizes.sequences, 'concurrent sequence')} of up to {sizes.length:,} positions, prompts in steps of "
+        f"{plural(sizes.chunk, 'token')}",
     )
     return GenerationPlan(title_of(name), facts, planned, reports)
 

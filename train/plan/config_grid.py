@@ -112,6 +112,27 @@ def plan_keys(plan: LayerPlan) -> dict[str, str]:
     return remat_keys("full", ",".join(ranges))
 
 
+def describe_keys(keys: Mapping[str, str]) -> str:
+    """Returns config keys in a few words: keys and values as the command line takes them, then the remat policy, such
+    as "batch.micro=4, full"."""
+    others = [f"{key}={text}" for key, text in keys.items() if not key.startswith("remat.") and text not in ("()", "")]
+    return ", ".join(filter(None, (*others, describe_remat(keys))))
+
+
+def describe_remat(keys: Mapping[str, str]) -> str:
+    """Returns the remat policy that config keys select, such as "full" or "29 x v+up, 3 x full"; "" if they select
+    none."""
+    ranges = keys.get(LAYERS, "")[1:-1]
+    if not ranges:
+        return ConfigRow(dict(keys)).value_text(POLICY)
+    words = []
+    for part in ranges.split(","):
+        layers, _, pattern = part.partition(":")
+        start, _, stop = layers.partition("-")
+        words.append(f"{int(stop) - int(start)} x {pattern}")
+    return ", ".join(words)
+
+
 def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:
     """Returns a description of the remat policies of a program's layers, such as "full" or "29 x v+up, 3 x v+up@host".
 
