@@ -19,10 +19,10 @@ from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
 from bytescope.memory.units import plural
 from bytescope.memory.view.progress_bar import progress
+from bytescope.train.config_fields import FIELDS
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import PIECE_BYTES, RecordTexts, TextDocuments
 from bytescope.train.data.records import RecordFiles
-from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, SPLITS
 from bytescope.train.data.tokenizer import GROUP_CHARS, JsonTokenizer, Tokenizer, load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
@@ -180,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--special-tokens",
-        choices=SPECIAL_TOKENS,
+        choices=FIELDS["data.special_tokens"].choices,
         default="text",
         metavar="HOW",
         help="how to encode special tokens that occur in the text: text (default) encodes them as ordinary text, "

@@ -17,6 +17,7 @@ from bytescope.memory.compare.compare_rows import Row, flags
 from bytescope.memory.compare.grids import CONFIG, as_text
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view import elements
+from bytescope.train.config_fields import FIELDS
 
 if TYPE_CHECKING:
     from bytescope.memory.remat.remat_problem import LayerPlan
@@ -28,7 +29,7 @@ class ConfigRow(Row):
     """A row of the comparison `bytescope compare`: a config with changed keys, and the memory, FLOPs and time of its
     program. It can print the command that runs it."""
 
-    how = ("remat.", "mesh.", "loss.", "precision.", "xla.", "model.scan", "model.attention")
+    how = tuple(key for key, field in FIELDS.items() if field.how)
     policy_key = POLICY
     policy_parts = (SAVE, OFFLOAD)
 
