@@ -44,15 +44,16 @@ class FunctionSubject(Subject):
         user_program.split(self.name)
         super().check(target)
 
-    def start(self, target: str) -> None:
+    def start(self, target: str) -> str:
         """As for every subject. On a machine without an accelerator there are as many simulated devices as the target
         has, for a mesh that the function builds."""
         from bytescope.memory.devices.chips import base_name
-        from bytescope.memory.devices.platform import choose_platform, simulate_devices
+        from bytescope.memory.devices.platform import simulate_devices
 
-        super().start(target)
-        if choose_platform() == "cpu" and base_name(target) not in ("local", "cpu"):
+        platform = super().start(target)
+        if platform == "cpu" and base_name(target) not in ("local", "cpu"):
             simulate_devices([f"cpu:{self.devices(target).n_devices}"])
+        return platform
 
     def program(self, target: str) -> PreparedProgram:
         """Calls the function. Returns the program that it returns, for the target."""

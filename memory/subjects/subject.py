@@ -94,16 +94,18 @@ class Subject:
         if target != "local":
             self.devices(target)
 
-    def start(self, target: str) -> None:
+    def start(self, target: str) -> str:
         """Sets the platform that jax uses, and the number of simulated CPU devices. Runs before jax is imported.
+        Returns the platform, such as "cpu".
 
         target: the name of the target.
         """
         from bytescope.memory.devices.platform import choose_platform, simulate_devices
 
         own = self.memory_fraction is not JAX_FRACTION
-        choose_platform(fraction=self.memory_fraction.value if own else None)
+        platform = choose_platform(fraction=self.memory_fraction.value if own else None)
         simulate_devices([target])
+        return platform
 
     def devices(self, target: str) -> Target:
         """Returns the target of a name, such as "h100:8", with this kind's fraction of the memory.
