@@ -197,7 +197,7 @@ def chosen_node(args: argparse.Namespace) -> Iterator[None]:
     if text is None and processes is None:
         yield
         return
-    from bytescope.memory.devices.limits import use_node
+    from bytescope.memory.devices.limits import assumed_node
     from bytescope.memory.units import parse_bytes
 
     try:
@@ -211,11 +211,8 @@ def chosen_node(args: argparse.Namespace) -> Iterator[None]:
             f"--processes-per-node={processes} is out of range: give the number of processes on one node, from 1 to "
             f"{MAX_PROCESSES}"
         )
-    try:
-        use_node(size, processes)
+    with assumed_node(size, processes):
         yield
-    finally:
-        use_node()
 
 
 @contextmanager

@@ -592,7 +592,7 @@ def node_memory_of(target: Target | None, given: int | None = None, root: str = 
     """Returns the host memory of one node of a target, which all processes of the node share: (bytes, source of the
     number in words). 0 bytes mean that the size is unknown.
 
-    The size is `given`, or else the size that `use_node` set. If both are missing, the size is the memory of this
+    The size is `given`, or else the size that `assumed_node` set. If both are missing, the size is the memory of this
     machine (`machine_bytes`) in two cases: `target` is None, or the devices of the target are in this machine. For
     other devices, it is the memory of a whole node with such devices, for example with 8 H100, in the table of chips.
 
