@@ -45,7 +45,7 @@ from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, PeakAccount, overhead_bytes
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.records.report_record import Description, JudgedProgram, ReportRecord, Transfer, XlaStats
+from bytescope.memory.records.report_record import Description, JudgedProgram, ReportRecord, RowName, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.verdicts import verdict_word
 from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
@@ -53,7 +53,7 @@ from bytescope.memory.seconds import rates, reading, step_prediction
 from bytescope.memory.seconds.reading import CompiledSchedule
 
 # Rows of the breakdown, beginning with the rows whose derived bytes are most probably too high.
-_DOUBTFUL = (
+_DOUBTFUL: tuple[RowName, ...] = (
     "workspace",
     "logits_loss",
     "collectives",

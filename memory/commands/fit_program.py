@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED, check_files, show_written, write
+from bytescope.memory.records.report_record import RowName
 from bytescope.memory.units import human
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class ProgramSearch:
         self.budget, self.stopped = 0, ""
         self._compiler: StepCompiler | None = None
         self._best: dict[str, Any] | None = None
-        self._breakdowns: dict[str, Mapping[str, int]] = {}
+        self._breakdowns: dict[str, Mapping[RowName, int]] = {}
         self._rates = ""
         self._bar: ProgressBar | None = None
         self._started = 0

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self
 
 from bytescope.memory.compare.grids import CHANGE, CONFIG, EFFECT, TARGET, as_text
 from bytescope.memory.devices.xla_flags import flags_text, is_flag
+from bytescope.memory.records.buffer_records import RowName
 from bytescope.memory.seconds import ranking
 from bytescope.memory.units import column_unit, list_names
 
@@ -116,7 +117,7 @@ class Row:
     least_seconds: float | None = None
     batch: str = ""
     policy: str = ""
-    breakdown: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    breakdown: Mapping[RowName, int] = dataclasses.field(default_factory=dict)
     limit_bytes: int | None = None
     fits: bool | None = None
     xla_recomputes: bool = False

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedProgram
+from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedProgram, RowName
 from bytescope.memory.units import MIB
 
 # Minimum size of a finding, as a fraction of the peak (for fragmentation, of the allocated bytes).
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
 # Findings smaller than TOY bytes are ignored, and so is the sharding of an array smaller than MIN_ARRAY bytes.
 TOY, MIN_ARRAY = MIB, 16 * MIB
-STATE = ("params", "frozen", "optimizer", "accumulator")
+STATE: tuple[RowName, ...] = ("params", "frozen", "optimizer", "accumulator")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,7 @@ def start_of_backward(report: JudgedProgram) -> int:
     return start
 
 
-def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
+def at_peak(report: JudgedProgram, category: RowName) -> list[Buffer]:
     """Returns the buffers of one category of the breakdown, such as "residuals", that are live in device memory at the
     peak."""
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]

@@ -92,7 +92,8 @@ def replicated_batch(report: JudgedProgram, program: PlacedProgram) -> RuleResul
         replicated = module.replicated(parameter) if known is None else number in known
         if replicated and shape.dims:
             size += shape.bytes
-    computed = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss"))
+    rows = report.breakdown
+    computed = rows["residuals"] + rows["workspace"] + rows["logits_loss"]
     if not size or size + computed <= NOTABLE * report.peak_bytes:
         return None
     return RuleResult(
@@ -127,7 +128,7 @@ def unintended_replicas(report: JudgedProgram, program: PlacedProgram) -> list[R
     arrays = list(replicated_arrays(program))
     # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
     # each matrix product, and the parts are summed. Inference may do this on purpose, because it moves no weights.
-    if not report.breakdown.get("gradients") and not report.breakdown.get("optimizer"):
+    if not report.breakdown["gradients"] and not report.breakdown["optimizer"]:
         axes = data_axes(report, program) if arrays else frozenset()
         arrays = [array for array in arrays if not axes.isdisjoint(array.axes)]
     return arrays

@@ -70,7 +70,7 @@ def _donation_remedy(program: PlacedProgram) -> str:
 def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if the sum of parameters, optimizer moments and accumulated gradients exceeds the memory
     limit. Neither a smaller batch nor recomputation can then make the program fit."""
-    size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
+    size, limit = sum(report.breakdown[row] for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None
     message = (
@@ -123,7 +123,8 @@ def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
         by_axes.setdefault(leaf.axes, []).append(leaf)
     group = max(by_axes.values(), key=lambda group: sum(leaf.wasted_bytes for leaf in group))
     size, axes, copies = sum(leaf.wasted_bytes for leaf in group), group[0].axes, group[0].copies
-    trains = any(report.breakdown.get(row) for row in ("optimizer", "gradients", "residuals"))
+    rows = report.breakdown
+    trains = bool(rows["optimizer"] or rows["gradients"] or rows["residuals"])
     if not trains and copies < program.module.devices:  # tensor-parallel inference, replicated to serve more requests
         return None
     others = len(group) < len(_state_arrays(report, program))

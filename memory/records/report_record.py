@@ -86,8 +86,10 @@ from bytescope.memory.records.buffer_records import (
     ROWS,
     STEP_PHASES,
     Buffer,
+    LedgerRole,
     LedgerRow,
     PeakAccount,
+    RowName,
     RuntimeOverhead,
     TimelinePoint,
     overhead_bytes,
@@ -121,10 +123,12 @@ __all__ = [
     "HeldBuffer",
     "HostMemory",
     "JudgedProgram",
+    "LedgerRole",
     "LedgerRow",
     "PeakAccount",
     "RecomputedValue",
     "ReportRecord",
+    "RowName",
     "RuntimeOverhead",
     "TimelinePoint",
     "Transfer",
@@ -362,7 +366,6 @@ class ReportRecord(JudgedProgram):
         out["predicted_bytes"] = self.predicted_bytes
         out["xla_limit_bytes"] = self.xla_budget.limit_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
-        out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
         return out
 
     def save(self, path: str | Path) -> None:

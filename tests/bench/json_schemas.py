@@ -557,6 +557,8 @@ def schema_of(hint: Any) -> dict[str, Any]:
     if hint in _PLAIN:
         return dict(_PLAIN[hint])
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return {"type": "string"}
     if origin is typing.NotRequired:
         return schema_of(args[0])
     if origin is typing.Annotated:

@@ -204,7 +204,7 @@ def _min_state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
     size = 0.0
     for row in STATE:
         left = math.prod(1 - lever.frees.get(row, 0.0) for lever in levers)
-        size += report.breakdown.get(row, 0) * left
+        size += report.breakdown[row] * left
     return int(size)
 
 

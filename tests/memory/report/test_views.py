@@ -296,7 +296,10 @@ FORMULA = reconcile.Formula(10.0 * GIB, 11.0 * GIB, 20.0 * GIB, 0.0, 5.0 * GIB, 
 def show_formulas(console, name):
     formula = dataclasses.replace(FORMULA, notes=(f"total: {name}",))
     lines = reconcile.lines(
-        formula, 60 * GIB, {"params": 11 * GIB, "residuals": 6 * GIB}, {"model_flops": 6e9, "hardware_flops": 9e9}
+        formula,
+        60 * GIB,
+        dict.fromkeys(ROWS, 0) | {"params": 11 * GIB, "residuals": 6 * GIB},
+        {"model_flops": 6e9, "hardware_flops": 9e9},
     )
     compare_text.show_formulas(formula, lines, console)
     compare_text.show_row_formulas(
