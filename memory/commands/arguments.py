@@ -37,7 +37,13 @@ class Parser(argparse.ArgumentParser):
         """Raises ReportError with argparse's message, the most similar known flags or config keys, and the help
         command."""
         near: Sequence[str] = ()
-        if target := self._unused_target(message):
+        words = message.removeprefix(_UNRECOGNIZED).split() if message.startswith(_UNRECOGNIZED) else []
+        if target := next(filter(is_target, words), ""):
+            if any(action.dest == "target" for action in self._actions):
+                raise ReportError(
+                    f"{target} is a second target: give one; to compare targets, run bytescope compare SUBJECT "
+                    f"--grid=target=TARGET,{target}"
+                )
             raise ReportError(
                 f"{target} is a target, which {self.prog} does not take: leave it out; to see the memory there, run "
                 f"bytescope report CONFIG {target}"
@@ -53,16 +59,6 @@ class Parser(argparse.ArgumentParser):
             if not near and self.keys_named is None and "--grid" in self._option_string_actions:
                 near = [f"--grid={message.split()[2].lstrip('-')}"]
         raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
-
-    def _unused_target(self, message: str) -> str:
-        """Returns the first unrecognized argument that is a target, if this command takes no target, else ""."""
-        from bytescope.memory.devices.chips import base_name
-        from bytescope.memory.devices.targets import names
-
-        if not message.startswith(_UNRECOGNIZED) or any(action.dest == "target" for action in self._actions):
-            return ""
-        words = message.removeprefix(_UNRECOGNIZED).split()
-        return next((word for word in words if base_name(word) in names()), "")
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         value = super()._get_value(action, text)
@@ -151,6 +147,14 @@ def add_settings(parser: argparse.ArgumentParser, meaning: str) -> None:
 def is_setting(word: str) -> bool:
     """Returns whether a word of a command line has the form KEY=VALUE."""
     return re.match(r"[A-Za-z_][\w.]*=", word) is not None
+
+
+def is_target(word: str) -> bool:
+    """Returns whether a word of a command line names a target, such as h100:8. The number of devices may be wrong."""
+    from bytescope.memory.devices.chips import base_name
+    from bytescope.memory.devices.targets import names
+
+    return base_name(word) in names()
 
 
 def add_xla(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from bytescope.memory import environment
 from bytescope.memory.commands import report_command
-from bytescope.memory.commands.arguments import Parser, check_files, show_written, user_path, write
+from bytescope.memory.commands.arguments import Parser, check_files, is_setting, show_written, user_path, write
 from bytescope.memory.errors import ReportError, in_one_line, message_of
 from bytescope.memory.files import write_whole
 from bytescope.memory.program import program_file
@@ -115,6 +115,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if "--" in own:
         at = own.index("--")
         own, script_arguments = own[:at], own[at + 1 :]
+    if keys := [*filter(is_setting, own)]:
+        raise ReportError(f"{keys[0]} cannot be used with a script: write the script's own arguments after --")
     args = make_parser().parse_intermixed_args(own)
     args.argv, args.overrides = script_arguments, []
     args.script = load_subjects().open_subject(args.script).name

@@ -7,6 +7,7 @@ use, and collectives that need large buffers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -394,6 +395,21 @@ def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str
     return len(shape.dims) > 2 and not same and shape.elements // shape.dims[0] * parts == math.prod(activation.dims)
 
 
+def is_regrouped(local: Sequence[int], dims: Sequence[int]) -> bool:
+    """Returns whether the local dimensions can be parts of products of the global ones, each of which is used once.
+
+    XLA merges matrix products of the same input: two outputs [32, 128, 384] over two devices become one array
+    [2048, 768] on each, which has as many elements as one whole output.
+    """
+    for groups in itertools.product(range(len(local)), repeat=len(dims)):
+        products = [1] * len(local)
+        for group, size in zip(groups, dims):
+            products[group] *= size
+        if all(product % size == 0 for product, size in zip(products, local)):
+            return True
+    return False
+
+
 def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes that should shard an array but do not, by comparing its global and local dimensions.
 
@@ -415,6 +431,6 @@ def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Ma
             return ()
         return tuple(axis for dim in lost for axis in labels[dim])
     whole, held = math.prod(dims), math.prod(local)
-    if not held or whole % held or (whole // held) >= math.prod(parts.values()):
+    if not held or whole % held or (whole // held) >= math.prod(parts.values()) or not is_regrouped(local, dims):
         return ()
     return tuple(axis for axes in labels.values() for axis in axes)
