@@ -202,16 +202,18 @@ class TableView:
     """A table that can be shown on the terminal or on a page.
 
     Fields:
-        columns: the columns; the first one names the row.
+        columns: the columns; the first ones name the row.
         rows: objects from which the columns read their values.
         emphasis: function from a row to "winner", "total" or "dim" if it is emphasized, "" for a plain row.
         hover: function from a row to the hover text of the row on a page.
+        keys: number of columns that name the row. The terminal repeats them if the table continues below.
     """
 
     columns: Sequence[ColumnView]
     rows: Sequence[Any]
     emphasis: Callable[[Any], str] | None = None
     hover: Callable[[Any], str] | None = None
+    keys: int = 1
 
     def columns_for(self, place: str) -> list[ColumnView]:
         """Returns the columns that are shown in one place: TERMINAL in the declared order, PAGE sorted by rank."""

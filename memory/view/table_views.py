@@ -25,7 +25,7 @@ def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
     value has its own unit.
     """
     columns = view.columns_for(TERMINAL)
-    table = FigureTable(*map(terminal_column, columns))
+    table = FigureTable(*map(terminal_column, columns), keys=view.keys)
     for row in view.rows:
         first, *others = [terminal_cell(column, row, size) for column in columns]
         style = EMPHASIS_STYLES[view.emphasis(row) if view.emphasis else ""]

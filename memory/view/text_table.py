@@ -80,9 +80,13 @@ def fixed(title: str | Text = "", style: str = "") -> FigureColumn:
 
 
 def words(title: str | Text = "", style: str = "dim", min_width: int = MIN_WORDS, under: bool = True) -> FigureColumn:
-    """Returns a column of sentences. They are wrapped in the column. If there is no room and `under` is True, they are
-    printed below their rows."""
-    return FigureColumn(title, style, min_width=min_width, shrink=wrap, under=under)
+    """Returns a column of sentences. They are wrapped in the column. If `under` is True, no word is broken, and
+    sentences without room are printed below their rows."""
+
+    def part(text: str) -> int:
+        return max(map(cell_len, text.split()), default=0) if under else 0
+
+    return FigureColumn(title, style, min_width=min_width, shrink=wrap, part=part, under=under)
 
 
 def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
@@ -132,16 +136,17 @@ class FigureTable:
     """A table on the terminal whose numbers are never cut.
 
     If the table is too wide, sentences are wrapped first, then names are shortened, then sentences are printed below
-    their rows. Columns that still do not fit are printed as a second block, which repeats the first column. Columns
-    without any cell are left out.
+    their rows. Columns that still do not fit are printed as a second block, which repeats the columns that name the
+    row. Columns without any cell are left out.
 
     Args:
-        columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first one names the row.
+        columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first ones name the row.
+        keys: number of columns that name the row.
         gap: number of spaces between columns. heading: style of the titles.
     """
 
-    def __init__(self, *columns: FigureColumn, gap: int = 2, heading: str = "bold") -> None:
-        self.columns, self._gap, self._heading = columns, gap, heading
+    def __init__(self, *columns: FigureColumn, keys: int = 1, gap: int = 2, heading: str = "bold") -> None:
+        self.columns, self._keys, self._gap, self._heading = columns, max(keys, 1), gap, heading
         self.rows: list[tuple[list[Text], str]] = []
 
     def add(self, *cells: str | Text, style: str = "") -> None:
@@ -183,13 +188,13 @@ class FigureTable:
         widths = self._shrink_to_fit(natural, width, gap)
         if _line_width(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
             widths = self._shrink_to_fit({at: size for at, size in natural.items() if at not in under}, width, gap)
-        blocks, key = [], next(iter(widths))
-        block = {key: widths.pop(key)}
-        for at, size in widths.items():
-            if len(block) > 1 and _line_width({**block, at: size}, gap) > width:
+        keys = {at: size for at, size in widths.items() if at < self._keys}
+        blocks, block = [], dict(keys)
+        for at in list(widths)[len(keys) :]:
+            if len(block) > len(keys) and _line_width({**block, at: widths[at]}, gap) > width:
                 blocks.append(block)
-                block = {key: block[key]}
-            block[at] = size
+                block = dict(keys)
+            block[at] = widths[at]
         # Columns that were shortened to fit in one block may have more room in separate blocks.
         blocks = [self._shrink_to_fit({at: natural[at] for at in block}, width, gap) for block in (*blocks, block)]
         return [(block, under if block is blocks[-1] else []) for block in blocks]
