@@ -97,6 +97,25 @@ class PreparedProgram:
     describe: Callable[[int], Description] | None = None
     complete: Callable[[ReportRecord, Any], ReportRecord] = lambda report, jaxpr: report
     run_programs: Callable[[], RunPrograms] | None = None
+
+    def report_of(self, compilation: Compilation, target: Target | None, **options: Any) -> ReportRecord:
+        """Returns the memory report of this program, compiled, with what its trainer knows about it.
+
+        target: the devices whose memory limit applies. options: other arguments of `memory.analysis.report_of`.
+        """
+        from bytescope.memory.analysis import report_of
+
+        return report_of(
+            compilation,
+            target=target,
+            config=self.config,
+            facts=self.facts,
+            roles=self.roles,
+            names=self.names,
+            loop=self.loop,
+            **options,
+        )
+
     measure: Callable[[Compilation], Mapping[str, float | None]] | None = None
 
 

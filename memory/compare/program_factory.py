@@ -120,21 +120,10 @@ class ProgramFactory:
 
         overrides: config key -> value. Raises the errors of `__call__`.
         """
-        from bytescope.memory.analysis import report_of
-
         traced, options = self.split_options(overrides, target)
         program = self(traced, target)
         compilation, judged = program.compile() if options is None else program.compile(options)
-        report = report_of(
-            compilation,
-            target=judged,
-            config=program.config,
-            facts=program.facts,
-            roles=program.roles,
-            names=program.names,
-            loop=program.loop,
-        )
-        return {"report": report.to_json()}
+        return {"report": program.report_of(compilation, judged).to_json()}
 
     def formula(self, resolved: Mapping[str, Any], answer: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Returns the memory and FLOPs that published formulas give for a program, as JSON values. Returns None if no

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from bytescope.memory.compare.grids import as_text
 from bytescope.memory.subjects.subject import Subject
 
 
@@ -31,8 +30,5 @@ def subject(name: str, *, xla: Sequence[str] = (), **keys: Any) -> Subject:
     Raises ReportError if a folder contains several kinds of subjects, or none. Other mistakes are reported when the
     subject is used.
     """
-    subjects = load_subjects()
-    kind, plain = subjects.recognize(name)
-    values = keys if kind == "function" else {key: as_text(value) for key, value in keys.items()}
-    opened: Subject = subjects.class_of(kind)(plain, tuple(values.items()), tuple(xla))
+    opened: Subject = load_subjects().open_subject(name, tuple(keys.items()), xla)
     return opened

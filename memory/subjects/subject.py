@@ -185,7 +185,6 @@ class Subject:
 
 def make_report(program: PreparedProgram) -> tuple[ReportRecord, Compilation]:
     """Compiles a program. Returns its memory report and the compilation."""
-    from bytescope.memory.analysis import report_of
     from bytescope.memory.cost import flops
 
     compilation, target = program.compile()
@@ -194,18 +193,7 @@ def make_report(program: PreparedProgram) -> tuple[ReportRecord, Compilation]:
     if program.describe is not None:
         counted = flops.count(compilation.jaxpr).model_flops if compilation.jaxpr is not None else None
         description = program.describe(0 if counted is None else round(program.model_flops(counted)))
-    report = report_of(
-        compilation,
-        target=target,
-        config=program.config,
-        facts=program.facts,
-        roles=program.roles,
-        names=program.names,
-        loop=program.loop,
-        subject=description,
-        seconds=True,
-        measure=True,
-    )
+    report = program.report_of(compilation, target, subject=description, seconds=True, measure=True)
     return dataclasses.replace(report, findings=tuple(program.findings(report))), compilation
 
 

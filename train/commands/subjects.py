@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bytescope.memory.adapters.trainers import is_adapted
+from bytescope.memory.compare.grids import as_text
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile.xplane import SUFFIX
 from bytescope.memory.records import report_record
@@ -77,12 +78,14 @@ def open_subject(word: str, keys: Sequence[tuple[str, Any]] = (), xla: Sequence[
 
     Args:
         word: the word of the command line.
-        keys: (key, value) for the keys that the command line sets.
+        keys: (key, value) for the keys that are set. Values that are not for a function become text.
         xla: options of XLA to compile with, as FLAG=VALUE.
 
     Raises UserError if a folder contains several kinds of subjects, or none.
     """
     kind, name = recognize(word)
+    if kind != "function":
+        keys = [(key, value if isinstance(value, str) else as_text(value)) for key, value in keys]
     return class_of(kind)(name, tuple(keys), tuple(xla))
 
 

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.text import Text
 
-from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import flops
 from bytescope.memory.devices.targets import parse
 from bytescope.memory.findings.host_findings import with_host_memory
@@ -178,17 +177,7 @@ def compile_step(program: Program, console: Console, command: Command = UNKNOWN)
     prepared = prepare_program(program, target, flatten(program.config))
     model_flops = round(prepared.model_flops(work.model_flops))
     subject = describe(command.config or DEFAULT, command.overrides, prepared, model_flops)
-    report = report_of(
-        compilation,
-        target=target,
-        config=prepared.config,
-        facts=prepared.facts,
-        names=prepared.names,
-        loop=prepared.loop,
-        subject=subject,
-        seconds=True,
-    )
-    report = with_remedies(report)
+    report = with_remedies(prepared.report_of(compilation, target, subject=subject, seconds=True))
     summary.show(console, [("memory", summary.memory(report)), ("speed", summary.speed(report))])
     if command.verbose:
         put(report_text.render(report), console)
