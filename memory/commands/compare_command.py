@@ -81,7 +81,7 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     Raises ReportError if a grid or a list of policies cannot be parsed.
     """
     asked = [grids.parse_grid(text) for text in args.grid]
-    # Policies are last, so that those of the same program are neighbouring rows.
+    # Policies come last: then rows of the same program are neighbours.
     return asked if args.remat is None else [*asked, *args.subject.policies(args.remat)]
 
 
