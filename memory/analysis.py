@@ -45,16 +45,15 @@ from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.buffer_records import CARD, POOL, Buffer, PeakAccount, overhead_bytes
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.records.report_record import Description, JudgedProgram, ReportRecord, Transfer, XlaStats
+from bytescope.memory.records.report_record import Description, JudgedProgram, ReportRecord, RowName, Transfer, XlaStats
 from bytescope.memory.records.schedule_records import Steps
+from bytescope.memory.records.verdicts import verdict_word
 from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
 from bytescope.memory.seconds import rates, reading, step_prediction
 from bytescope.memory.seconds.reading import CompiledSchedule
 
-# Above this fraction of the limit, the verdict of a program that fits is "tight".
-TIGHT = 0.95
 # Rows of the breakdown, beginning with the rows whose derived bytes are most probably too high.
-_DOUBTFUL = (
+_DOUBTFUL: tuple[RowName, ...] = (
     "workspace",
     "logits_loss",
     "collectives",
@@ -187,8 +186,7 @@ class Verdict:
     Fields:
         limit_bytes: memory limit of one device in bytes; None if there is no target.
         fits: whether the program fits; None if there is no target.
-        verdict: the outcome in a word: "fits", "tight" (fits, with more than 95 % of the limit), "exceeds" or
-            "unknown".
+        verdict: the outcome in a word: "fits", "tight", "exceeds" or "unknown".
     """
 
     limit_bytes: int | None = None
@@ -340,8 +338,8 @@ def _untuned_product_bytes(module: Module) -> int:
 
 
 def judge(report: ReportRecord, limit: int | None) -> ReportRecord:
-    """Returns the report with a verdict for this memory limit: "fits", "tight" (the predicted bytes are more than 95 %
-    of the limit) or "exceeds". If the limit is None, returns the report unchanged.
+    """Returns the report with a verdict for this memory limit: "fits", "tight" or "exceeds". If the limit is None,
+    returns the report unchanged.
 
     `limit`: bytes that are available on one device.
     """
@@ -373,12 +371,7 @@ def _verdict(predicted: int, target: Target | None, outside: int) -> Verdict:
 
 def verdict_of(predicted: int, limit: int) -> Verdict:
     """Returns the verdict on a program that needs `predicted` bytes where `limit` bytes are available."""
-    word = "fits"
-    if predicted > limit:
-        word = "exceeds"
-    elif predicted > TIGHT * limit:
-        word = "tight"
-    return Verdict(int(limit), predicted <= limit, word)
+    return Verdict(int(limit), predicted <= limit, verdict_word(predicted, limit))
 
 
 def seconds_of_step(

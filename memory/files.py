@@ -6,14 +6,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from bytescope.memory.environment import cache_home
+
 
 def cache_folder(name: str, env: Mapping[str, str] | None = None) -> Path:
     """Returns the folder of one of this package's caches: `bytescope/NAME` in $XDG_CACHE_HOME, or in ~/.cache.
 
     env: the environment variables (default: the variables of this process).
     """
-    home = (os.environ if env is None else env).get("XDG_CACHE_HOME")
-    return Path(home or Path.home() / ".cache") / "bytescope" / name
+    return cache_home(env) / "bytescope" / name
 
 
 def write_whole(path: Path, text: str) -> None:

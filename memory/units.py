@@ -1,9 +1,10 @@
-"""Converts bytes and FLOPs to text, and text to bytes. Output units of bytes are binary (GiB = 2**30); input may use
-decimal units too."""
+"""Converts bytes, FLOPs and counts to text, and text to bytes. Output units of bytes are binary (GiB = 2**30); input
+may use decimal units too."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from bytescope.memory.errors import ReportError
 
@@ -55,6 +56,18 @@ def flops(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.0f} FLOP"
+
+
+def plural(number: int, noun: str, nouns: str = "") -> str:
+    """Returns a number with its noun, such as "1 array", "3 arrays" or "1,200 copies". `nouns`: the plural of the noun
+    if it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def list_names(names: Sequence[str], most: int = 3, separator: str = ", ") -> str:
+    """Returns at most `most` names as text, such as "a, b, c and 2 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
 
 
 def parse_bytes(size: int | str) -> int:

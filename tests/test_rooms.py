@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bytescope.train.config_fields import FIELDS, REMOVED
 from support import layers
 from support.import_graph import SourceTree, circles, room_of
 
@@ -106,6 +107,28 @@ except SystemExit:
     assert found.stdout.endswith("\nFalse\n")
 
 
+def test_a_class_name_is_used_once():
+    files: dict[str, list[str]] = {}
+    for name, module in TREE.modules.items():
+        for node in ast.walk(module.syntax):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(name)
+    assert not {name: modules for name, modules in files.items() if len(modules) > 1}
+
+
+def test_one_module_reads_and_sets_environment_variables():
+    users = {
+        name
+        for name, module in TREE.modules.items()
+        for node in ast.walk(module.syntax)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        and ast.unparse(node.value) == "os"
+    }
+    beside = {"memory.compare.patched_program", "memory.compare.row_cache", "memory.compare.worker_pool"}
+    assert users == {"memory.environment", "memory.view.console", *beside}
+
+
 def test_no_test_imports_a_test():
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -121,10 +144,7 @@ def test_no_test_imports_a_test():
 
 def test_memory_names_no_key_of_the_trainer():
     """No string in memory/ is a dotted key of configs/base.py, or the prefix of a group of them."""
-    from bytescope.configs import base
-    from bytescope.train.program.config_files import flatten
-
-    keys = {key for key in flatten(base.get_config()) if "." in key}
+    keys = {key for key in FIELDS if "." in key}
     forbidden = keys | {key.split(".")[0] + "." for key in keys}
     for name, module in TREE.modules.items():
         if name.split(".")[0] != "memory":
@@ -135,17 +155,14 @@ def test_memory_names_no_key_of_the_trainer():
 
 
 def test_keys_named_in_train_exist():
-    """Every string in train/plan and train/commands that looks like a config key is one: a renamed key fails here."""
-    from bytescope.configs import base
-    from bytescope.train.program.config_files import flatten
-
-    keys = {key for key in flatten(base.get_config()) if "." in key}
-    groups = {key.split(".")[0] for key in keys}
+    """Every string in train/ that looks like a config key is one: a renamed key fails here."""
+    known = {*FIELDS, *REMOVED, "model.safetensors"}
+    groups = {key.split(".")[0] for key in FIELDS}
     for name, module in TREE.modules.items():
-        if not name.startswith(("train.plan", "train.commands")):
+        if not name.startswith("train."):
             continue
         for node in ast.walk(module.syntax):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 group, _, key = node.value.partition(".")
                 if group in groups and key.isidentifier():
-                    assert node.value in keys, f"{name}:{node.lineno} has {node.value!r}"
+                    assert node.value in known, f"{name}:{node.lineno} has {node.value!r}"

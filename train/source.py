@@ -213,8 +213,14 @@ def _not_found_message(name: str | Path, kinds: tuple[type[SourcePath], ...]) ->
     if is_folder:
         hint = f", or {WEIGHTS}{text} to use the weights in the folder" if _find_weights(name) else ""
         return f"config {text!r} is a folder: give a file in it{hint}"
-    names = [path.stem for path in shipped()]
     if text.partition(":")[0].lower() in CHIPS:
         return f"no config file {text!r}: this is a target, which follows a config, such as tiny {text}"
+    if text.startswith(ASSUMED):
+        return f"{text} has only formulas: run bytescope estimate {text}"
+    if text.endswith(":"):
+        return f"{text} names nothing after the colon: write {text}NAME"
+    names = [path.stem for path in shipped()]
     hint = did_you_mean(_expand_home(name).stem, names)
+    if os.sep in text or text.endswith(".py"):
+        return f"there is no file or folder {text}: {hint or 'give a path that exists'}"
     return f"no config file {text!r}: {hint}{' ' if hint else ''}shipped: {', '.join(names)}"

@@ -20,12 +20,12 @@ import importlib
 import importlib.util
 import io
 import logging
-import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory import environment
 from bytescope.memory.adapters.trainers import TrainerFactory
 from bytescope.memory.compare import what_if
 from bytescope.memory.compare.compare_rows import Row
@@ -37,6 +37,7 @@ from bytescope.memory.devices.xla_flags import LEVELS, is_flag, parse_value
 from bytescope.memory.errors import ReportError, did_you_mean, message_of, one_line, remedy_for
 from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.units import plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -143,7 +144,7 @@ class MaxTextFactory(TrainerFactory):
         """Returns everything on which the compiled program depends: the overrides, the texts of the user's config
         file and of the config files that it is based on, and the environment variables named M_ and a key, because
         MaxText reads values of keys from them."""
-        variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("M_")}
+        variables = {name: value for name, value in sorted(environment.variables().items()) if name.startswith("M_")}
         texts = {str(path): path.read_text() for path in _config_files(_model_of(overrides))}
         return {**overrides, **variables, **texts}
 
@@ -222,7 +223,7 @@ def prepare_step(name: str, keys: Mapping[str, str], target: Target) -> Prepared
         config={CONFIG: name, **keys},
         tokens_per_update=batch * length,
         settled={ATTENTION: config.attention, "mesh": axes},
-        batch=f"{batch} sequences of {length:,} = {batch * length:,} tokens per update",
+        batch=f"{plural(batch, 'sequence')} of {length:,} = {batch * length:,} tokens per update",
         policy=keys.get(POLICY, config.remat_policy or "none"),
         trace=lambda: traced,
         notes=notes,

@@ -20,10 +20,10 @@ Not modelled: jax's `platform` allocator, with which older versions of XLA reque
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from bytescope.memory import environment
 from bytescope.memory.allocators.bfc import BfcPool, rounded
 from bytescope.memory.devices.platform import (
     HOST_LIMIT_VARIABLE,
@@ -110,10 +110,9 @@ def pinned_rule(target: Mapping[str, Any], by_trainer: bool, env: Mapping[str, s
     target: the target as JSON values. by_trainer: whether `bytescope train` runs the program. env: environment
     variables (default: those of this process).
     """
-    env = os.environ if env is None else env
-    preallocates = env.get(PREALLOCATE_HOST_VARIABLE, "").lower() in ("1", "true")
-    given = env.get(HOST_LIMIT_VARIABLE, "")
-    if given.isdecimal() and int(given) and given != env.get(OWN_HOST_LIMIT_VARIABLE):
+    preallocates = environment.text(PREALLOCATE_HOST_VARIABLE, env).lower() in ("1", "true")
+    given = environment.text(HOST_LIMIT_VARIABLE, env)
+    if given.isdecimal() and int(given) and given != environment.text(OWN_HOST_LIMIT_VARIABLE, env):
         return PinnedRule(int(given) * GIB, preallocates, HOST_LIMIT_VARIABLE)
     node = int(target.get("host_memory_bytes") or 0)
     if by_trainer and node:

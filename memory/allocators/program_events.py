@@ -109,7 +109,7 @@ def events_of(calls: Iterable[tuple[ProgramCall, int]]) -> Iterator[Event]:
 
     calls: each program with the number of its calls, in the order in which the run calls them.
     """
-    recorder = _Recorder()
+    recorder = _EventRecorder()
     for call, count in calls:
         recorder.program = call.name
         for _ in range(count):
@@ -117,7 +117,7 @@ def events_of(calls: Iterable[tuple[ProgramCall, int]]) -> Iterator[Event]:
         yield from recorder.end_program()
 
 
-class _Recorder:
+class _EventRecorder:
     """Creates the events of a run. It numbers the arrays and records which of them are on the device."""
 
     def __init__(self) -> None:

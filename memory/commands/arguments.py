@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from bytescope.memory.commands.moved import moved_flag
 from bytescope.memory.errors import ReportError, disk_remedy, nearest, remedy_for, suggestion
 from bytescope.memory.files import write_whole
-from bytescope.memory.units import MAX_COUNT
+from bytescope.memory.units import GIB, MAX_COUNT
 
 # Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
@@ -37,7 +37,13 @@ class Parser(argparse.ArgumentParser):
         """Raises ReportError with argparse's message, the most similar known flags or config keys, and the help
         command."""
         near: Sequence[str] = ()
-        if target := self._unused_target(message):
+        words = message.removeprefix(_UNRECOGNIZED).split() if message.startswith(_UNRECOGNIZED) else []
+        if target := next(filter(is_target, words), ""):
+            if any(action.dest == "target" for action in self._actions):
+                raise ReportError(
+                    f"{target} is a second target: give one; to compare targets, run bytescope compare SUBJECT "
+                    f"--grid=target=TARGET,{target}"
+                )
             raise ReportError(
                 f"{target} is a target, which {self.prog} does not take: leave it out; to see the memory there, run "
                 f"bytescope report CONFIG {target}"
@@ -53,16 +59,6 @@ class Parser(argparse.ArgumentParser):
             if not near and self.keys_named is None and "--grid" in self._option_string_actions:
                 near = [f"--grid={message.split()[2].lstrip('-')}"]
         raise ReportError(f"{message}{': ' if near else ''}{suggestion(near)}; see {self.prog} --help")
-
-    def _unused_target(self, message: str) -> str:
-        """Returns the first unrecognized argument that is a target, if this command takes no target, else ""."""
-        from bytescope.memory.devices.chips import base_name
-        from bytescope.memory.devices.targets import names
-
-        if not message.startswith(_UNRECOGNIZED) or any(action.dest == "target" for action in self._actions):
-            return ""
-        words = message.removeprefix(_UNRECOGNIZED).split()
-        return next((word for word in words if base_name(word) in names()), "")
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         value = super()._get_value(action, text)
@@ -127,11 +123,14 @@ def add_no_cache(parser: argparse.ArgumentParser) -> None:
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     """Adds --jobs, which limits the number of programs that are compiled at the same time."""
+    from bytescope.memory.compare.worker_pool import CEILING
+
     parser.add_argument(
         "--jobs",
         metavar="N",
         type=int,
-        help="number of programs compiled at the same time (default: one per core, within 20 GiB of host memory)",
+        help="number of programs compiled at the same time (default: one per core, within "
+        f"{CEILING // GIB} GiB of host memory)",
     )
 
 
@@ -148,6 +147,14 @@ def add_settings(parser: argparse.ArgumentParser, meaning: str) -> None:
 def is_setting(word: str) -> bool:
     """Returns whether a word of a command line has the form KEY=VALUE."""
     return re.match(r"[A-Za-z_][\w.]*=", word) is not None
+
+
+def is_target(word: str) -> bool:
+    """Returns whether a word of a command line names a target, such as h100:8. The number of devices may be wrong."""
+    from bytescope.memory.devices.chips import base_name
+    from bytescope.memory.devices.targets import names
+
+    return base_name(word) in names()
 
 
 def add_xla(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +201,7 @@ def chosen_node(args: argparse.Namespace) -> Iterator[None]:
     if text is None and processes is None:
         yield
         return
-    from bytescope.memory.devices.limits import use_node
+    from bytescope.memory.devices.limits import assumed_node
     from bytescope.memory.units import parse_bytes
 
     try:
@@ -208,11 +215,8 @@ def chosen_node(args: argparse.Namespace) -> Iterator[None]:
             f"--processes-per-node={processes} is out of range: give the number of processes on one node, from 1 to "
             f"{MAX_PROCESSES}"
         )
-    try:
-        use_node(size, processes)
+    with assumed_node(size, processes):
         yield
-    finally:
-        use_node()
 
 
 @contextmanager

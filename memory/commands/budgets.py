@@ -146,8 +146,8 @@ class BudgetResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict in a word: "fits", "tight" (fits, with more than 95 % of the limit), "exceeds", "grew" (fits, but
-        grew more than the budget allows) or "failed" (to compile)."""
+        """The verdict in a word: "fits", "tight", "exceeds", "grew" (fits, but grew more than the budget
+        allows) or "failed" (to compile)."""
         if self.report is None:
             return "failed"
         return "grew" if self.grown and self.report.fits else self.report.verdict

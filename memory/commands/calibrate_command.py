@@ -24,6 +24,8 @@ SECONDS, MAX_SECONDS = 60.0, 86_400
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `bytescope calibrate`: --out, --seconds and --host."""
+    from bytescope.memory.seconds.calibration.measure import MIN_SECONDS, OVER
+
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -37,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=SECONDS,
         help=f"approximate duration in seconds (default: {SECONDS:g}). On a busy machine the measurement may take "
-        "up to 1.25 times S, or 30 s if that is more. A small S measures only the rates that predictions require",
+        f"up to {OVER:g} times S, or {MIN_SECONDS:g} s if that is more. A small S measures only the rates that "
+        "predictions require",
     )
     parser.add_argument(
         "--host",

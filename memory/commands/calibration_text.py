@@ -27,13 +27,12 @@ from bytescope.memory.seconds.calibration.cases import (
 )
 from bytescope.memory.seconds.calibration.host_measure import HostSample
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
-from bytescope.memory.units import human
+from bytescope.memory.units import human, list_names
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label
 
 _T, _G = 1e12, 1e9
-_MAX_LEFT_OUT = 3
 # A median spread above this fraction means that other programs ran on the devices or the host.
 _BUSY = 0.2
 
@@ -113,8 +112,7 @@ def _notes(calibration: Calibration) -> Iterator[Any]:
     for name, why in calibration.left_out.items():
         reasons[why].append(name)
     for why, names in reasons.items():
-        more = f" and {len(names) - _MAX_LEFT_OUT} more" if len(names) > _MAX_LEFT_OUT else ""
-        yield Prose(f"not measured: {', '.join(names[:_MAX_LEFT_OUT])}{more}: {why}", "yellow")
+        yield Prose(f"not measured: {list_names(names)}: {why}", "yellow")
 
 
 def _measured_rate(sample: Sample) -> float:

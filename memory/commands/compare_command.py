@@ -10,7 +10,7 @@ import argparse
 from bytescope.memory.commands.arguments import INTERRUPTED, check, write
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import comparison, grids, what_if
-from bytescope.memory.compare.comparison import Compared, Comparison
+from bytescope.memory.compare.comparison import Compared, CompareResult
 from bytescope.memory.compare.compiling import Effort
 from bytescope.memory.compare.grids import TARGET
 from bytescope.memory.errors import ReportError
@@ -85,7 +85,7 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     return asked if args.remat is None else [*asked, *args.subject.policies(args.remat)]
 
 
-def show_and_write(args: argparse.Namespace, result: Comparison) -> None:
+def show_and_write(args: argparse.Namespace, result: CompareResult) -> None:
     """Prints a comparison and writes the requested files."""
     from bytescope.memory.compare import compare_text
 

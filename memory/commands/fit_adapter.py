@@ -234,6 +234,7 @@ class AdapterSearch(ProgramSearch):
             return
         key = self._factory.batch_key
         keys = {key: compiler.overrides[key]} if key not in self._overrides else {}
+        compiler.starting = lambda plan: self.label(_words({**keys, **compiler.policy(plan)}))
 
         def tell(tried: CompiledPlan) -> None:
             name = policy_name(tried.plan) or str(tried.plan)

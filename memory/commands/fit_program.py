@@ -32,6 +32,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED, check_files, show_written, write
+from bytescope.memory.records.report_record import RowName
 from bytescope.memory.units import human
 
 if TYPE_CHECKING:
@@ -102,9 +103,10 @@ class ProgramSearch:
         self.budget, self.stopped = 0, ""
         self._compiler: StepCompiler | None = None
         self._best: dict[str, Any] | None = None
-        self._breakdowns: dict[str, Mapping[str, int]] = {}
+        self._breakdowns: dict[str, Mapping[RowName, int]] = {}
         self._rates = ""
         self._bar: ProgressBar | None = None
+        self._started = 0
         self._began = time.monotonic()
 
     def run(self, make: Callable[[], PreparedProgram]) -> None:
@@ -112,7 +114,8 @@ class ProgramSearch:
 
         make: function that makes the program. Each call traces the program again.
         """
-        from bytescope.memory.report.remat_planning import Built, StepCompiler
+        from bytescope.memory.remat.remat_search import FULL
+        from bytescope.memory.report.remat_planning import BUILT_IN, Built, StepCompiler
         from bytescope.memory.report.report_object import Report
         from bytescope.memory.subjects.subject import make_report
         from bytescope.memory.view.progress_bar import progress
@@ -127,9 +130,11 @@ class ProgramSearch:
             report, compilation = make_report(make())
             written = Built(None, Report.of(report), _count(compilation))
             try:
+                self.label(BUILT_IN[FULL])
                 compiler = self._compiler = StepCompiler(
                     trace, lambda: make_report(make()), only_names=self._only_names
                 )
+                compiler.starting = lambda plan: self.label(describe_plan(plan))
                 self.budget = compiler.budget(self._asked)
                 with self.beside_bar():
                     show_head(self._name, self._target, self.budget, compiler.layers)
@@ -185,9 +190,11 @@ class ProgramSearch:
         return row
 
     def label(self, what: str) -> None:
-        """Shows on the progress bar which program is compiled now. what: its policy in a few words."""
+        """Shows on the progress bar which program is compiled now; the programs before it are done. what: its policy in
+        a few words."""
         if self._bar is not None:
-            self._bar([what], len(self.walk))
+            self._bar([what], self._started)
+        self._started += 1
 
     def beside_bar(self) -> AbstractContextManager[None]:
         """Context manager that hides the progress bar, so that text can be printed."""

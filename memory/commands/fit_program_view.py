@@ -17,7 +17,7 @@ from bytescope.memory.compare.compare_columns import COST_AXES, RECOMPUTED_SHARE
 from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.report.buffer_tables import line
-from bytescope.memory.units import column_unit, flops, human
+from bytescope.memory.units import column_unit, flops, human, plural
 from bytescope.memory.view.console import safe
 from bytescope.memory.view.elements import (
     HeaderFigure,
@@ -79,7 +79,7 @@ KEPT_COLUMNS = (
 def render_text(out: Mapping[str, Any]) -> RenderableType:
     """Renders the result of `bytescope fit MODULE:FUNCTION` for the terminal: the policy with its figures and its code.
     If nothing fits, renders the smallest program and the bytes that are missing."""
-    effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
+    effort = f"{plural(out['programs'], 'program')} compiled, {out['seconds']:.1f} s"
     if out["stopped"]:
         effort += f"; stopped early: {out['stopped']}"
     best, certificate = out["best"], out["certificate"]
@@ -230,7 +230,8 @@ def _header_figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
         ]
     elif out["certificate"]:
         shown = [figure("missing", out["certificate"]["missing_bytes"], "on the device")]
-    shown.append(HeaderFigure("search took", f"{out['seconds']:,.0f} s", f"{out['programs']} programs compiled"))
+    compiled = f"{plural(out['programs'], 'program')} compiled"
+    shown.append(HeaderFigure("search took", f"{out['seconds']:,.0f} s", compiled))
     return [one for one in shown if one.value]
 
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory import environment
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.commands.budgets import BudgetResult
 from bytescope.memory.devices.limits import limit_share
+from bytescope.memory.environment import GITHUB_SUMMARY, GITHUB_WORKSPACE
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 
-# Environment variables of GitHub Actions: the file of the job summary, and the root of the repository.
-SUMMARY, WORKSPACE = "GITHUB_STEP_SUMMARY", "GITHUB_WORKSPACE"
 # Maximum annotations of buffers that grew (GitHub shows ten annotations per kind and step), and maximum table rows.
 _GREW, _ROWS = 5, 12
 # Maximum buffers that the summary of a memory budget lists.
@@ -30,7 +29,7 @@ _COMMAND = re.compile(r"(?m)^(\s*:)(?=:)|(##)(?=\[)")
 FLAG_HELP = "print annotations for GitHub Actions, and add a table to the job summary if $GITHUB_STEP_SUMMARY is set"
 
 
-def annotation(kind: str, title: str, message: str, source: str = "", environ: Mapping[str, str] | None = None) -> str:
+def annotation(kind: str, title: str, message: str, source: str = "") -> str:
     """Returns a GitHub workflow command, a line of the log that GitHub shows as an annotation. Example: `::warning
     file=train.py,line=12,title=...::message`.
 
@@ -39,9 +38,8 @@ def annotation(kind: str, title: str, message: str, source: str = "", environ: M
         title: the heading of the annotation.
         message: its text.
         source: "file.py:line" of the user's code, "" if unknown.
-        environ: the environment variables, by default of this process.
     """
-    file, line = _split_location(source, os.environ if environ is None else environ)
+    file, line = _split_location(source)
     given = {"file": file, "line": line, "title": title}
     properties = ",".join(f"{name}={_property(value)}" for name, value in given.items() if value)
     return f"::{kind} {properties}::{_escape_message(message)}"
@@ -185,7 +183,7 @@ def summary_of_budgets(results: Sequence[BudgetResult]) -> str:
     """Returns the verdicts on memory budgets as Markdown, for a GitHub job summary or a comment. Each program has a
     section that opens, with its rows before and after and its largest buffers at the peak."""
     kept = sum(result.is_kept for result in results)
-    head = f"### Device memory: {kept} of {len(results)} budgets kept"
+    head = f"### Device memory: {kept} of {plural(len(results), 'budget')} kept"
     compared = any(result.before for result in results)
     cells = []
     for result in results:
@@ -220,7 +218,7 @@ def _budget_section(result: BudgetResult) -> str:
             change.name,
             *((human(change.before) if change.before else "new",) if old else ()),
             human(change.after),
-            ":".join(_split_location(lines.get(change.name, ""), os.environ)).strip(":"),
+            ":".join(_split_location(lines.get(change.name, ""))).strip(":"),
         )
         for change in report_diff.largest_buffers(old, report, _BUFFERS)
     ]
@@ -262,19 +260,19 @@ def print_annotations(annotations: Iterable[str]) -> None:
         print(line, file=stdout, flush=True)
 
 
-def add_summary(text: str, environ: Mapping[str, str] | None = None) -> None:
+def add_summary(text: str, env: Mapping[str, str] | None = None) -> None:
     """Appends text to the GitHub job summary. Does nothing outside GitHub Actions.
 
     Raises ReportError if the summary file cannot be written.
     """
-    path = (os.environ if environ is None else environ).get(SUMMARY)
+    path = environment.text(GITHUB_SUMMARY, env)
     if not path:
         return
     try:
         with open(path, "a", encoding="utf-8") as summary:
             summary.write(text + "\n")
     except OSError as error:
-        raise ReportError(f"cannot write {path}: {error.strerror}; set ${SUMMARY} to a writable file") from error
+        raise ReportError(f"cannot write {path}: {error.strerror}; set ${GITHUB_SUMMARY} to a writable file") from error
 
 
 def _name(report: ReportRecord) -> str:
@@ -300,11 +298,11 @@ def _percent(change: Change) -> str:
     return "new" if change.after else ""
 
 
-def _split_location(source: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def _split_location(source: str) -> tuple[str, str]:
     file, colon, line = source.rpartition(":")
     if not colon or not line.isdigit():
         return source, ""
-    root, path = Path(environ.get(WORKSPACE) or Path.cwd()), Path(file)
+    root, path = Path(environment.text(GITHUB_WORKSPACE) or Path.cwd()), Path(file)
     if path.is_absolute() and path.is_relative_to(root):
         path = path.relative_to(root)
     return path.as_posix(), line

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory import environment
 from bytescope.memory.commands import report_command
-from bytescope.memory.commands.arguments import Parser, check_files, show_written, user_path, write
+from bytescope.memory.commands.arguments import Parser, check_files, is_setting, show_written, user_path, write
 from bytescope.memory.errors import ReportError, in_one_line, message_of
 from bytescope.memory.files import write_whole
 from bytescope.memory.program import program_file
@@ -61,7 +62,8 @@ def make_parser() -> Parser:
         metavar="TARGET",
         nargs="?",
         default="h100",
-        help="the devices for which the script runs, such as h100:8; the script sees as many devices (default h100)",
+        help="the devices for which the script runs, such as h100:8; the script sees as many devices "
+        "(default %(default)s)",
     )
     parser.add_argument(
         "--save-program",
@@ -96,7 +98,11 @@ def make_parser() -> Parser:
         help="the function that is the step (default: the first jitted one that computes gradients and updates)",
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=600.0, help="stop the script after SECONDS (default 600)"
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="stop the script after SECONDS (default %(default)g)",
     )
     report_command.add_output(parser)
     parser.set_defaults(formulas=False, run=False)  # a script has neither
@@ -109,6 +115,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if "--" in own:
         at = own.index("--")
         own, script_arguments = own[:at], own[at + 1 :]
+    if keys := [*filter(is_setting, own)]:
+        raise ReportError(f"{keys[0]} cannot be used with a script: write the script's own arguments after --")
     args = make_parser().parse_intermixed_args(own)
     args.argv, args.overrides = script_arguments, []
     args.script = load_subjects().open_subject(args.script).name
@@ -198,7 +206,9 @@ def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
         answer_file, log_file = Path(folder) / "answer.json", Path(folder) / "log.txt"
         arguments = json.dumps({**request, "answer": str(answer_file)})
         # The script sees the target's number of devices, whatever this shell simulates.
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(request["devices"])}
+        env = environment.child_variables(
+            {environment.PLATFORMS: "cpu", environment.CPU_DEVICES: str(request["devices"])}
+        )
         with log_file.open("wb") as log:
             try:
                 child = subprocess.run(
@@ -206,7 +216,7 @@ def _run_child(request: dict[str, Any], timeout: float) -> dict[str, Any]:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env=environment,
+                    env=env,
                     timeout=timeout,
                     check=False,
                 )

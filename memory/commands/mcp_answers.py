@@ -169,5 +169,5 @@ def _filled(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, "", [], {}, ())}
 
 
-def _largest(sizes: Mapping[str, int] | None) -> dict[str, int]:
+def _largest(sizes: Mapping[Any, int] | None) -> dict[str, int]:
     return {name: size for name, size in sorted((sizes or {}).items(), key=lambda item: -item[1]) if size}

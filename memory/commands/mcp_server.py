@@ -26,6 +26,7 @@ from pydantic import Field
 
 from bytescope.memory.commands import mcp_answers
 from bytescope.memory.compare.grids import as_text
+from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.errors import in_one_line
 from bytescope.memory.processes import ENDED
 
@@ -40,7 +41,7 @@ Target = Annotated[
     str,
     Field(
         description="devices to compile for: h100:8 (GPUs of a host), h100:2x8 (hosts x GPUs), h100:8@0.9 (jax's pool "
-        "takes 90 % of each GPU's memory, default 75 %), v5e:4x4 (a TPU slice), cpu:8, local"
+        f"takes 90 % of each GPU's memory, default {100 * JAX_FRACTION.value:g} %), v5e:4x4 (a TPU slice), cpu:8, local"
     ),
 ]
 Subject = Annotated[

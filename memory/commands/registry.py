@@ -287,7 +287,7 @@ def find_ability(name: str, argv: Sequence[str]) -> tuple[str, list[str]]:
     flags = {argument.partition("=")[0] for argument in own}
     for ability in abilities_of(name):
         if COMMANDS[ability].flag and COMMANDS[ability].flag in flags:
-            return ability, list(argv)
+            return ability, ["--help"] if flags & {"-h", "--help"} else list(argv)
     if name == "report" and own and not own[0].startswith("-"):
         subjects = load_subjects()
         kind, subject = subjects.recognize(own[0])

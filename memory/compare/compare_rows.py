@@ -23,15 +23,12 @@ from typing import Any, ClassVar, Self
 
 from bytescope.memory.compare.grids import CHANGE, CONFIG, EFFECT, TARGET, as_text
 from bytescope.memory.devices.xla_flags import flags_text, is_flag
+from bytescope.memory.records.buffer_records import RowName
 from bytescope.memory.seconds import ranking
-from bytescope.memory.units import column_unit
+from bytescope.memory.units import column_unit, list_names
 
 # The figures by which rows can be ranked: keys of the JSON.
 MEASURED, PREDICTED, RECOMPUTED = "step_seconds", "predicted_seconds", "recompute_flops_fraction"
-
-
-# Rows that a note names; it counts the others.
-_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +117,7 @@ class Row:
     least_seconds: float | None = None
     batch: str = ""
     policy: str = ""
-    breakdown: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    breakdown: Mapping[RowName, int] = dataclasses.field(default_factory=dict)
     limit_bytes: int | None = None
     fits: bool | None = None
     xla_recomputes: bool = False
@@ -279,16 +276,18 @@ def beyond_xla_limit(rows: Sequence[Row]) -> str:
     if not 0 < len(beyond) < len(compiled):
         return ""
     keys = varying(rows)
-    names = [label(row, keys) for row in beyond]
-    shown = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    named = list_names([label(row, keys) for row in beyond], separator="; ")
+    if keys == [rows[0].policy_key]:
+        named = f"{'policy' if len(beyond) == 1 else 'policies'} {named}"
+    counted = f"{len(beyond)} of {len(compiled)} programs ({named})"
     if not recomputing:
         return (
-            f"{len(beyond)} of {len(compiled)} programs ({shown}) are above XLA's memory limit: XLA schedules them for "
-            "less memory and less overlap, which is part of their seconds"
+            f"above XLA's memory limit: {counted}; XLA schedules for less memory and less overlap there, which is part "
+            "of the seconds"
         )
     return (
-        f"XLA's rematerialization pass recomputes values in {len(beyond)} of {len(compiled)} programs ({shown}), "
-        "because they exceed XLA's memory limit: its work is part of their seconds"
+        f"XLA's rematerialization pass recomputes values in {counted}, because of XLA's memory limit: its work is part "
+        "of the seconds"
     )
 
 

@@ -34,7 +34,7 @@ from bytescope.memory.compare.compare_rows import (
 from bytescope.memory.formulas.reconcile import Formula, FormulaLine
 from bytescope.memory.report.report_text import limit_line, versions_text
 from bytescope.memory.seconds.ranking import TIE
-from bytescope.memory.units import human
+from bytescope.memory.units import human, list_names, plural
 from bytescope.memory.view.console import one_line, put, safe
 from bytescope.memory.view.figures import written_gap
 from bytescope.memory.view.table_model import ColumnView, TableView
@@ -45,8 +45,6 @@ from bytescope.memory.view.text_table import label as name_column
 
 # The figure by which rows are ranked -> its name in messages.
 COSTS = {MEASURED: "step time", PREDICTED: "predicted time", RECOMPUTED: "recomputation"}
-# Maximum number of rows named that tie with the best row.
-MAX_TIES = 3
 
 
 def show(
@@ -96,7 +94,7 @@ def render(
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     common = limits.pop() if len(limits) == 1 else None
     counted = Text.assemble(
-        (f"{len(rows)} combination{'s' * (len(rows) != 1)}", "bold"),
+        (plural(len(rows), "combination"), "bold"),
         (f" ({cached} from the cache)" if cached else "", "dim"),
     )
     table = TableView(
@@ -171,7 +169,8 @@ def _below(
     elif not tasks and any(row.ok for row in rows):
         out.append(Text("no combination fits", style="bold red"))
     if missing:
-        out.append(Prose(f"interrupted: {missing} combinations left; run the same command again to continue", "yellow"))
+        left = plural(missing, "combination")
+        out.append(Prose(f"interrupted: {left} left; run the same command again to continue", "yellow"))
     return Group(*out) if out else None
 
 
@@ -183,9 +182,7 @@ def as_fast(others: Sequence[str]) -> str:
     """
     if not others:
         return ""
-    named = "; ".join(map(one_line, others[:MAX_TIES])) + (
-        f" and {len(others) - MAX_TIES} more" if len(others) > MAX_TIES else ""
-    )
+    named = list_names([one_line(other) for other in others], separator="; ")
     return f"tied within {TIE:.0%} of its predicted time: {named}; chosen for less recomputation, then less memory"
 
 

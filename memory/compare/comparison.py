@@ -8,7 +8,7 @@ from typing import Any
 
 from bytescope.memory.compare import compare_rows, grids, what_if
 from bytescope.memory.compare.compare_rows import Row
-from bytescope.memory.compare.compiling import DEFAULT, Answers, Effort, compile_jobs
+from bytescope.memory.compare.compiling import DEFAULT, CompiledJobs, Effort, compile_jobs
 from bytescope.memory.compare.grids import TARGET
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
 from bytescope.memory.compare.program_factory import FunctionFactory, ProgramFactory
@@ -40,7 +40,7 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class CompareResult:
     """The result of a comparison.
 
     Attributes:
@@ -83,7 +83,7 @@ class Comparison:
         )
 
 
-def compare(what: Compared, asked: Sequence[tuple[str, Sequence[str]]]) -> Comparison:
+def compare(what: Compared, asked: Sequence[tuple[str, Sequence[str]]]) -> CompareResult:
     """Compiles every combination of the values in a grid. Combinations of the same program are compiled once.
 
     asked: the grid, as (key, values) pairs.
@@ -112,12 +112,12 @@ def make_jobs(what: Compared, jobs: Jobs, asked: Sequence[tuple[str, Sequence[st
         job = jobs.job(overrides, target, measure=what.effort.measured)
         values = {key: _plain(job.resolved.get(key, text)) for key, text in chosen.items()}
         row = factory.row(values)
-        label = ", ".join(row.value_text(key) for key in values if key not in row.policy_parts)
+        label = compare_rows.label(row, [key for key in values if key not in row.policy_parts])
         unique.setdefault(job.name, dataclasses.replace(job, chosen=values, label=label))
     return list(unique.values())
 
 
-def compare_what_if(what: Compared) -> Comparison:
+def compare_what_if(what: Compared) -> CompareResult:
     """Compiles one program with several options of XLA. The rows are ranked, the best first.
 
     Raises ReportError if the program as given cannot be compiled.
@@ -164,7 +164,7 @@ def compare_what_if(what: Compared) -> Comparison:
     return dataclasses.replace(result, unchanged=unchanged, left_out=left_out)
 
 
-def _compile(what: Compared, jobs: Sequence[Job]) -> Answers:
+def _compile(what: Compared, jobs: Sequence[Job]) -> CompiledJobs:
     if isinstance(what.factory, FunctionFactory):
         jobs = list(map(with_cpu_devices, jobs))
     return compile_jobs(jobs, what.effort)
@@ -177,11 +177,11 @@ def _row_of(what: Compared, job: Job, answer: Mapping[str, Any]) -> Row:
     return dataclasses.replace(row, formula=what.factory.formula(job.resolved, answer))
 
 
-def _result(what: Compared, rows: Sequence[Row], answers: Answers, jobs: Sequence[Job]) -> Comparison:
+def _result(what: Compared, rows: Sequence[Row], answers: CompiledJobs, jobs: Sequence[Job]) -> CompareResult:
     from bytescope.memory.devices.compiler import versions
 
     done, names = answers.compiled, dict.fromkeys(job.target for job in jobs)
-    return Comparison(
+    return CompareResult(
         rows,
         done[0]["target"] if done and len(names) == 1 else {"name": ", ".join(names)},
         done[0]["versions"] if done else versions(),

@@ -27,7 +27,7 @@ class Effort:
 
 
 @dataclasses.dataclass(frozen=True)
-class Answers:
+class CompiledJobs:
     """What the workers answered.
 
     Attributes:
@@ -54,7 +54,7 @@ class Answers:
 DEFAULT = Effort()
 
 
-def compile_jobs(jobs: Sequence[Job], effort: Effort = DEFAULT) -> Answers:
+def compile_jobs(jobs: Sequence[Job], effort: Effort = DEFAULT) -> CompiledJobs:
     """Compiles jobs, those with the same name once. A program of this machine's accelerator is compiled alone."""
     once = list({job.name: job for job in jobs}.values())
     names = [job.target for job in once]
@@ -70,7 +70,7 @@ def compile_jobs(jobs: Sequence[Job], effort: Effort = DEFAULT) -> Answers:
             progress=tell,
             cache=place,
         )
-    return Answers(by_name, from_cache, interrupted)
+    return CompiledJobs(by_name, from_cache, interrupted)
 
 
 def shares_accelerator(names: Sequence[str]) -> bool:

@@ -16,6 +16,7 @@ import jaxlib
 from bytescope.memory.compare.compare_rows import Row, best
 from bytescope.memory.devices.compiler import DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS, SLOP
 from bytescope.memory.devices.xla_flags import FENCE, FENCE_SINCE, LATENCY_HIDING, LEVELS, Options
+from bytescope.memory.records.buffer_records import ROWS
 from bytescope.memory.units import human
 
 AS_GIVEN = "as given"
@@ -110,14 +111,13 @@ def effect(row: Row, base: Row) -> str:
     """
     if not row.ok or not base.ok or row is base:
         return ""
-    names = {**base.breakdown, **row.breakdown}
-    changes = {name: row.breakdown.get(name, 0) - base.breakdown.get(name, 0) for name in names}
-    largest = max(changes, key=lambda name: (abs(changes[name]), name), default="")
-    difference = changes.get(largest, 0)
+    changes = {name: row.breakdown.get(name, 0) - base.breakdown.get(name, 0) for name in ROWS}
+    largest = max(changes, key=lambda name: (abs(changes[name]), name))
+    name, difference = str(largest), changes[largest]
     if not difference:
-        largest, difference = "allocated", (row.allocated_bytes or 0) - (base.allocated_bytes or 0)
+        name, difference = "allocated", (row.allocated_bytes or 0) - (base.allocated_bytes or 0)
     sign = "+" if difference > 0 else "-"
-    parts = [f"{largest} {sign}{human(abs(difference))}"] if difference else ["the same bytes"]
+    parts = [f"{name} {sign}{human(abs(difference))}"] if difference else ["the same bytes"]
     if row.predicted_seconds and base.predicted_seconds:
         share = row.predicted_seconds / base.predicted_seconds - 1
         if abs(share) >= 0.0005:

@@ -36,7 +36,8 @@ WIRE: Mapping[str, Callable[[int], float]] = {
 
 RAGGED = "ragged-all-to-all"
 _DONE = re.compile(r"-(done|update)$")
-_MAX_UPDATES = 24
+# Maximum number of updates between the start and the done of an asynchronous operation.
+MAX_UPDATES = 24
 
 
 def find(attribution: Attribution, mesh: hlo_mesh.Axes = (), per_host: int = 0) -> tuple[Collective, ...]:
@@ -205,7 +206,7 @@ def _find_overlap(attribution: Attribution, start: Instruction) -> tuple[bool, i
 
 
 def _find_done(attribution: Attribution, start: Instruction) -> Instruction | None:
-    for _ in range(_MAX_UPDATES):
+    for _ in range(MAX_UPDATES):
         after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
         if not after:
             return None

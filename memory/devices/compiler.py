@@ -11,7 +11,6 @@ import contextvars
 import dataclasses
 import functools
 import math
-import os
 import platform
 import re
 import shutil
@@ -23,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory import environment
 from bytescope.memory.devices import compile_cache, machine_code, xla_flags
 from bytescope.memory.devices.compile_cache import Entry
 from bytescope.memory.devices.compiler_log import FullRemat, RematLog, hold_back_log, read_full_remats, read_remat_log
@@ -539,7 +539,7 @@ def _wrap_compile_options() -> None:
 def _slop_of_flags() -> int:
     """Returns XLA's `xla_gpu_memory_limit_slop_factor`: the percentage of the free memory that a program may use, from
     the environment variable XLA_FLAGS or XLA's default."""
-    given = re.findall(rf"--{SLOP}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    given = re.findall(rf"--{SLOP}=(\d+)", environment.xla_flags())
     return int(given[-1]) if given else SLOP_PERCENT
 
 

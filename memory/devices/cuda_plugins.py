@@ -11,8 +11,9 @@ This module does not import jax until a plugin is registered.
 import functools
 import importlib
 import logging
-import os
 import sys
+
+from bytescope.memory import environment
 
 # jax's CUDA plugins that compile for a described GPU -> CUDA version of the described runtime.
 CUDA_PLUGINS = {"xla_cuda13": (13, 0), "xla_cuda12": (12, 9)}
@@ -54,7 +55,7 @@ def register(plugin: str, gpu_present: bool) -> None:
         return
     module = importlib.import_module(f"jax_plugins.{plugin}")
     if not gpu_present:
-        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        environment.set_defaults({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"})
         if hasattr(module, "_load"):
             load_cudnn = functools.partial(module._load, "cudnn", ["libcudnn.so.9"])
             setattr(module, "_load_nvidia_libraries", load_cudnn)  # noqa: B010  # no attribute that mypy knows

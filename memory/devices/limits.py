@@ -1,14 +1,16 @@
 """Computes the bytes that programs can use: on a device, with which a program's peak is compared, and on its node.
 
 The memory of a node (computer) is given by the user, read from this machine, or from the table of chips. The user's
-options (--host-memory=SIZE, --processes-per-node=N) are set for the whole process with `use_node`. All targets that
-this process then creates have this size of host memory, so all limits on host memory are computed from it.
+options (--host-memory=SIZE, --processes-per-node=N) are set with the context manager `assumed_node`. All targets that
+are created in it have this size of host memory, so all limits on host memory are computed from it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS
@@ -221,26 +223,32 @@ def _usual_fraction() -> float | None:
 # ---- the memory of a node -----------------------------------------------------------------------------------------
 
 # The size of a node in bytes and the number of its processes, as the user gave them; None if not given.
-_GIVEN: dict[str, int | None] = {"bytes": None, "processes": None}
+_NODE: ContextVar[tuple[int | None, int | None]] = ContextVar("node", default=(None, None))
 
 
-def use_node(size: int | None = None, processes: int | None = None) -> None:
-    """Sets what this process assumes of every node in its predictions: the node's host memory (`size`, in bytes) and
-    the number of processes on the node. size=None restores the default: for devices that are present, the memory of
-    this machine; for devices that are not present, the usual memory of a node that has such devices. processes=None
-    restores one process."""
-    _GIVEN.update(bytes=size, processes=processes)
+@contextmanager
+def assumed_node(size: int | None = None, processes: int | None = None) -> Iterator[None]:
+    """Context manager that sets what predictions assume of every node: the node's host memory (`size`, in bytes) and
+    the number of processes on the node.
+
+    size=None is the default: for devices that are present, the memory of this machine; for devices that are not
+    present, the usual memory of a node that has such devices. processes=None is one process."""
+    token = _NODE.set((size, processes))
+    try:
+        yield
+    finally:
+        _NODE.reset(token)
 
 
 def given_node_bytes() -> int | None:
-    """Returns the host memory of one node, in bytes, that `use_node` set; None if no size is set."""
-    return _GIVEN["bytes"]
+    """Returns the host memory of one node, in bytes, that `assumed_node` set; None if no size is set."""
+    return _NODE.get()[0]
 
 
 def processes_per_node() -> int:
-    """Returns the number of processes on one node that `use_node` set. Default: 1, because jax by default runs one
+    """Returns the number of processes on one node that `assumed_node` set. Default: 1, because jax by default runs one
     process that uses all devices of a node."""
-    return _GIVEN["processes"] or 1
+    return _NODE.get()[1] or 1
 
 
 def machine_bytes(root: str = "/") -> tuple[int, str]:

@@ -7,15 +7,15 @@ computation and never raises. Figures that a backend does not provide are None.
 import dataclasses
 import functools
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from bytescope.memory import environment
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.host.process_memory import measure_growth, release_free_memory, resident
-from bytescope.memory.units import MIB, human
+from bytescope.memory.units import MIB, human, plural
 
 T = TypeVar("T")
 # Minimum bytes of a device's temporaries that `measure_call` measures. glibc serves smaller requests from memory that
@@ -221,7 +221,7 @@ def predicted_against_measured(report: _Predicted, live: LiveMemory | None, befo
 
 
 def _cpu_devices(live: LiveMemory) -> str:
-    return "1 CPU device" if live.sharing == 1 else f"{live.sharing} CPU devices"
+    return plural(live.sharing, "CPU device")
 
 
 def _compared_on_cpu(predicted: int, live: LiveMemory, before: LiveMemory | None) -> str:
@@ -281,8 +281,7 @@ def _nvml_handle(local_id: int) -> Any:
     import pynvml
 
     pynvml.nvmlInit()
-    # indices or UUIDs
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = environment.visible_gpus()
     name = visible[local_id] if local_id < len(visible) else str(local_id)
     if name.isdigit():
         return pynvml.nvmlDeviceGetHandleByIndex(int(name))

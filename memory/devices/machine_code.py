@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
 import re
 import shlex
 import shutil
@@ -28,6 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory import environment
 from bytescope.memory.files import cache_folder
 from bytescope.memory.hlo.jax_types import JaxDevice
 
@@ -58,7 +58,7 @@ def options_without(device: JaxDevice) -> Mapping[str, Any]:
     from jax._src.lib import cuda_path  # the folder that jax passes to XLA; no public API has it
 
     cuda = _cuda_without_assembler(Path(cuda_path), cache_folder("kernels")) if cuda_path else None
-    if cuda is None or CUDA_FOLDER in os.environ.get("XLA_FLAGS", ""):  # the user chose a folder
+    if cuda is None or CUDA_FOLDER in environment.xla_flags():  # the user chose a folder
         return {}
     return {CUDA_FOLDER: str(cuda), KERNEL_FILE: str(_kernel_file(device.device_kind)), **_OTHER_OPTIONS}
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import NamedTuple
 
+from bytescope.memory import environment
 from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.host.node_memory import free_host_bytes
 from bytescope.memory.units import GIB
@@ -64,20 +65,19 @@ THREADS_PER_DEVICE, MAX_THREADS = 8, 1024
 GPU_NAMES = {"cuda", "gpu"}
 
 
-def accelerator(root: str = "/", env: MutableMapping[str, str] | None = None) -> str:
+def accelerator(root: str = "/", env: Mapping[str, str] | None = None) -> str:
     """Returns the kind of accelerator whose driver is installed on this machine: "cuda", "rocm" or "tpu"; "cpu" if
     there is none.
 
     GPUs do not count if CUDA_VISIBLE_DEVICES hides them (empty or -1). root: the root of the file system to read, for
     tests.
     """
-    env = os.environ if env is None else env
     for platform, nodes in DEVICE_NODES.items():
-        if platform == "cuda" and env.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        if platform == "cuda" and environment.hides_gpus(env):
             continue
         if any((Path(root) / node.lstrip("/")).exists() for node in nodes):
             return platform
-    return "tpu" if env.get("TPU_NAME") else "cpu"
+    return "tpu" if environment.text("TPU_NAME", env) else "cpu"
 
 
 def _is_no_missing_driver(record: logging.LogRecord) -> bool:
@@ -99,23 +99,23 @@ def simulate_devices(targets: Iterable[str], env: MutableMapping[str, str] | Non
 
     Must be called before jax starts.
     """
-    env = os.environ if env is None else env
+    env = environment.variables(env)
     counts = []
     for target in targets:
         name, _, count = target.partition(":")
         if name == "cpu" and count.isdigit():
             counts.append(int(count))
-    if counts and "xla_force_host_platform_device_count" not in env.get("XLA_FLAGS", ""):
-        env.setdefault("JAX_NUM_CPU_DEVICES", str(max(counts)))
+    if counts and "xla_force_host_platform_device_count" not in environment.xla_flags(env):
+        env.setdefault(environment.CPU_DEVICES, str(max(counts)))
     if simulated(env) > 1:
         give_threads(env)
 
 
-def simulated(env: Mapping[str, str]) -> int:
+def simulated(env: Mapping[str, str] | None = None) -> int:
     """Returns the number of CPU devices that the environment variables request from jax; 1 if none or an invalid
     number is requested."""
-    asked = re.search(r"xla_force_host_platform_device_count=(\d+)", env.get("XLA_FLAGS", ""))
-    count = asked[1] if asked else env.get("JAX_NUM_CPU_DEVICES", "")
+    asked = re.search(r"xla_force_host_platform_device_count=(\d+)", environment.xla_flags(env))
+    count = asked[1] if asked else environment.text(environment.CPU_DEVICES, env)
     return max(int(count), 1) if count.isdecimal() else 1
 
 
@@ -126,7 +126,7 @@ def give_threads(env: MutableMapping[str, str] | None = None) -> None:
     Must be called before jax starts. It is needed if CPU devices exchange data, whether they are simulated or belong
     to several processes.
     """
-    env = os.environ if env is None else env
+    env = environment.variables(env)
     count = min(THREADS_PER_DEVICE * simulated(env), MAX_THREADS)
     env.setdefault(THREADS_VARIABLE, str(max(count, os.cpu_count() or 1)))
 
@@ -144,14 +144,15 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
     root: the root of the file system to read, for tests. env: the environment to change (default: that of this
     process). fraction: fraction of a GPU's memory for jax's pool.
     """
-    env = os.environ if env is None else env
-    chosen = env.get("JAX_PLATFORMS", "").split(",")[0].strip() or env.get("JAX_PLATFORM_NAME", "")
+    is_own = env is None
+    env = environment.variables(env)
+    chosen = env.get(environment.PLATFORMS, "").split(",")[0].strip() or env.get("JAX_PLATFORM_NAME", "")
     platform = chosen or accelerator(root, env)
     if not chosen and platform == "cpu":
-        env["JAX_PLATFORMS"] = "cpu"
-        if env is os.environ and "jax" in sys.modules:  # jax read the variable when it was imported
+        env[environment.PLATFORMS] = "cpu"
+        if is_own and "jax" in sys.modules:  # jax read the variable when it was imported
             sys.modules["jax"].config.update("jax_platforms", "cpu")
-    if env is os.environ and env.get("JAX_PLATFORMS") == "cpu":
+    if is_own and env.get(environment.PLATFORMS) == "cpu":
         cuda_plugins.defer()
     if platform == "cpu" and simulated(env) > 1:
         give_threads(env)
@@ -165,8 +166,7 @@ def choose_platform(root: str = "/", env: MutableMapping[str, str] | None = None
 
 def allocates_singly(env: Mapping[str, str] | None = None) -> bool:
     """Returns whether the user chose jax's `platform` allocator. It has no pool: it requests each buffer from CUDA."""
-    env = os.environ if env is None else env
-    return env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform"
+    return environment.text("XLA_PYTHON_CLIENT_ALLOCATOR", env).lower() == "platform"
 
 
 def pool_can_grow(env: Mapping[str, str] | None = None) -> bool:
@@ -177,8 +177,7 @@ def pool_can_grow(env: Mapping[str, str] | None = None) -> bool:
     XLA's out-of-memory message recommends TF_GPU_ALLOCATOR=cuda_malloc_async instead, which TensorFlow reads and jax
     does not.
     """
-    env = os.environ if env is None else env
-    return env.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "cuda_async"
+    return environment.text("XLA_PYTHON_CLIENT_ALLOCATOR", env).lower() == "cuda_async"
 
 
 def user_fraction(env: Mapping[str, str] | None = None) -> MemoryFraction | None:
@@ -188,10 +187,10 @@ def user_fraction(env: Mapping[str, str] | None = None) -> MemoryFraction | None
     A value that is not a number is ignored here, because jax raises an error for it. A value that `choose_platform` set
     is not the user's.
     """
-    env = os.environ if env is None else env
+    own = environment.text(OWN_FRACTION_VARIABLE, env)
     for name in FRACTION_VARIABLES:
-        text = env.get(name, "")
-        if not text or (name == "XLA_PYTHON_CLIENT_MEM_FRACTION" and text == env.get(OWN_FRACTION_VARIABLE)):
+        text = environment.text(name, env)
+        if not text or (name == "XLA_PYTHON_CLIENT_MEM_FRACTION" and text == own):
             continue
         try:
             return MemoryFraction(float(text), name)

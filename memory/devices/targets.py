@@ -18,11 +18,11 @@ import functools
 import importlib
 import importlib.util
 import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from bytescope.memory import environment
 from bytescope.memory.devices import cuda_plugins
 from bytescope.memory.devices.chips import CHIPS, CUDA_13_FROM, GPU_PLATFORMS, Chip, base_name, target_config
 from bytescope.memory.devices.compiler_log import hold_back_log
@@ -41,6 +41,7 @@ from bytescope.memory.devices.platform import (
 from bytescope.memory.errors import ReportError, install_remedy, nearest, one_line, suggestion
 from bytescope.memory.hlo.jax_types import JaxDevice
 from bytescope.memory.host.node_memory import physical_bytes
+from bytescope.memory.units import plural
 
 if TYPE_CHECKING:
     import jax
@@ -156,8 +157,8 @@ class Target:
         if math.prod(sizes) != self.n_devices:
             mesh = " x ".join(map(str, sizes)) or "()"
             raise ReportError(
-                f"a mesh of {mesh} devices does not fit {self.name}, which has {self.n_devices} devices: change the "
-                "mesh or the target"
+                f"a mesh of {mesh} devices does not fit {self.name}, which has {plural(self.n_devices, 'device')}: "
+                "change the mesh or the target"
             )
         return np.array(self.devices()).reshape(sizes)
 
@@ -559,8 +560,7 @@ def tpu_devices(name: str, chip: Chip, shape: tuple[int, ...]) -> list[JaxDevice
     if not installed("libtpu"):
         raise ReportError(f"target {name}: no TPU compiler is installed; {install_remedy('tpu')} (it needs no TPU)")
     if accelerator() != "tpu":  # on a TPU machine, these variables describe the real TPU
-        for variable, value in _LIBTPU_QUIET.items():
-            os.environ.setdefault(variable, value)
+        environment.set_defaults(_LIBTPU_QUIET)
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if math.prod(shape) == 1 else {}
     return _topology(name, "tpu", name=f"{chip.name}:{'x'.join(map(str, shape))}", **bounds)
 
@@ -592,7 +592,7 @@ def node_memory_of(target: Target | None, given: int | None = None, root: str = 
     """Returns the host memory of one node of a target, which all processes of the node share: (bytes, source of the
     number in words). 0 bytes mean that the size is unknown.
 
-    The size is `given`, or else the size that `use_node` set. If both are missing, the size is the memory of this
+    The size is `given`, or else the size that `assumed_node` set. If both are missing, the size is the memory of this
     machine (`machine_bytes`) in two cases: `target` is None, or the devices of the target are in this machine. For
     other devices, it is the memory of a whole node with such devices, for example with 8 H100, in the table of chips.
 

@@ -16,13 +16,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from bytescope.memory.devices.compiler import COPY_FUSION_PASS, DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS
-from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, count_words, describe_buffer, list_names
+from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, describe_buffer
 from bytescope.memory.hlo.dataflow import Flow, flatten
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
-from bytescope.memory.units import human
+from bytescope.memory.units import human, list_names, plural
 
 REMAT_SETTING = "jax_compiler_enable_remat_pass"
 # Minimum number of equal temporaries that count as those of unrolled layers.
@@ -51,7 +51,7 @@ def scheduler_peak(report: JudgedProgram, program: PlacedProgram) -> RuleResult 
     readers = list(dict.fromkeys(held.reader for held in operands))
     parameters = list(dict.fromkeys(held.parameter for held in operands))
     message = (
-        f"XLA's latency-hiding scheduler defers {count_words(len(readers), 'weight gradient')} past the peak, of "
+        f"XLA's latency-hiding scheduler defers {plural(len(readers), 'weight gradient')} past the peak, of "
         f"{list_names(parameters)}: their operands, such as {describe_buffer(operands[0])}, stay alive, {human(size)} "
         "more than in an order of least memory"
     )
@@ -162,7 +162,7 @@ def _describe_recomputed(report: JudgedProgram) -> str:
     work = f" and {flops / 1e12:.3g} TFLOP in each call" if flops else ""
     where = f" at {short_place(values[0].source)}" if values[0].source else ""
     size = human(sum(value.bytes for value in values))
-    return f"{count_words(len(values), 'value')} of {size}{work}, the largest {values[0].name}{where}"
+    return f"{plural(len(values), 'value')} of {size}{work}, the largest {values[0].name}{where}"
 
 
 def xla_remat_off(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:

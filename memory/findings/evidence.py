@@ -8,16 +8,14 @@ from collections.abc import Sequence
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
-from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedProgram
+from bytescope.memory.records.report_record import Buffer, HeldBuffer, JudgedProgram, RowName
 from bytescope.memory.units import MIB
 
 # Minimum size of a finding, as a fraction of the peak (for fragmentation, of the allocated bytes).
 LARGE, NOTABLE, SMALL = 0.10, 0.05, 0.01
 # Findings smaller than TOY bytes are ignored, and so is the sharding of an array smaller than MIN_ARRAY bytes.
 TOY, MIN_ARRAY = MIB, 16 * MIB
-# Maximum number of arguments that a finding names.
-MAX_NAMED = 3
-STATE = ("params", "frozen", "optimizer", "accumulator")
+STATE: tuple[RowName, ...] = ("params", "frozen", "optimizer", "accumulator")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ def start_of_backward(report: JudgedProgram) -> int:
     return start
 
 
-def at_peak(report: JudgedProgram, category: str) -> list[Buffer]:
+def at_peak(report: JudgedProgram, category: RowName) -> list[Buffer]:
     """Returns the buffers of one category of the breakdown, such as "residuals", that are live in device memory at the
     peak."""
     return [b for b in report.buffers if b.at_peak and b.memory == "device" and b.category == category]
@@ -93,14 +91,3 @@ def describe_buffer(buffer: Buffer | HeldBuffer) -> str:
     unknown, the compiler's name of the buffer replaces it."""
     where = f"at {short_place(buffer.source)}" if buffer.source else f"({buffer.name})"
     return f"{buffer.dtype}{list(buffer.shape)} {where}"
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Returns at most three names as text, such as "a, b, c and 2 more"."""
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
-
-
-def count_words(number: int, noun: str) -> str:
-    """Returns a number with a noun, such as "1 array" or "3 arrays"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

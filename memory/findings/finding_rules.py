@@ -135,7 +135,7 @@ def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
     pipeline = program.facts.pipeline if program.facts else None
     if pipeline is None or pipeline.v_share is None:
         return None
-    held = report.breakdown.get("residuals", 0)
+    held = report.breakdown["residuals"]
     less = int(held * (1 - pipeline.v_share))
     if less <= max(NOTABLE * report.peak_bytes, TOY):
         return None

@@ -17,7 +17,7 @@ from bytescope.memory.host.host_terms import LIBRARIES
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.records.host_record import HostMemory
 from bytescope.memory.records.report_record import Finding, JudgedProgram, ReportRecord
-from bytescope.memory.units import GIB, human
+from bytescope.memory.units import GIB, human, plural
 
 
 def pinned_limit(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
@@ -72,8 +72,8 @@ def host_findings(host: HostMemory) -> tuple[Finding, ...]:
     who = f"the {host.processes} processes of a node need" if host.processes > 1 else "a process needs"
     ways = []
     if host.processes > 1 and host.process_bytes <= host.node_bytes:
-        fitting = host.node_bytes // host.process_bytes
-        ways.append(f"run at most {fitting} processes per node (one process can use all devices of a node)")
+        fitting = plural(host.node_bytes // host.process_bytes, "process", "processes")
+        ways.append(f"run at most {fitting} per node (one process can use all devices of a node)")
     if largest.name != LIBRARIES:
         ways.append(f'reduce "{largest.name}"')
     ways.append("use a node with more memory")

@@ -7,6 +7,7 @@ use, and collectives that need large buffers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -92,7 +93,8 @@ def replicated_batch(report: JudgedProgram, program: PlacedProgram) -> RuleResul
         replicated = module.replicated(parameter) if known is None else number in known
         if replicated and shape.dims:
             size += shape.bytes
-    computed = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss"))
+    rows = report.breakdown
+    computed = rows["residuals"] + rows["workspace"] + rows["logits_loss"]
     if not size or size + computed <= NOTABLE * report.peak_bytes:
         return None
     return RuleResult(
@@ -127,7 +129,7 @@ def unintended_replicas(report: JudgedProgram, program: PlacedProgram) -> list[R
     arrays = list(replicated_arrays(program))
     # Replicated activations slow a training step even if no device gathers weights: each device then computes a part of
     # each matrix product, and the parts are summed. Inference may do this on purpose, because it moves no weights.
-    if not report.breakdown.get("gradients") and not report.breakdown.get("optimizer"):
+    if not report.breakdown["gradients"] and not report.breakdown["optimizer"]:
         axes = data_axes(report, program) if arrays else frozenset()
         arrays = [array for array in arrays if not axes.isdisjoint(array.axes)]
     return arrays
@@ -393,6 +395,21 @@ def are_partial_sums(activation: Activation, shape: HloShape, sizes: Mapping[str
     return len(shape.dims) > 2 and not same and shape.elements // shape.dims[0] * parts == math.prod(activation.dims)
 
 
+def is_regrouped(local: Sequence[int], dims: Sequence[int]) -> bool:
+    """Returns whether the local dimensions can be parts of products of the global ones, each of which is used once.
+
+    XLA merges matrix products of the same input: two outputs [32, 128, 384] over two devices become one array
+    [2048, 768] on each, which has as many elements as one whole output.
+    """
+    for groups in itertools.product(range(len(local)), repeat=len(dims)):
+        products = [1] * len(local)
+        for group, size in zip(groups, dims):
+            products[group] *= size
+        if all(product % size == 0 for product, size in zip(products, local)):
+            return True
+    return False
+
+
 def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Returns the mesh axes that should shard an array but do not, by comparing its global and local dimensions.
 
@@ -414,6 +431,6 @@ def missing(dims: Sequence[int], labels: Labels, local: Sequence[int], sizes: Ma
             return ()
         return tuple(axis for dim in lost for axis in labels[dim])
     whole, held = math.prod(dims), math.prod(local)
-    if not held or whole % held or (whole // held) >= math.prod(parts.values()):
+    if not held or whole % held or (whole // held) >= math.prod(parts.values()) or not is_regrouped(local, dims):
         return ()
     return tuple(axis for axes in labels.values() for axis in axes)

@@ -17,9 +17,7 @@ from bytescope.memory.findings.evidence import (
     RuleResult,
     arguments,
     at_peak,
-    count_words,
     describe_buffer,
-    list_names,
     spec_words,
     start_of_backward,
 )
@@ -29,7 +27,7 @@ from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.peak.ledger import COPY
 from bytescope.memory.program.pairing import root_of
 from bytescope.memory.records.report_record import Buffer, JudgedProgram
-from bytescope.memory.units import MIB, human
+from bytescope.memory.units import MIB, human, list_names, plural
 
 # Minimum bytes of replicated state if no leaf is sharded. If other leaves are sharded, `MIN_ARRAY` applies.
 _MIN_REPLICATED = 64 * MIB
@@ -72,7 +70,7 @@ def _donation_remedy(program: PlacedProgram) -> str:
 def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult | None:
     """Returns a finding if the sum of parameters, optimizer moments and accumulated gradients exceeds the memory
     limit. Neither a smaller batch nor recomputation can then make the program fit."""
-    size, limit = sum(report.breakdown.get(row, 0) for row in STATE), report.limit_bytes
+    size, limit = sum(report.breakdown[row] for row in STATE), report.limit_bytes
     if not limit or size <= limit:
         return None
     message = (
@@ -81,8 +79,8 @@ def state_too_large(report: JudgedProgram, program: PlacedProgram) -> RuleResult
     )
     whole = sum(leaf.whole for leaf in _state_arrays(report, program)) or size
     remedy = (
-        f"shard parameters and optimizer state over {math.ceil(whole / limit)} devices or more with NamedShardings, "
-        "or store the optimizer state in 8 bits or in host memory (memory_kind='pinned_host')"
+        f"shard parameters and optimizer state over {plural(math.ceil(whole / limit), 'device')} or more with "
+        "NamedShardings, or store the optimizer state in 8 bits or in host memory (memory_kind='pinned_host')"
     )
     return RuleResult(size - limit, message, remedy)
 
@@ -125,7 +123,8 @@ def whole_state(report: JudgedProgram, program: PlacedProgram) -> RuleResult | N
         by_axes.setdefault(leaf.axes, []).append(leaf)
     group = max(by_axes.values(), key=lambda group: sum(leaf.wasted_bytes for leaf in group))
     size, axes, copies = sum(leaf.wasted_bytes for leaf in group), group[0].axes, group[0].copies
-    trains = any(report.breakdown.get(row) for row in ("optimizer", "gradients", "residuals"))
+    rows = report.breakdown
+    trains = bool(rows["optimizer"] or rows["gradients"] or rows["residuals"])
     if not trains and copies < program.module.devices:  # tensor-parallel inference, replicated to serve more requests
         return None
     others = len(group) < len(_state_arrays(report, program))
@@ -270,7 +269,7 @@ def state_resharded(report: JudgedProgram, program: PlacedProgram) -> RuleResult
     more = f"; {human(added)} more on each device from then on" if added else ""
     return RuleResult(
         added,
-        f"{count_words(len(changed), 'array')} of the state {'is' if len(changed) == 1 else 'are'} returned in another "
+        f"{plural(len(changed), 'array')} of the state {'is' if len(changed) == 1 else 'are'} returned in another "
         f"sharding than passed in, the largest {argument.path}: {_sharding(before)} in, {_sharding(after)} out: the "
         f"next call compiles the step again{more}",
     )
@@ -299,7 +298,7 @@ def on_one_device(report: JudgedProgram, program: PlacedProgram) -> RuleResult |
     _, _, argument = max(found, key=lambda each: each[0])
     return RuleResult(
         excess,
-        f"{count_words(len(found), 'array')} of the arguments {'is' if len(found) == 1 else 'are'} on one device, the "
+        f"{plural(len(found), 'array')} of the arguments {'is' if len(found) == 1 else 'are'} on one device, the "
         f"largest {argument.path}: that device holds {human(excess)} more than its shards until the step has copied "
         "them",
     )

@@ -19,6 +19,7 @@ from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import BATCH_ROLES, ModelFacts
 from bytescope.memory.formulas.rematerialized import RecomputedLayers
 from bytescope.memory.formulas.training_state import state_bytes
+from bytescope.memory.records.buffer_records import RowName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +241,7 @@ def share(compiler: float | None, formula: float | None) -> float | None:
 def lines(
     formula: Formula,
     peak_bytes: int,
-    breakdown: Mapping[str, int],
+    breakdown: Mapping[RowName, int],
     flops: Mapping[str, float | None],
     host_bytes: int = 0,
 ) -> list[FormulaLine]:
@@ -252,12 +253,12 @@ def lines(
     """
     host = None if formula.host_bytes is None else formula.host_bytes + formula.state_host_bytes
     rows = [
-        FormulaLine("parameters", "bytes", breakdown.get("params", 0), formula.params_bytes),
-        FormulaLine("frozen parameters", "bytes", breakdown.get("frozen", 0), formula.frozen_bytes),
-        FormulaLine("gradients", "bytes", breakdown.get("gradients", 0), formula.gradients_bytes),
-        FormulaLine("optimizer state", "bytes", breakdown.get("optimizer", 0), formula.optimizer_bytes),
-        FormulaLine("accumulated gradients", "bytes", breakdown.get("accumulator", 0), formula.accumulator_bytes),
-        FormulaLine("activations kept", "bytes", breakdown.get("residuals", 0), formula.residual_bytes),
+        FormulaLine("parameters", "bytes", breakdown["params"], formula.params_bytes),
+        FormulaLine("frozen parameters", "bytes", breakdown["frozen"], formula.frozen_bytes),
+        FormulaLine("gradients", "bytes", breakdown["gradients"], formula.gradients_bytes),
+        FormulaLine("optimizer state", "bytes", breakdown["optimizer"], formula.optimizer_bytes),
+        FormulaLine("accumulated gradients", "bytes", breakdown["accumulator"], formula.accumulator_bytes),
+        FormulaLine("activations kept", "bytes", breakdown["residuals"], formula.residual_bytes),
         FormulaLine("total (peak)", "bytes", peak_bytes, formula.peak_bytes),
         FormulaLine("host memory", "bytes", host_bytes, host),
         FormulaLine("model FLOPs", "flops", flops.get("model_flops"), formula.model_flops),

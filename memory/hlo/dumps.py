@@ -6,13 +6,12 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import wire
-from bytescope.memory.units import human
+from bytescope.memory.units import human, list_names
 
 # Maximum size of a protobuf message in bytes.
 _MAX_PROTO = 2**31
@@ -118,23 +117,18 @@ def _read_largest_dump(folder: Path) -> Dump:
         except ReportError as error:
             damaged[path.name] = str(error) if str(path) in str(error) else f"{path} is damaged: {error}"
     if damaged and not programs:
-        others = f"; damaged too: {_listed([*damaged][1:])}" if len(damaged) > 1 else ""
+        others = f"; damaged too: {list_names([*damaged][1:], _LISTED)}" if len(damaged) > 1 else ""
         raise ReportError(f"{next(iter(damaged.values()))}{others}")
     if not programs:
         raise ReportError(f"there is no *after_optimizations.hlo.pb in {folder}: {_REMEDY}")
     programs.sort(key=lambda program: (-program[0], program[1].name))
     (size, path), *smaller = programs
-    notes = (f"damaged and left out: {_listed([*damaged])}",) if damaged else ()
+    notes = (f"damaged and left out: {list_names([*damaged], _LISTED)}",) if damaged else ()
     if not smaller:
         return Dump(_read_file(path), notes)
-    listed = _listed([f"{each.name} {human(count)}" for count, each in smaller])
+    listed = list_names([f"{each.name} {human(count)}" for count, each in smaller], _LISTED)
     note = (
         f"the largest of {len(programs)} programs in {folder}: {path.name}, {human(size)} of "
         f"buffers; the others: {listed}"
     )
     return Dump(_read_file(path), (note, *notes))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from bytescope.memory.errors import ReportError
@@ -113,21 +114,20 @@ class HostRates:
 
 
 RATES = HostRates()
-# The constants that this process uses, as a list with one item.
-_CURRENT = [RATES]
+_CURRENT: ContextVar[HostRates] = ContextVar("constants of host memory", default=RATES)
 
 
 def host_rates() -> HostRates:
-    """Returns the constants that this process uses: the constants that `use_host_rates` has set from the file of
+    """Returns the constants that the current context uses: the constants that `use_host_rates` has set from the file of
     --rates, if `bytescope calibrate --host` wrote the file; otherwise `RATES`."""
-    return _CURRENT[0]
+    return _CURRENT.get()
 
 
 def use_host_rates(measured: Mapping[str, float] | None) -> None:
-    """Sets the constants with which this process predicts host memory. measured: name of a field of `HostRates` ->
-    value; fields that are not given keep their value in `RATES`. None restores `RATES`. Raises ReportError if a name or
-    a value is not valid."""
-    _CURRENT[:] = [RATES.replaced(measured or {})]
+    """Sets the constants with which the current context predicts host memory. measured: name of a field of `HostRates`
+    -> value; fields that are not given keep their value in `RATES`. None restores `RATES`. Raises ReportError if a name
+    or a value is not valid."""
+    _CURRENT.set(RATES.replaced(measured or {}))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.message_record import Message
 from bytescope.memory.units import GIB, MIB, human
@@ -28,7 +29,8 @@ CAUSES: Mapping[str, str] = {
     "device_full": "The device is already full: other arrays and programs hold its memory.",
     "fragmentation": "Enough memory is free in total, but no contiguous free block is large enough.",
     "other_process": "XLA's memory pool is small: another process probably uses the rest of the device.",
-    "outside_pool": "Too little memory is left outside of XLA's pool. The pool takes 75 % of a GPU by default; "
+    "outside_pool": "Too little memory is left outside of XLA's pool. The pool takes "
+    f"{100 * JAX_FRACTION.value:g} % of a GPU by default; "
     "libraries and the driver use the rest.",
     "host_memory": "The computer has too little host memory. The memory of the GPU or TPU is not full.",
     "on_chip_memory": "A kernel needs more on-chip memory than a TPU core has. HBM is not full.",

@@ -16,7 +16,7 @@ from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.remedies import Remedy
 from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.records.report_record import ROWS as BREAKDOWN
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.memory.view.console import one_line, safe, shorten
 from bytescope.memory.view.elements import row_name
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
@@ -129,7 +129,7 @@ def _head(explanation: ExplanationRecord) -> RenderableType:
     counts = {form: count - (form == explanation.form) for form, count in explanation.messages.items()}
     others = [f"{count} x {FORMS[form].name}" for form, count in counts.items() if count]
     if others and not explanation.call:
-        more = f", {len(others) - MAX_OTHERS} more kinds" if len(others) > MAX_OTHERS else ""
+        more = f", {plural(len(others) - MAX_OTHERS, 'more kind')}" if len(others) > MAX_OTHERS else ""
         lines.append(Prose(f"also in the log: {', '.join(others[:MAX_OTHERS])}{more}", "dim"))
     return Group(*lines)
 

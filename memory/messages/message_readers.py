@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from bytescope.memory.hlo.sharding_text import parse_sharding
 from bytescope.memory.messages.message_record import SIZE, ListedBuffer, Message, array_types, read_buffers, size_of
+from bytescope.memory.units import plural
 
 Reader = Callable[[str], Iterator[Message]]
 
@@ -352,7 +353,7 @@ def read_allocators(text: str) -> Iterator[Message]:
         elif not figures.get("limit"):
             figures.pop("limit", None)
         sizes = tuple(
-            ListedBuffer(int(size), label=f"{int(count):,} allocations")
+            ListedBuffer(int(size), label=plural(int(count), "allocation"))
             for size, count in _ASYNC_HISTOGRAM.findall(text)
             if len(size) < 19 and len(count) < 12 and int(size) >= 2**20
             for _ in range(min(int(count), 50))

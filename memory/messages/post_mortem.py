@@ -25,7 +25,7 @@ from bytescope.memory.messages.message_record import ArrayType
 from bytescope.memory.messages.remedies import REMEDIES, Remedy
 from bytescope.memory.messages.report_match import NOT_THE_SIZE
 from bytescope.memory.records.report_json import plain
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import ReportRecord, RowName
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import row_name
 
@@ -44,7 +44,7 @@ _ALLOCATOR = (
     ("largest_request", "largest_alloc_size"),
 )
 # Row of the breakdown -> the cause if this row is the largest; other rows are large tensors.
-_CAUSE_OF_ROW: Mapping[str, str] = {
+_CAUSE_OF_ROW: Mapping[RowName, str] = {
     "residuals": "saved_activations",
     "logits_loss": "logits",
     "outputs": "outputs",
@@ -269,7 +269,8 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
         if scores and size >= MIN_SHARE_IN_PARTS * report.peak_bytes:
             remedies.append(REMEDIES["flash"]._replace(bytes=size))
         remedies += [*_propose_checkpoint(report), *_propose_to_compute_in_parts(report, scores)]
-        size = sum(report.breakdown.get(row, 0) for row in ("residuals", "workspace", "logits_loss", "batch")) // 2
+        rows = report.breakdown
+        size = (rows["residuals"] + rows["workspace"] + rows["logits_loss"] + rows["batch"]) // 2
         if size >= MIN_SHARE * report.peak_bytes and not any(remedy.flags for remedy in remedies):
             remedies.append(Remedy(_BATCH, bytes=size))
     return tuple(remedies[:MAX_REMEDIES])

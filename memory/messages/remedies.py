@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-from bytescope.memory.devices.platform import MEMORY_FRACTION
+from bytescope.memory.allocators.pinned_pool import DEFAULT_GIB
+from bytescope.memory.devices.platform import JAX_FRACTION, MEMORY_FRACTION
 
 
 class Remedy(NamedTuple):
@@ -163,7 +164,7 @@ REMEDIES: Mapping[str, Remedy] = {
         ("XLA_FLAGS", "--xla_gpu_autotune_level"),
     ),
     "host_limit": Remedy(
-        "XLA pins at most 64 GB of host memory; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets another limit.",
+        f"XLA pins at most {DEFAULT_GIB} GB of host memory; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB sets another limit.",
         ("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",),
     ),
     "host_pieces": Remedy(
@@ -189,8 +190,9 @@ REMEDIES: Mapping[str, Remedy] = {
     "nccl_debug": Remedy("Set NCCL_DEBUG=INFO to see why the library failed."),
     "look_before": Remedy("Read the lines before this error: the first exception usually shows the cause."),
     "torch": Remedy(
-        "JAX and PyTorch share this GPU, and JAX's pool takes 75 % of it by default. If the model runs in PyTorch, set "
-        "XLA_PYTHON_CLIENT_PREALLOCATE=false or JAX_PLATFORMS=cpu. The message names PyTorch's own settings.",
+        f"JAX and PyTorch share this GPU, and JAX's pool takes {100 * JAX_FRACTION.value:g} % of it by default. If the "
+        "model runs in PyTorch, set XLA_PYTHON_CLIENT_PREALLOCATE=false or JAX_PLATFORMS=cpu. "
+        "The message names PyTorch's own settings.",
         ("XLA_PYTHON_CLIENT_PREALLOCATE", "JAX_PLATFORMS"),
     ),
 }

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.message_record import ArrayType
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 
 # What failed -> the sentence that the user reads.
 SUBJECTS: Mapping[str, str] = {
@@ -130,7 +130,7 @@ def _find_subject(
         return "step", "The listed buffers belong to a program of this name.", names
     shaped = [culprit for culprit in culprits if culprit.shape]
     if shaped and 2 * len(buffers) >= len(shaped):
-        count = f"{len(buffers)} of the {len(shaped)} shapes in the log"
+        count = f"{len(buffers)} of the {plural(len(shaped), 'shape')} in the log"
         return "step", f"{count} are in memory at the peak of the report's program.", names
     if programs:
         return "other_program", "", names

@@ -35,7 +35,7 @@ from bytescope.memory.peak.checkpoint_names import Names
 from bytescope.memory.peak.ledger import rows as ledger_rows
 from bytescope.memory.program import program_arguments
 from bytescope.memory.program.program_arguments import Arguments
-from bytescope.memory.records.report_record import CATEGORIES, Buffer, PeakAccount, TimelinePoint
+from bytescope.memory.records.report_record import CATEGORIES, Buffer, PeakAccount, RowName, TimelinePoint
 
 # (computation, instruction)
 Name = tuple[str, str]
@@ -181,7 +181,7 @@ def _memory(color: int) -> str:
     return {MAIN_COLOR: "device", HOST_COLOR: "host"}.get(color, "on_chip")
 
 
-def _bytes_by_label(buffers: Iterable[Buffer], category: str) -> dict[str, int]:
+def _bytes_by_label(buffers: Iterable[Buffer], category: RowName) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for buffer in buffers:
         if buffer.category == category:

@@ -22,6 +22,7 @@ from bytescope.memory.peak.naming import Naming
 from bytescope.memory.program.program_arguments import Arguments
 from bytescope.memory.program.roles import WEIGHTS
 from bytescope.memory.program.state_flow import StateFlow
+from bytescope.memory.records.report_record import RowName
 
 _LATER = ("backward", "recompute")
 _SUMMING = frozenset(("add", "add_any"))
@@ -95,7 +96,7 @@ class Fact:
 
 
 # (category, rule); the first rule that matches decides.
-RULES: tuple[tuple[str, Callable[[Fact], bool]], ...] = (
+RULES: tuple[tuple[RowName, Callable[[Fact], bool]], ...] = (
     (
         "accumulator",
         lambda f: (
@@ -395,7 +396,7 @@ def way_to_argument(flow: Flow, origin: ValueOrigin) -> list[Instruction]:
     return []
 
 
-def categorize(fact: Fact) -> str:
+def categorize(fact: Fact) -> RowName:
     """Returns the category (the row of the memory breakdown, such as "residuals") of a temporary value, given its
     properties.
     """

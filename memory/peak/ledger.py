@@ -24,14 +24,14 @@ from bytescope.memory.formulas.model_facts import STATE_ROLES
 from bytescope.memory.formulas.training_state import ZERO, state_bytes_per_parameter
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.peak.buffer_rules import without_ones
-from bytescope.memory.records.report_record import Buffer, LedgerRow, PeakAccount, ZeroRow
+from bytescope.memory.records.report_record import Buffer, LedgerRole, LedgerRow, PeakAccount, RowName, ZeroRow
 from bytescope.memory.units import human
 
 # Roles of arguments that are training state.
-STATE = ("params", "gradients", "accumulator", "optimizer", "frozen")
+STATE: tuple[RowName, ...] = ("params", "gradients", "accumulator", "optimizer", "frozen")
 # The named scope in which the step copies all parameters, and the order of the ledger's rows.
 COPY = "param_copy"
-ROLES = ("params", "copies", "gradients", "accumulator", "optimizer", "frozen")
+ROLES: tuple[LedgerRole, ...] = ("params", "copies", "gradients", "accumulator", "optimizer", "frozen")
 
 
 def rows(buffers: Sequence[Buffer]) -> tuple[LedgerRow, ...]:
@@ -56,12 +56,14 @@ def rows(buffers: Sequence[Buffer]) -> tuple[LedgerRow, ...]:
         for item in _alive_together(items, stored):
             _add(sums, role, item.buffer, item.count)
     ledger, total_elements, total_bytes = [], 0, 0
-    for role, dtype in sorted(sums, key=lambda key: (ROLES.index(key[0]), key[1])):
-        count, size = sums[role, dtype]
-        each = _per_parameter(size, parameters) if role != "frozen" else 0.0
-        ledger.append(LedgerRow(role, dtype, count, size, each))
-        if role != "frozen":
-            total_elements, total_bytes = total_elements + count, total_bytes + size
+    for role in ROLES:
+        for dtype in sorted(dtype for each, dtype in sums if each == role):
+            count, size = sums[role, dtype]
+            ledger.append(
+                LedgerRow(role, dtype, count, size, _per_parameter(size, parameters) if role != "frozen" else 0.0)
+            )
+            if role != "frozen":
+                total_elements, total_bytes = total_elements + count, total_bytes + size
     total = LedgerRow("total", "", total_elements, total_bytes, _per_parameter(total_bytes, parameters))
     return (*ledger, total)
 

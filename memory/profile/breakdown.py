@@ -65,7 +65,7 @@ class Instructions:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HostRow:
+class HostWork:
     """Annotated work of the host (the CPU that runs Python). Times are in picoseconds.
 
     Fields:
@@ -106,7 +106,7 @@ class Breakdown:
     wall: int
     cells: Mapping[tuple[str, str], int]
     instructions: tuple[Instructions, ...]
-    host: tuple[HostRow, ...]
+    host: tuple[HostWork, ...]
     hidden: Mapping[str, int]
     calls: int = 1
     paused: int = 0
@@ -309,7 +309,7 @@ def divide(
     return shares, idle, hidden
 
 
-def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostRow]:
+def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], start: int, stop: int) -> list[HostWork]:
     """Returns the annotated work of the host between `start` and `stop` (picoseconds), longest first. The last row is
     the time without an annotation.
 
@@ -330,13 +330,13 @@ def host_rows(spans: Iterable[Span], idle: Iterable[list[tuple[int, int]]], star
             taken[name] += max(end - begin, 0)
             device_idle[name] += sum(_overlap(gaps, begin, end) for gaps in idle) // max(len(idle), 1)
     rows = [
-        HostRow(name.removeprefix(HOST), time, device_idle[name], counts[name]) for name, time in taken.most_common()
+        HostWork(name.removeprefix(HOST), time, device_idle[name], counts[name]) for name, time in taken.most_common()
     ]
     rest = stop - start - sum(taken.values())
     if not rows or rest < 0:  # there are no annotations, or they are of several concurrent threads
         return rows
     gaps = sum(high - low for intervals in idle for low, high in intervals) // max(len(idle), 1)
-    return [*rows, HostRow("launch and other", rest, gaps - sum(device_idle.values()), 0)]
+    return [*rows, HostWork("launch and other", rest, gaps - sum(device_idle.values()), 0)]
 
 
 def innermost_spans(spans: Iterable[Span]) -> Iterator[tuple[str, int, int]]:

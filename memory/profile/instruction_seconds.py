@@ -15,7 +15,7 @@ from typing import Any
 from bytescope.memory.cost.flops import FlopCount
 from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.profile.breakdown import Breakdown
-from bytescope.memory.profile.op_scopes import COLLECTIVES, COPIES, OTHER, OTHER_PROGRAMS, TRANSFERS, OpScope
+from bytescope.memory.profile.op_scopes import COLLECTIVES, COPIES, LOOPS, OTHER, OTHER_PROGRAMS, TRANSFERS, OpScope
 from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord
 from bytescope.memory.records.schedule_records import (
     ATTENTION,
@@ -60,7 +60,8 @@ class InstructionSeconds:
         name: the name of the instruction, or of the kernel if its instruction is unknown.
         kind: the kind of its work, one of `KINDS`.
         scope: the phase and the component to which it belongs.
-        measured: seconds in which its kernels ran, whether or not others ran at the same time.
+        measured: seconds in which its kernels ran, whether or not others ran at the same time. For a loop, the seconds
+            between its instructions.
         predicted: predicted seconds of the same kernels; 0 for an instruction without predicted work.
         flops, bytes: FLOPs of its kernels, and bytes that they move, per update and device. Copies over the host link
             and collectives count the bytes of the array.
@@ -153,7 +154,7 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
             kind = OTHER
         elif kind in ("", "memory"):
             kind = _moving_kind(row.scope)
-        measured = breakdown.seconds(row.running)
+        measured = breakdown.seconds(row.taken if row.scope.component == LOOPS else row.running)
         rows.append(
             InstructionSeconds(row.name, kind, row.scope, measured, work.seconds, work.flops, work.bytes, work.size)
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.profile.breakdown import PHASES, updates_text
+from bytescope.memory.units import plural
 from bytescope.memory.view.elements import Cell, HeaderFigure, PageTable, table
 
 # Maximum rows of the table of operations.
@@ -90,7 +91,7 @@ def where_text(breakdown: Mapping[str, Any]) -> str:
     `Breakdown.to_json`.
     """
     devices = breakdown["devices"]
-    on = "1 device" if devices == 1 else f"mean of {devices} devices"
+    on = f"{'mean of ' if devices > 1 else ''}{plural(devices, 'device')}"
     return " · ".join((str(breakdown["program"]), updates_text(breakdown["steps"], breakdown.get("updates", 1)), on))
 
 

@@ -14,6 +14,7 @@ from bytescope.memory.program import roles
 from bytescope.memory.program.pairing import Keys, ResultPair, common_keys, keys_of, pairs, root_of
 from bytescope.memory.program.roles import Evidence
 from bytescope.memory.program.state_flow import SAME, StateFlow, Update, Value
+from bytescope.memory.records.buffer_records import RowName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Argument:
     """
 
     path: str
-    role: str
+    role: RowName
     owner: str = ""
     update: int = -1
     shape: tuple[int, ...] = ()
@@ -56,7 +57,7 @@ class Arguments:
     results: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def roles(self) -> dict[int, str]:
+    def roles(self) -> dict[int, RowName]:
         """Maps the number of each entry parameter to its role, such as "params" or "optimizer"."""
         return {number: argument.role for number, argument in self.by_number.items()}
 
@@ -64,7 +65,7 @@ class Arguments:
         """Returns the pytree path of an entry parameter, "" if the number is unknown."""
         return self.by_number[number].path if number in self.by_number else ""
 
-    def of_role(self, role: str) -> list[int]:
+    def of_role(self, role: RowName) -> list[int]:
         """Returns the numbers of the entry parameters with a role, such as "params"."""
         return [number for number, argument in self.by_number.items() if argument.role == role]
 
@@ -171,7 +172,7 @@ class _Reading:
                 results[pair.result] = leaf.path
         return Arguments(by_number, self._path_by_value(by_number, results), results)
 
-    def _decide_roles(self, evidence: Sequence[Evidence]) -> list[str]:
+    def _decide_roles(self, evidence: Sequence[Evidence]) -> list[RowName]:
         decided = roles.mark_frozen(evidence, roles.decide(evidence))
         # The caller's patterns have priority over the evidence.
         return [roles.given(one.path, self.extra) or role for one, role in zip(evidence, decided)]

@@ -18,6 +18,7 @@ from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.hlo.jax_types import LoweredStage, TracedStage
 from bytescope.memory.jaxprs import parameters, with_parameters
 from bytescope.memory.program import callbacks
+from bytescope.memory.units import plural
 
 if TYPE_CHECKING:
     from bytescope.memory.devices.targets import Target
@@ -286,8 +287,8 @@ class TargetPlacement:
         if mesh.size != self.target.n_devices:
             axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
             raise ReportError(
-                f"a mesh of {mesh.size} devices ({axes}) does not fit {self.target.name}, which has "
-                f"{self.target.n_devices} devices: change the mesh or the target"
+                f"a mesh of {plural(mesh.size, 'device')} ({axes}) does not fit {self.target.name}, which has "
+                f"{plural(self.target.n_devices, 'device')}: change the mesh or the target"
             )
         return self.target.mesh_devices(*mesh.axis_sizes)
 

@@ -15,16 +15,18 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
 
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.program.pairing import Keys, keys_of, root_of
+from bytescope.memory.records.buffer_records import RowName
 
 # The roles of arguments, which are rows of the breakdown.
-ROLES = ("params", "frozen", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")
+ROLES: tuple[RowName, ...] = ("params", "frozen", "optimizer", "accumulator", "cache", "rng", "gradients", "batch")
 # Roles of the model's parameters, trained or not.
-WEIGHTS = ("params", "frozen")
+WEIGHTS: tuple[RowName, ...] = ("params", "frozen")
 # The role of an argument without evidence: input data.
-UNKNOWN = "batch"
+UNKNOWN: RowName = "batch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +77,13 @@ class Evidence:
     no_params: bool = False
 
     @property
-    def container(self) -> str:
+    def container(self) -> RowName | Literal[""]:
         """The role named by the outermost key of the path that is a known name of a group of arrays: "optimizer" for
         `state.opt_state[0].mu`, because of `opt_state`. "" if no key is known."""
         return by_container(self.path)
 
     @property
-    def name(self) -> str:
+    def name(self) -> RowName | Literal[""]:
         """The role named by the innermost key of the path that is a known name of an array: "optimizer" for
         `state.inner.mu`, because of `mu`. "" if no key is known."""
         return by_name(self.path)
@@ -100,7 +102,7 @@ class Evidence:
 
 
 # (role, rule): the first rule that matches decides.
-RULES: tuple[tuple[str, Callable[[Evidence], bool]], ...] = (
+RULES: tuple[tuple[RowName, Callable[[Evidence], bool]], ...] = (
     ("rng", lambda e: e.dtype.startswith("key<")),
     ("rng", lambda e: e.dtype == "uint32" and e.shape[-1:] in ((2,), (4,)) and (e.random or e.name == "rng")),
     ("rng", lambda e: e.name == "rng" and "int" in e.dtype and len(e.shape) < 2 and not e.container),
@@ -155,7 +157,7 @@ _MOMENT_FIELD = re.compile(rf"\.({_MOMENTS})(?=[.\[])")
 
 # (pattern of a whole key, role). The first matching key of a path decides, with two exceptions: gradient sums inside
 # the optimizer state are accumulators, and groups of variables inside a field of moments are optimizer state.
-_CONTAINERS = (
+_CONTAINERS: tuple[tuple[str, RowName], ...] = (
     (
         r"(acc|accumulated|accumulator|sum|summed)_?(grads?|gradients?)|grads?_?acc\w*|gradients?_accumulator",
         "accumulator",
@@ -173,7 +175,7 @@ _CONTAINERS = (
 )
 # (pattern of a whole key, role): words that name a leaf; the innermost word decides. `_ROOTS` are matched only with the
 # name of the whole argument: a `k` inside a model is not data.
-_WORDS = (
+_WORDS: tuple[tuple[str, RowName], ...] = (
     (r"(\w+_)?(rngs?|prng|prng_key|keys?|seeds?|rng_state|rng_key)", "rng"),
     (
         rf"{_MOMENTS}|master\w*|ema\w*|opt|optim|counts?|steps?|mini_step|gradient_step|loss_scale|learning_rate|lr"
@@ -187,7 +189,7 @@ _WORDS = (
     ),
     (r"kv|hidden|memory|states?", "cache"),
 )
-_ROOTS = (
+_ROOTS: tuple[tuple[str, RowName], ...] = (
     (r"h|c", "cache"),
     (
         r"x|xs|y|ys|z|data|(\w+_)?tokens?|(\w+_)?mask|(\w+_)?segments?(_ids)?|(\w+_)?positions?(_ids)?|images?|text"
@@ -198,7 +200,7 @@ _ROOTS = (
 )
 
 
-def decide(evidence: Sequence[Evidence]) -> list[str]:
+def decide(evidence: Sequence[Evidence]) -> list[RowName]:
     """Returns the role of each array, such as "params". It is the role of the first matching rule in `RULES`, or
     UNKNOWN ("batch") if no rule matches.
     """
@@ -209,7 +211,7 @@ def decide(evidence: Sequence[Evidence]) -> list[str]:
     return decided
 
 
-def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[str]:
+def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[RowName]) -> list[RowName]:
     """Returns the roles, with "frozen" instead of "params" for parameters that a training step never updates.
 
     evidence, decided: for each array, its evidence and its role so far. A parameter is frozen if other parameters are
@@ -222,7 +224,7 @@ def mark_frozen(evidence: Sequence[Evidence], decided: Sequence[str]) -> list[st
     ]
 
 
-def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
+def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> RowName:
     """Returns the role of an array according to its pytree path, such as "params" for `state.params['blocks']['wq']`.
     Returns UNKNOWN ("batch") if no word in the path is known.
 
@@ -232,7 +234,7 @@ def role(path: str, extra: Iterable[tuple[str, str]] = ()) -> str:
     return given(path, extra) or by_container(path) or by_name(path) or UNKNOWN
 
 
-def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
+def given(path: str, extra: Iterable[tuple[str, str]]) -> RowName | Literal[""]:
     """Returns the role that the caller's (regular expression, role) pairs give to a pytree path, "" if no pair
     matches.
 
@@ -244,7 +246,7 @@ def given(path: str, extra: Iterable[tuple[str, str]]) -> str:
     return ""
 
 
-def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, RowName], ...]:
     """Checks the caller's (regular expression, role) pairs and returns them, before a program is compiled.
 
     Raises ReportError if `extra` is not a list of pairs, a role is unknown, or a pattern is not a regular expression.
@@ -268,7 +270,7 @@ def checked_roles(extra: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ..
 
 
 @functools.lru_cache(maxsize=65536)
-def by_container(path: str) -> str:
+def by_container(path: str) -> RowName | Literal[""]:
     """Returns the role named by the outermost key of a pytree path that is a known name of a group of arrays:
     "optimizer" for `state.opt_state[0].mu`, because of `opt_state`. Returns "" if no key is known.
 
@@ -276,7 +278,7 @@ def by_container(path: str) -> str:
     variables is inside a field of moments: `state[1][0].mu['params']['w']`. If a key names accumulated gradients, the
     role is "accumulator" instead of "optimizer": `opt_state.acc_grads`."""
     keys = _words_of(path)
-    role = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
+    role: RowName | Literal[""] = next(filter(None, (_match(key, _CONTAINERS) for key in keys)), "")
     if role in ("params", "frozen", "cache"):
         field = _MOMENT_FIELD.search(path)
         if field is not None and not names_group(_words_of(path[: field.start()])):
@@ -292,7 +294,7 @@ def names_group(keys: Iterable[str]) -> bool:
 
 
 @functools.lru_cache(maxsize=65536)
-def by_name(path: str) -> str:
+def by_name(path: str) -> RowName | Literal[""]:
     """Returns the role named by the innermost key of a pytree path that is a known name of an array: "optimizer" for
     `state.inner.mu`, because of `mu`. If no key is known, the name of the function's argument decides: "batch" for
     `tokens[0]`. Returns "" if neither is known."""
@@ -309,7 +311,7 @@ def _words_of(path: str) -> Keys:
     return tuple(word.lower() for word in words if word and not word.isdigit() and word not in ("args", "value"))
 
 
-def _match(word: str, table: Iterable[tuple[str, str]]) -> str:
+def _match(word: str, table: Iterable[tuple[str, RowName]]) -> RowName | Literal[""]:
     return next((name for pattern, name in table if _compiled(pattern).fullmatch(word)), "")
 
 

@@ -23,20 +23,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from bytescope.memory import environment
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
 from bytescope.memory.program.stand_ins import (
     GivenValues,
     MissingPiece,
-    Place,
-    Run,
+    ScriptState,
+    SourceLine,
     StandIn,
     installed,
     is_user_file,
     missing_shape,
-    place_of,
+    relative_line,
     resolve,
-    user_place,
+    user_line,
 )
 
 # Settings of a script's environment: nothing is downloaded, and types are not checked, because jax puts descriptions of
@@ -69,11 +70,11 @@ class CapturedStep:
     traced: Any
     name: str
     defined: str
-    called: Place | None
+    called: SourceLine | None
     updates: bool
-    assumptions: tuple[tuple[Place | None, str], ...]
-    packages: Mapping[str, Place | None]
-    values: Mapping[Place, str]
+    assumptions: tuple[tuple[SourceLine | None, str], ...]
+    packages: Mapping[str, SourceLine | None]
+    values: Mapping[SourceLine, str]
 
 
 class StepFound(BaseException):
@@ -138,7 +139,8 @@ def capture(
         stack.enter_context(_replaced(sys, "argv", [str(script), *argv]))
         stack.enter_context(_replaced(sys, "path", [folder, *sys.path, os.getcwd(), os.path.abspath("src")]))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))  # stdout may be a report's JSON
-        stack.enter_context(mock.patch.dict(os.environ, {**_SETTINGS, **os.environ}))  # the user's own settings win
+        variables = environment.variables()
+        stack.enter_context(mock.patch.dict(variables, {**_SETTINGS, **variables}))  # the user's own settings win
         stack.enter_context(_quiet_logging())
         stack.enter_context(installed(capturing.run, without))
         stack.enter_context(capturing.intercepting())
@@ -168,11 +170,11 @@ def capture(
     )
 
 
-def _piece_of(error: BaseException) -> tuple[Place | None, str]:
+def _piece_of(error: BaseException) -> tuple[SourceLine | None, str]:
     frames, trace = [], error.__traceback__
     while trace is not None:
         if is_user_file(trace.tb_frame.f_code.co_filename):
-            frames.append(place_of(trace.tb_frame.f_code.co_filename, trace.tb_lineno))
+            frames.append(relative_line(trace.tb_frame.f_code.co_filename, trace.tb_lineno))
         trace = trace.tb_next
     place = frames[-1] if frames else None
     if isinstance(error, SystemExit) and error.code:
@@ -262,11 +264,11 @@ class _Capturing:
         self.step, self.auto_axes, self.real_jit = step, auto_axes, jax.jit
         self.found: CapturedStep | None = None
         self.gradients: CapturedStep | None = None
-        self.seen: dict[str, Place | None] = {}
-        self.unknown: dict[Place | None, list[tuple[Place | None, str]]] = {}
-        self.skipped: Counter[Place | None] = Counter()
+        self.seen: dict[str, SourceLine | None] = {}
+        self.unknown: dict[SourceLine | None, list[tuple[SourceLine | None, str]]] = {}
+        self.skipped: Counter[SourceLine | None] = Counter()
         self.trace = AbstractTrace(self._on_value)
-        self.run = Run(values, self._in_traced_code, jax.numpy.asarray)
+        self.run = ScriptState(values, self._in_traced_code, jax.numpy.asarray)
 
     def _in_traced_code(self) -> bool:
         from jax._src import core
@@ -288,7 +290,7 @@ class _Capturing:
         and raises StepFound."""
         jaxpr = traced.jaxpr.jaxpr
         name = _function_name(traced)
-        self.seen.setdefault(name, user_place())
+        self.seen.setdefault(name, user_line())
         named = self.step is not None and self.step in (name, traced.fun_name)
         if self.step is not None and not named:
             return
@@ -296,7 +298,7 @@ class _Capturing:
             return
         updates = returns_updates(jaxpr)
         defined = _definition(traced, name)
-        captured = CapturedStep(traced, name, defined, user_place(), updates, (), {}, {})
+        captured = CapturedStep(traced, name, defined, user_line(), updates, (), {}, {})
         if updates or named:
             self.found = captured
             raise StepFound
@@ -341,7 +343,7 @@ class _Capturing:
 
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         unknown = [
-            missing_shape(leaf, f"{_argument_name(path, names)} of the call at {user_place()}")
+            missing_shape(leaf, f"{_argument_name(path, names)} of the call at {user_line()}")
             for path, leaf in leaves
             if isinstance(leaf, StandIn) and leaf._specs is None
         ]
@@ -356,14 +358,14 @@ class _Capturing:
         one line, because this line is then the training loop."""
         import jax
 
-        place = user_place()
+        place = user_line()
         self.skipped[place] += 1
         if self.skipped[place] > _MAX_SKIPPED:
             raise MissingPiece(self.all_unknown())
         self.unknown[place] = list(unknown.pieces)
         return jax.numpy.zeros(())
 
-    def all_unknown(self) -> list[tuple[Place | None, str]]:
+    def all_unknown(self) -> list[tuple[SourceLine | None, str]]:
         """Returns (line, problem with its remedy) for each argument without a known shape in the recorded calls."""
         return [piece for pieces in self.unknown.values() for piece in pieces]
 
@@ -567,7 +569,7 @@ def _definition(traced: Any, name: str) -> str:
     file, _, line = place.rpartition(":")
     if not line.isdigit() or not is_user_file(os.path.abspath(file)):
         return name
-    return f"{name} ({place_of(file, int(line))})"
+    return f"{name} ({relative_line(file, int(line))})"
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of the user's code.
 
     Fields:
@@ -116,26 +116,26 @@ class MissingPiece(BaseException):
     pieces: (line of the script, problem with its remedy) for each missing piece.
     """
 
-    def __init__(self, pieces: Sequence[tuple[Place | None, str]]):
+    def __init__(self, pieces: Sequence[tuple[SourceLine | None, str]]):
         super().__init__("; ".join(text for _, text in pieces))
         self.pieces = tuple(pieces)
 
 
-def user_place() -> Place | None:
+def user_line() -> SourceLine | None:
     """Returns the innermost line of the user's code that is being executed; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
-            return place_of(frame.f_code.co_filename, frame.f_lineno)
+            return relative_line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
-def place_of(file: str, line: int) -> Place:
-    """Returns the `Place` (relative path and line) for the path of a file and a line number."""
+def relative_line(file: str, line: int) -> SourceLine:
+    """Returns the `SourceLine` (relative path and line) for the path of a file and a line number."""
     path = os.path.abspath(file)
     below = path.startswith(os.getcwd() + os.sep)
-    return Place(os.path.relpath(path) if below else path, line)
+    return SourceLine(os.path.relpath(path) if below else path, line)
 
 
 def is_user_file(path: str) -> bool:
@@ -193,9 +193,9 @@ class GivenValues:
             if not colon or not line:
                 raise ReportError(f"--value={where}={text} names no line: write file.py:LINE=dtype[dimensions]")
             self._specs.append((file, line.strip(), parse_value(text), text))
-        self.used: dict[Place, str] = {}
+        self.used: dict[SourceLine, str] = {}
 
-    def find(self, place: Place | None) -> Any:
+    def find(self, place: SourceLine | None) -> Any:
         """Returns the value or the shapes that the user gave by --value for the line of the script at `place`; None
         if the user gave none."""
         if place is None:
@@ -218,13 +218,13 @@ class StandIn:
     Fields:
         _name: the expression that made the placeholder, such as "tfds.load()".
         _place: the line of the script that made the placeholder.
-        _run: what is known about the script (`Run`).
+        _run: what is known about the script (`ScriptState`).
         _specs: the int or the ShapeDtypeStructs that the user gave for this line, or for the line of the placeholder
             from which this one was made; None if the user gave none.
     """
 
-    def __init__(self, name: str, run: Run, specs: Any = None):
-        self._name, self._run, self._place = name, run, user_place()
+    def __init__(self, name: str, run: ScriptState, specs: Any = None):
+        self._name, self._run, self._place = name, run, user_line()
         self._specs = run.values.find(self._place)
         if self._specs is None:
             self._specs = specs
@@ -257,7 +257,7 @@ class StandIn:
         if self._run.in_traced_code():
             package = self._name.split(".")[0]
             raise MissingPiece(
-                [(user_place(), f"{self._name}() is called inside a traced function: install the package {package}")]
+                [(user_line(), f"{self._name}() is called inside a traced function: install the package {package}")]
             )
         return self._next("()")
 
@@ -371,7 +371,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
     setattr(StandIn, f"__r{_name}__", _arithmetic(_compute, True))
 
 
-def missing_shape(value: StandIn, what: str) -> tuple[Place | None, str]:
+def missing_shape(value: StandIn, what: str) -> tuple[SourceLine | None, str]:
     """Returns (line of the script, problem with its remedy) for a placeholder whose shape is not known.
 
     what: the name of the array that needs a shape, for the message.
@@ -397,7 +397,7 @@ def resolve(value: StandIn) -> Any:
 
 
 @dataclasses.dataclass
-class Run:
+class ScriptState:
     """What is known about a running script. All placeholders (`StandIn`) of the script share this record.
 
     Fields:
@@ -411,16 +411,16 @@ class Run:
     values: GivenValues
     in_traced_code: Callable[[], bool]
     as_jax: Callable[[Any], Any]
-    assumptions: dict[tuple[Place | None, str], None] = dataclasses.field(default_factory=dict)
-    packages: dict[str, Place | None] = dataclasses.field(default_factory=dict)
+    assumptions: dict[tuple[SourceLine | None, str], None] = dataclasses.field(default_factory=dict)
+    packages: dict[str, SourceLine | None] = dataclasses.field(default_factory=dict)
 
     def assume(self, what: str) -> None:
         """Records an assumption about the line of the user's code that is being executed."""
-        self.assumptions.setdefault((user_place(), what))
+        self.assumptions.setdefault((user_line(), what))
 
 
 class _StandInModule(ModuleType):
-    def __init__(self, name: str, run: Run):
+    def __init__(self, name: str, run: ScriptState):
         super().__init__(name)
         self.__path__: list[str] = []
         self._stand_in = StandIn(name, run)
@@ -441,13 +441,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     without: installed packages to replace; None for the hook for missing packages.
     """
 
-    def __init__(self, run: Run, without: Sequence[str] | None):
+    def __init__(self, run: ScriptState, without: Sequence[str] | None):
         self.run, self.without = run, without
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         root = fullname.split(".")[0]
         if root not in self.run.packages:
-            place = _importing_place()
+            place = _importing_line()
             if self.without is not None:
                 # An installed library that imports a tracker gets the real tracker.
                 wanted = root in self.without or (root in TRACKERS and place is not None)
@@ -457,7 +457,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                     raise MissingPiece([(place, f"the package {root} is not installed here: install it")])
             if not wanted:
                 return None
-            self.run.packages[root] = place or user_place()
+            self.run.packages[root] = place or user_line()
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
@@ -467,17 +467,17 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return None
 
 
-def _importing_place() -> Place | None:
+def _importing_line() -> SourceLine | None:
     """Returns the line of the import statement that is being executed, if it is in the user's code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back
     if frame is None or not is_user_file(frame.f_code.co_filename):
         return None
-    return place_of(frame.f_code.co_filename, frame.f_lineno)
+    return relative_line(frame.f_code.co_filename, frame.f_lineno)
 
 
-def _is_guarded(place: Place) -> bool:
+def _is_guarded(place: SourceLine) -> bool:
     """Returns whether a line is in the body of a `try` that handles ImportError. The script can then run without the
     package that the line imports."""
     try:
@@ -493,7 +493,7 @@ def _is_guarded(place: Place) -> bool:
 
 
 @contextlib.contextmanager
-def installed(run: Run, without: Sequence[str]) -> Iterator[None]:
+def installed(run: ScriptState, without: Sequence[str]) -> Iterator[None]:
     """Context manager in which placeholders (`StandIn`) replace missing packages, and zeros replace missing token
     files.
 
@@ -520,7 +520,7 @@ def _remove_modules() -> None:
         del sys.modules[name]
 
 
-def _file_functions(run: Run) -> list[tuple[Any, str, Any]]:
+def _file_functions(run: ScriptState) -> list[tuple[Any, str, Any]]:
     memmap, fromfile, getsize, find = np.memmap, np.fromfile, os.path.getsize, glob.glob
     missing: dict[str, None] = {}
 
@@ -536,7 +536,7 @@ def _file_functions(run: Run) -> list[tuple[Any, str, Any]]:
     class Memmap(np.memmap):
         def __new__(cls, filename: Any, dtype: Any = np.uint8, mode: Any = "r+", *args: Any, **kwargs: Any) -> Any:
             shape = kwargs.get("shape", args[1] if len(args) > 1 else None)
-            if is_missing(filename) and mode in ("r", "c", "r+") and user_place() is not None:
+            if is_missing(filename) and mode in ("r", "c", "r+") and user_line() is not None:
                 return zeros(filename, dtype, shape)
             return memmap(filename, dtype, mode, *args, **kwargs)
 
@@ -553,7 +553,7 @@ def _file_functions(run: Run) -> list[tuple[Any, str, Any]]:
     def find_files(pattern: Any, *args: Any, **kwargs: Any) -> list[str]:
         found = find(pattern, *args, **kwargs)
         # A pattern that ends with a file name extension of token files; one file that matches the pattern is assumed.
-        if not found and isinstance(pattern, str) and pattern.endswith((".bin", ".npy")) and user_place() is not None:
+        if not found and isinstance(pattern, str) and pattern.endswith((".bin", ".npy")) and user_line() is not None:
             name = re.sub(r"\*+|\?", "0", pattern)
             missing.setdefault(name)
             run.assume(f"finds the missing file {name}")

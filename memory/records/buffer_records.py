@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
 
 # Rows of the breakdown of the peak, in the order in which reports show them.
-ROWS = (
+RowName = Literal[
     "params",
     "frozen",
     "optimizer",
@@ -26,8 +27,11 @@ ROWS = (
     "outputs",
     "unattributed",
     "fragmentation",
-)
+]
+ROWS: tuple[RowName, ...] = get_args(RowName)
 CATEGORIES = ROWS[:-1]
+# Roles of the rows of the ledger.
+LedgerRole = Literal["params", "copies", "gradients", "accumulator", "optimizer", "frozen", "total"]
 # The phases of a training step in their order, and all phases of buffers: arguments and outputs have phases of their
 # own, and "" is an unknown phase.
 STEP_PHASES = ("forward", "recompute", "backward", "optimizer")
@@ -67,7 +71,7 @@ class Buffer:
     bytes: int
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    category: str = "unattributed"
+    category: RowName = "unattributed"
     phase: str = ""
     component: str = ""
     module: str = ""
@@ -115,7 +119,7 @@ class LedgerRow:
         bytes_per_param: bytes per trained parameter; 0.0 for frozen parameters and for a program without parameters.
     """
 
-    role: str
+    role: LedgerRole
     dtype: str
     elements: int
     bytes: int
@@ -154,7 +158,7 @@ class PeakAccount:
     Fields:
         peak_bytes: the maximum number of bytes that are live at one time.
         allocated_bytes: bytes that the runtime allocates for the program: arguments, outputs, constants, temporaries.
-        breakdown: row (such as "params") -> bytes at the peak.
+        breakdown: every row of `ROWS`, such as "params" -> bytes at the peak; 0 for a row that is not given.
         timeline: the live bytes at each instruction.
         buffers: all buffers of the program.
         ledger: the training state by role and dtype.
@@ -170,7 +174,7 @@ class PeakAccount:
 
     peak_bytes: int
     allocated_bytes: int
-    breakdown: Mapping[str, int]
+    breakdown: Mapping[RowName, int]
     timeline: tuple[TimelinePoint, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     ledger: tuple[LedgerRow, ...] = ()
@@ -182,6 +186,12 @@ class PeakAccount:
     program: str = ""
     method: str = "heap_trace"
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.breakdown) - set(ROWS):
+            raise ValueError(f"the breakdown has the unknown row {min(unknown)!r}: choose from {', '.join(ROWS)}")
+        if tuple(self.breakdown) != ROWS:
+            object.__setattr__(self, "breakdown", {row: self.breakdown.get(row, 0) for row in ROWS})
 
     @property
     def unplaced_bytes(self) -> int:

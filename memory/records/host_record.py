@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from bytescope.memory.errors import type_phrase
 from bytescope.memory.records.report_json import is_count, plain, read_item
+from bytescope.memory.records.verdicts import verdict_word
 
 # Phase of a command -> what happens in it. The order is that of a run.
 HOST_PHASES = {
@@ -27,8 +28,6 @@ HOST_PHASES = {
     "quantize": "weights are quantized",
     "other": "everything else that the command does, such as writing its output",
 }
-VERDICTS = ("fits", "tight", "exceeds", "unknown")
-TIGHT = 0.95  # the share of the node's memory above which the verdict is "tight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +105,11 @@ class HostMemory:
 
     @property
     def verdict(self) -> str:
-        """Whether the host memory of the node suffices for the predicted bytes of its processes: "fits", "tight" (more
-        than the fraction `TIGHT` of the node's memory is needed), "exceeds", or "unknown" if the node's memory is
-        unknown or no host memory is predicted."""
+        """Whether the host memory of the node suffices for the predicted bytes of its processes: the word of
+        `verdict_word`, or "unknown" if the node's memory is unknown or no host memory is predicted."""
         if not self.node_bytes or not self.terms:
             return "unknown"
-        share = self.predicted_node_bytes / self.node_bytes
-        return "exceeds" if share > 1 else "tight" if share > TIGHT else "fits"
+        return verdict_word(self.predicted_node_bytes, self.node_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, and the four properties `peak_phase`, `process_bytes`,

@@ -59,7 +59,7 @@ def diff(before: ReportRecord, after: ReportRecord) -> tuple[Change, ...]:
         for name in ("peak_bytes", "allocated_bytes", "host_bytes")
     ]
     parts = [
-        *_changes("category", before.breakdown, after.breakdown, ROWS),
+        *(Change("category", row, before.breakdown[row], after.breakdown[row]) for row in ROWS),
         *_changes("residual", before.residuals_by_name, after.residuals_by_name),
         *_changes("workspace", before.workspace_by_scope, after.workspace_by_scope),
         *_changes("buffer", *_matched_buffers(before, after)),
@@ -223,8 +223,8 @@ def sources(report: ReportRecord) -> dict[str, str]:
     return lines
 
 
-def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int], names: Iterable[str] = ()) -> list[Change]:
-    keys = dict.fromkeys((*names, *before, *after))
+def _changes(kind: str, before: Mapping[str, int], after: Mapping[str, int]) -> list[Change]:
+    keys = dict.fromkeys((*before, *after))
     return [Change(kind, key, before.get(key, 0), after.get(key, 0)) for key in keys]
 
 

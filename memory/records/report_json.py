@@ -37,7 +37,7 @@ def _is_text(value: Any) -> bool:
 
 # Annotation of a record's field -> function that checks a JSON value.
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
-    "str": _is_text,
+    **dict.fromkeys(("str", "RowName", "LedgerRole"), _is_text),
     "int": is_count,
     "bool": lambda value: isinstance(value, bool),
     "float": is_number,

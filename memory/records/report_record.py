@@ -86,8 +86,10 @@ from bytescope.memory.records.buffer_records import (
     ROWS,
     STEP_PHASES,
     Buffer,
+    LedgerRole,
     LedgerRow,
     PeakAccount,
+    RowName,
     RuntimeOverhead,
     TimelinePoint,
     overhead_bytes,
@@ -114,7 +116,6 @@ __all__ = [
     "ROWS",
     "SCHEMA",
     "STEP_PHASES",
-    "VERDICTS",
     "AuditRow",
     "Buffer",
     "Description",
@@ -122,10 +123,12 @@ __all__ = [
     "HeldBuffer",
     "HostMemory",
     "JudgedProgram",
+    "LedgerRole",
     "LedgerRow",
     "PeakAccount",
     "RecomputedValue",
     "ReportRecord",
+    "RowName",
     "RuntimeOverhead",
     "TimelinePoint",
     "Transfer",
@@ -142,7 +145,6 @@ METHODS = {
     "heap_trace": "exact: the compiler's own heap trace",
     "schedule": "totals are XLA's; live ranges are derived from the scheduled HLO, the difference is a row",
 }
-VERDICTS = ("fits", "tight", "exceeds", "unknown")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +264,7 @@ class JudgedProgram(PeakAccount):
             context.
         limit_bytes: bytes that are available on the device; None without a target.
         fits: whether the predicted bytes are at most `limit_bytes`; None without a target.
-        verdict: "fits", "tight" (above 95 % of the limit) or "exceeds"; "unknown" without a target.
+        verdict: "fits", "tight" or "exceeds"; "unknown" without a target.
         xla: the compiler's own memory statistics.
         xla_budget: the memory that XLA:GPU plans with.
         xla_recomputed: the instructions that XLA's rematerialization pass added.
@@ -364,7 +366,6 @@ class ReportRecord(JudgedProgram):
         out["predicted_bytes"] = self.predicted_bytes
         out["xla_limit_bytes"] = self.xla_budget.limit_bytes
         out["unplaced_bytes"] = self.unplaced_bytes
-        out["breakdown"] = {row: int(self.breakdown.get(row, 0)) for row in ROWS}
         return out
 
     def save(self, path: str | Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from bytescope.memory.cost.flops import KERNELS
 from bytescope.memory.errors import ReportError
 from bytescope.memory.jaxprs import NAME
+from bytescope.memory.units import plural
 
 _PLAIN = (str, int, float, bool, type(None), enum.Enum)
 # Parameters with devices and source lines, which are not part of a key.
@@ -206,7 +207,7 @@ class RematPolicy:
     def __repr__(self) -> str:
         wanted = self.wanted
         many = len(wanted.names) + len(wanted.keys) + sum(map(len, wanted.places))
-        return f"<RematPolicy: keeps {many} values of a block>"
+        return f"<RematPolicy: keeps {plural(many, 'value')} of a block>"
 
     def __getstate__(self) -> dict[str, Any]:
         return {"wanted": self.wanted}

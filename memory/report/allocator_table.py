@@ -58,7 +58,7 @@ def replay(programs: ReportRecord | Iterable[ReportRecord | tuple[ReportRecord, 
     - largest_free_bytes, fragmentation: the largest free block, and the fraction (0 to 1) of the free bytes outside of
       it, when the first request failed; at the peak if no request failed.
     - outside_bytes: memory outside of the allocator, such as the CUDA context and NCCL buffers.
-    - limit_bytes, verdict: bytes that the allocator may use; "fits", "tight" (above 95 % of these bytes) or "exceeds".
+    - limit_bytes, verdict: bytes that the allocator may use; "fits", "tight" or "exceeds".
     - reason: why the run does not fit, such as the request that failed; "" if it fits.
     - occupancy: a drawing of the pool when a request failed, as XLA prints it; "" otherwise.
 

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
+from bytescope.memory.units import plural
 from bytescope.memory.view.elements import PageTable
 from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import page_table, terminal_table
@@ -78,7 +79,7 @@ def summary(rows: Sequence[AuditRow]) -> str:
     known = [row for row in rows if row.honored is not None]
     honored = sum(row.count for row in known if row.honored)
     unknown = sum(row.count for row in rows if row.honored is None)
-    line = f"{honored} of {sum(row.count for row in known)} requests honored"
+    line = f"{honored} of {plural(sum(row.count for row in known), 'request')} honored"
     return f"{line}, {unknown} {UNKNOWN}" if unknown else line
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo.sources import notebook_cell
 from bytescope.memory.records.report_record import Buffer, ReportRecord
+from bytescope.memory.units import plural
 from bytescope.memory.view.console import shorten
 from bytescope.memory.view.object_table import Table
 from bytescope.memory.view.table_model import ColumnView
@@ -107,7 +108,7 @@ def listed_share(report: ReportRecord, groups: Iterable[Alike]) -> str:
     groups = tuple(groups)
     count, listed = len(report.alive_at(report.peak_index)), sum(alike.times for alike in groups)
     share = sum(alike.times * alike.one.bytes for alike in groups) / max(report.peak_bytes, 1)
-    return f"{listed:,} of {count:,} buffers, {share:.1%} of the peak"
+    return f"{listed:,} of {plural(count, 'buffer')}, {share:.1%} of the peak"
 
 
 def what(buffer: Buffer) -> str:

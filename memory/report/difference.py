@@ -14,7 +14,7 @@ from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.records import report_diff as plan_diff
 from bytescope.memory.records.report_diff import Change, Measure, measures, version_changes, warnings
 from bytescope.memory.records.report_record import ReportRecord, load
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.memory.view.console import notebook_html, plain_text, prompt_width, put
 from bytescope.memory.view.table_model import ColumnView, TableView
 from bytescope.memory.view.table_views import terminal_table
@@ -191,7 +191,7 @@ def render_text(
     more = len(buffers) - max_buffers
     warning_lines = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
     versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
-    rest = [Text(f"and {more} more buffers", style="dim")] if more > 0 else []
+    rest = [Text(f"and {plural(more, 'more buffer')}", style="dim")] if more > 0 else []
     measured = measures(before, after)
     named = change_columns("buffers that changed most", lambda change: change.name)
     printed = blocks(

@@ -17,6 +17,7 @@ from bytescope.memory.host.process_memory import resident
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report.host_view import line
+from bytescope.memory.units import plural
 
 
 def resident_term(phase: str) -> HostTerm:
@@ -64,7 +65,8 @@ def program_host_memory(report: ReportRecord, jaxpr: Any, target: Target, uses_f
     terms = [term for term in shared if term.phase != "analyze"]  # a run makes no report
     if target.platform == "cpu":
         size = devices * report.predicted_bytes
-        terms.append(HostTerm("train", f"arrays and temporaries of {devices} CPU devices", size, "the report"))
+        held = f"arrays and temporaries of {plural(devices, 'CPU device')}"
+        terms.append(HostTerm("train", held, size, "the report"))
     else:
         batch = sum(buffer.bytes for buffer in report.buffers if buffer.category == "batch")
         terms += pinned_terms(report, False, processes)

@@ -156,7 +156,7 @@ def _nothing_fits(outcome: SearchOutcome, budget: int) -> ReportError:
 
 class PolicyCompiler:
     """Compiles a program (the gradient of a loss, or a whole update) once for each remat policy that a search
-    proposes.
+    proposes. `starting` is called with each plan before it is compiled.
     """
 
     def __init__(self, loss: Loss, target: Target | str | None, optimizer: Any, blocks: Collection[str]):
@@ -168,6 +168,7 @@ class PolicyCompiler:
         self.layers = find_layers(loss.jaxpr, loss.active, blocks)
         self.values: LayerValues = find_values(self.layers, loss.shards)
         self.built: dict[str, Built] = {}
+        self.starting: Callable[[LayerPlan], None] = lambda plan: None
         # The program that recomputes everything gives the target, and shows whether a layer's operations are traced in
         # the same order in the program as alone.
         probe = RematPolicy(self.values.wanted(()))
@@ -203,6 +204,7 @@ class PolicyCompiler:
     def _one(self, plan: LayerPlan) -> PlanFigures:
         name = policy_name(plan) or str(plan)
         if name not in self.built:
+            self.starting(plan)
             try:
                 self.built[name] = self._build(self.policy(plan))
             except ReportError:

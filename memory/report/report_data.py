@@ -10,7 +10,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from bytescope.memory.records.report_record import CATEGORIES, PHASES, ROWS, Buffer, ReportRecord, TimelinePoint
+from bytescope.memory.records.report_record import (
+    CATEGORIES,
+    PHASES,
+    ROWS,
+    Buffer,
+    ReportRecord,
+    RowName,
+    TimelinePoint,
+)
 from bytescope.memory.report.buffer_tables import array_type, what
 from bytescope.memory.units import column_unit
 from bytescope.memory.view.elements import row_name
@@ -87,7 +95,7 @@ def thin(timeline: Sequence[TimelinePoint], peak: int, most: int = MAX_POINTS) -
     return sorted(kept)
 
 
-def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[str, list[int]]:
+def by_category(buffers: Iterable[Buffer], n_points: int, indices: Sequence[int]) -> dict[RowName, list[int]]:
     """Returns a dict: category of buffers -> live bytes at each of the timeline points `indices`. A category without
     live bytes at any point is left out.
 
@@ -163,7 +171,7 @@ def tiles(
     alive = sorted((b for b in buffers if b.at_peak and b.bytes), key=lambda b: -b.bytes)
     out: list[Tile] = []
     parents: set[str] = set()
-    rest: dict[tuple[str, str], list[int]] = {}
+    rest: dict[tuple[RowName, str], list[int]] = {}
     sums = dict.fromkeys(ROWS, 0)
     for number, buffer in enumerate(alive):
         row = buffer.category if buffer.category in sums else "unattributed"
@@ -182,7 +190,7 @@ def tiles(
     for (row, parent), sizes in rest.items():
         out.append((f"{parent}/rest", parent, f"{len(sizes)} smaller", sum(sizes), row, -1))
     for row in ROWS:
-        missing = report.breakdown.get(row, 0) - sums[row]
+        missing = report.breakdown[row] - sums[row]
         if missing > 0:
             if row not in parents:
                 out.append((row, "", row, 0, row, -1))

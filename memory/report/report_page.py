@@ -19,6 +19,7 @@ from bytescope.memory.records.report_record import (
     METHODS,
     ReportRecord,
 )
+from bytescope.memory.records.verdicts import TIGHT_PERCENT
 from bytescope.memory.report import allocator_table, audit_view, host_view, report_tables
 from bytescope.memory.report.report_data import page_data
 from bytescope.memory.report.report_text import (
@@ -47,7 +48,7 @@ from bytescope.memory.view.table_views import page_table
 # Verdict -> (mark, words).
 VERDICTS = {
     "fits": ("✓", "fits"),
-    "tight": ("▲", "tight: over 95 % of the limit"),
+    "tight": ("▲", f"tight: over {TIGHT_PERCENT} of the limit"),
     "exceeds": ("✕", "exceeds the limit"),
     "unknown": ("?", "no limit known"),
 }

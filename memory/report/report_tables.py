@@ -13,7 +13,7 @@ from bytescope.memory.records.report_record import (
     RecomputedValue,
     ReportRecord,
 )
-from bytescope.memory.units import flops
+from bytescope.memory.units import flops, plural
 from bytescope.memory.view.table_model import PAGE, ColumnView, TableView
 
 # Value of `role`, `kind` and so on in a row with the sums of the other rows, and the emphasis of this row.
@@ -37,7 +37,7 @@ def overlapped_by(item: Collective) -> str:
     """
     if item.exposed:
         return "exposed" if item.asynchronous else "synchronous"
-    operations = "1 op" if item.overlapped == 1 else f"{item.overlapped} ops"
+    operations = plural(item.overlapped, "op")
     return f"{operations}, {flops(item.overlapped_flops)}" if item.overlapped_flops else operations
 
 

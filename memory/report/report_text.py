@@ -27,7 +27,7 @@ from bytescope.memory.records.report_record import (
 from bytescope.memory.report import audit_view, host_view, report_tables
 from bytescope.memory.report.buffer_tables import largest_table
 from bytescope.memory.report.tried_remedies import tried_text
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import one_line, put, safe, shorten
 from bytescope.memory.view.table_model import TableView
@@ -313,7 +313,7 @@ def findings(report: ReportRecord) -> RenderableType | None:
             out.append(Prose(tried, "green", indent=2))
     if len(report.findings) > _FINDINGS:
         count = len(report.findings) - _FINDINGS
-        out.append(Prose(f"  and {count} more finding{'s' if count > 1 else ''}", "dim"))
+        out.append(Prose(f"  and {plural(count, 'more finding')}", "dim"))
     return Group(*out)
 
 

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from bytescope.memory.seconds.rate_records import Curve
+from bytescope.memory.units import MIB
 
 _T, _G = 1e12, 1e9
-_KB, _MIB = 1000, 2**20
+_KB = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,8 +214,8 @@ _BOTH_PASSES: Mapping[str, Mapping[int, Mapping[tuple[str, int], tuple[float, ..
         },
     },
 }
-# FLOPs of a backward pass divided by those of a forward pass.
-_BACKWARD_FLOPS = 2.5
+# FLOPs of a backward pass of attention (five products), divided by those of a forward pass (two products).
+BACKWARD_FLOPS = 2.5
 
 
 def _split_passes(chip: str, version: int, forward_to_backward: float, source: str) -> dict[Any, PublishedRate]:
@@ -226,7 +227,7 @@ def _split_passes(chip: str, version: int, forward_to_backward: float, source: s
         source: where this ratio was read.
     """
     source = f"FlashAttention {version}: {_DAO}, ratio of the passes: {source}"
-    share = (1 + _BACKWARD_FLOPS * forward_to_backward) / (1 + _BACKWARD_FLOPS)
+    share = (1 + BACKWARD_FLOPS * forward_to_backward) / (1 + BACKWARD_FLOPS)
     table = {}
     for (mask, width), rates in _BOTH_PASSES[chip][version].items():
         forward = [share * rate for rate in rates]
@@ -468,18 +469,18 @@ _IB_REDUCE = (
 COLLECTIVES: Mapping[str, tuple[Bus, ...]] = {
     "h100": (
         *(
-            Bus(kind, group, 1, _points(_XLA, _MIB, *points))
+            Bus(kind, group, 1, _points(_XLA, MIB, *points))
             for kind, groups in _XLA_RATES.items()
             for group, points in groups.items()
         ),
-        Bus("all-reduce", 16, 2, _points(_MARIN, _MIB, (64, 179.5), (256, 299.3), (512, 340.2), (1024, 364.9))),
-        Bus("all-reduce", 32, 4, _points(f"{_BEKMAN}, 8 x 400 Gb/s a node", _MIB, *_IB_REDUCE)),
+        Bus("all-reduce", 16, 2, _points(_MARIN, MIB, (64, 179.5), (256, 299.3), (512, 340.2), (1024, 364.9))),
+        Bus("all-reduce", 32, 4, _points(f"{_BEKMAN}, 8 x 400 Gb/s a node", MIB, *_IB_REDUCE)),
         *(
-            Bus("reduce-scatter", 8 * hosts, hosts, _points(_SCATTER_IB, _MIB, (8192, rate)))
+            Bus("reduce-scatter", 8 * hosts, hosts, _points(_SCATTER_IB, MIB, (8192, rate)))
             for hosts, rate in ((4, 360), (8, 345), (16, 320), (32, 300), (64, 280), (128, 260))
         ),
     ),
-    "h200": (Bus("all-reduce", 8, 1, _points(f"{_BEKMAN}, nccl-tests", _MIB, *_H200_REDUCE)),),
+    "h200": (Bus("all-reduce", 8, 1, _points(f"{_BEKMAN}, nccl-tests", MIB, *_H200_REDUCE)),),
     "a100-80g": (Bus("all-reduce", 8, 1, _points(_azure("A100 v4"), _KB, *_A100_REDUCE)),),
     "gb200": (Bus("all-reduce", 4, 1, _points(f"{_azure('GB200 v6')}, rings", _KB, *_GB200_REDUCE)),),
     "rtx4090": (
@@ -536,12 +537,12 @@ _CLUSTER_RATES = {
 }
 NETWORKS: Mapping[str, tuple[Bus, ...]] = {
     "efa": tuple(
-        Bus(kind, 8 * hosts, hosts, _points(_EFA, _MIB, *zip(_EFA_SIZES, rates, strict=False)))
+        Bus(kind, 8 * hosts, hosts, _points(_EFA, MIB, *zip(_EFA_SIZES, rates, strict=False)))
         for kind, table in (("all-reduce", _EFA_REDUCE), ("all-gather", _EFA_GATHER))
         for hosts, rates in table.items()
     ),
     "playbook": tuple(
-        Bus(kind, 8 * hosts, hosts, _points(_CLUSTER, _MIB, (1024, rate)))
+        Bus(kind, 8 * hosts, hosts, _points(_CLUSTER, MIB, (1024, rate)))
         for hosts, rates in _CLUSTER_RATES.items()
         for kind, rate in zip(("all-reduce", "all-gather", "reduce-scatter"), rates, strict=True)
     ),

@@ -6,11 +6,11 @@ The rates come from the table of `achieved` for the chip of a target, from this 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,20 +49,19 @@ def load(path: str | Path) -> DeviceRates:
         ) from error
 
 
-# The measured rates file of this process (--rates=FILE), as a list with at most one item.
-_CHOSEN: list[Path] = []
+# The measured rates file (--rates=FILE) and its rates; None for the built-in table of chips.
+_CHOSEN: ContextVar[tuple[Path, DeviceRates] | None] = ContextVar("rates file", default=None)
 
 
 def use(path: str | Path | None) -> DeviceRates | None:
-    """Sets the measured rates file that this process uses for predictions, and returns its rates. If the file has
-    constants of the host ledger, the ledger uses them. None restores the built-in table of chips and the shipped
+    """Sets the measured rates file that the current context uses for predictions, and returns its rates. If the file
+    has constants of the host ledger, the ledger uses them. None restores the built-in table of chips and the shipped
     constants.
 
     Raises ReportError if the file does not contain rates.
     """
     rates = load(path) if path is not None else None
-    _CHOSEN[:] = [Path(path).absolute()] if path is not None else []
-    _loaded.cache_clear()
+    _CHOSEN.set((Path(path).absolute(), rates) if path is not None and rates is not None else None)
     use_host_rates(rates.host if rates is not None else None)
     return rates
 
@@ -71,39 +70,35 @@ def chosen() -> Path | None:
     """Returns the absolute path of the rates file that `use` set, for passing it to other processes; None if there is
     none.
     """
-    return next(iter(_CHOSEN), None)
+    given = _CHOSEN.get()
+    return given[0] if given is not None else None
 
 
 def digest() -> str:
     """Returns a hex digest of the rates that `use` set, for the key of a cache that depends on them; "" if there are
-    none. Raises ReportError if the file cannot be read.
+    none.
     """
-    path = chosen()
-    if path is None:
+    given = _CHOSEN.get()
+    if given is None:
         return ""
-    return hashlib.sha256(json.dumps(_loaded(path).to_json(), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(given[1].to_json(), sort_keys=True).encode()).hexdigest()
 
 
-@functools.lru_cache(maxsize=8)
-def _loaded(path: Path) -> DeviceRates:
-    return load(path)
-
-
-def select(target: Target | Mapping[str, Any], file: str | Path | None = None) -> DeviceRates | None:
+def select(target: Target | Mapping[str, Any]) -> DeviceRates | None:
     """Returns the compute and transfer rates for a target or its JSON; None for an accelerator without known rates.
 
-    The rates come from `file`, or else from the file that `use` set, or else from the built-in table of chips. Without
-    a file, the rates of a CPU are measured on this machine. Collectives that a file lacks are taken from the table.
+    The rates come from the file that `use` set, or else from the built-in table of chips. Without a file, the rates of
+    a CPU are measured on this machine. Collectives that a file lacks are taken from the table.
 
-    Raises ReportError if the file or the target is damaged, or if the file was measured on another kind of device.
+    Raises ReportError if the target is damaged, or if the file was measured on another kind of device.
     """
     known = target if isinstance(target, Mapping) else target.to_json()
-    path = Path(file) if file is not None else chosen()
-    on_cpu = known.get("platform") == "cpu"
-    rates = _loaded(path) if path is not None else None
-    if rates is None:
-        return _measure_cpu_rates(known) if on_cpu else chip_rates.rates_of_kind(str(known.get("kind")))
-    return for_target(rates, known)
+    given = _CHOSEN.get()
+    if given is not None:
+        return for_target(given[1], known)
+    if known.get("platform") == "cpu":
+        return _measure_cpu_rates(known)
+    return chip_rates.rates_of_kind(str(known.get("kind")))
 
 
 def for_target(rates: DeviceRates, known: Mapping[str, Any]) -> DeviceRates:

@@ -37,9 +37,8 @@ from bytescope.memory.records.schedule_records import (
 from bytescope.memory.records.schedule_records import kernels as every_kernel
 from bytescope.memory.seconds import products
 
-# Maximum number of updates between the start and the done of an asynchronous operation, and maximum number of records
-# of a step, because a damaged module may call the same computation over and over.
-_MAX_UPDATES, _MAX_RECORDS = 24, 2**17
+# Maximum number of records of a step, because a damaged module may call the same computation over and over.
+_MAX_RECORDS = 2**17
 # FLOPs that a device computes in the time in which it moves one byte, here 989 / 3.35 of an H100. It is used to
 # compare the branches of a conditional.
 _FLOPS_PER_BYTE = 295
@@ -261,7 +260,7 @@ class _ScheduleReader:
     def wait(self, one: Instruction) -> Iterator[Step]:
         start: Instruction | None = one
         # -update instructions may be between start and done.
-        for _ in range(_MAX_UPDATES):
+        for _ in range(collectives.MAX_UPDATES):
             start = self.module.operand(start, 0) if start else None
             if start is not None and start.opcode.endswith("-start"):
                 break

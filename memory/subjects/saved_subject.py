@@ -26,9 +26,13 @@ class ReportSubject(Subject):
 
     def report(self, target: str) -> ReportRecord:
         """Returns the report in the file. Raises ReportError if the file is no report, or if a target is given."""
+        self.refuse_target(target)
+        return report_record.load(self.path)
+
+    def refuse_target(self, target: str) -> None:
+        """Raises ReportError if a target is given."""
         if target != "local":
             raise ReportError(f"{target} cannot be used with a saved report, which has a target: leave it out")
-        return report_record.load(self.path)
 
 
 class RunSubject(ReportSubject):

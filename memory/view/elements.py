@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.devices.limits import limit_share
-from bytescope.memory.records.report_record import ROWS, ReportRecord
+from bytescope.memory.records.report_record import ROWS, ReportRecord, RowName
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.figures import count, exact, percent, rounded, seconds
@@ -103,7 +103,7 @@ class BreakdownPart(NamedTuple):
         width: the percentage of the bar's length that it takes.
     """
 
-    row: str
+    row: RowName
     name: str
     bytes: int
     share: float
@@ -121,7 +121,7 @@ class Section(NamedTuple):
 Column = tuple[str, str, Callable[[Any], Cell | str]]
 
 
-def row_name(row: str) -> str:
+def row_name(row: RowName) -> str:
     """Returns the display name of a category of the memory breakdown."""
     return {"frozen": "frozen params", "logits_loss": "logits and loss", "rng": "random keys"}.get(row, row)
 
@@ -275,7 +275,7 @@ def size(count: int | None) -> Cell:
     return Cell("" if count is None else human(count), exact(count), value=count)
 
 
-def parts(breakdown: Mapping[str, int], total: int, scale: int = 0) -> list[BreakdownPart]:
+def parts(breakdown: Mapping[RowName, int], total: int, scale: int = 0) -> list[BreakdownPart]:
     """Returns the categories of a memory breakdown that have bytes, in the order of `ROWS`.
 
     breakdown: category -> bytes. total: bytes of all categories. scale: bytes that the full length of the bar

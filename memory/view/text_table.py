@@ -7,6 +7,7 @@ table.add("fusion.3", "1.25 GiB", "a copy of the parameters")
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
 
@@ -36,6 +37,7 @@ class FigureColumn:
         part: function from a text to the width of its longest part that must not be split, 0 if it can be split
             anywhere.
         under: whether a sentence is printed below its row if there is no room in the row.
+        is_key: whether the values identify the row together with those of the columns before it.
     """
 
     title: str | Text = ""
@@ -45,6 +47,7 @@ class FigureColumn:
     shrink: Callable[[Text, int, Console], list[Text]] | None = None
     part: Callable[[str], int] = lambda text: 0
     under: bool = False
+    is_key: bool = False
 
 
 def label(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
@@ -95,7 +98,7 @@ def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -
     def part(text: str) -> int:
         return min(max(map(cell_len, wrapped(text, 1)), default=0), MIN_WORDS)
 
-    return FigureColumn(title, style, min_width=min_width, shrink=shrink, part=part)
+    return FigureColumn(title, style, min_width=min_width, shrink=shrink, part=part, is_key=True)
 
 
 def path(title: str | Text = "", style: str = "", min_width: int = MIN_WORDS) -> FigureColumn:
@@ -132,8 +135,8 @@ class FigureTable:
     """A table on the terminal whose numbers are never cut.
 
     If the table is too wide, sentences are wrapped first, then names are shortened, then sentences are printed below
-    their rows. Columns that still do not fit are printed as a second block, which repeats the first column. Columns
-    without any cell are left out.
+    their rows. Columns that still do not fit are printed as a second block, which repeats the first column and the
+    columns `value` that follow it. Columns without any cell are left out.
 
     Args:
         columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first one names the row.
@@ -183,12 +186,15 @@ class FigureTable:
         widths = self._shrink_to_fit(natural, width, gap)
         if _line_width(widths, gap) > width and (under := [at for at in natural if self.columns[at].under]):
             widths = self._shrink_to_fit({at: size for at, size in natural.items() if at not in under}, width, gap)
-        blocks, key = [], next(iter(widths))
-        block = {key: widths.pop(key)}
+        first, *others = widths
+        blocks, keys = [], [first, *itertools.takewhile(lambda at: self.columns[at].is_key, others)]
+        if _line_width({at: widths[at] for at in keys}, gap) > width // 2:
+            keys = [first]
+        block = {at: widths.pop(at) for at in keys}
         for at, size in widths.items():
-            if len(block) > 1 and _line_width({**block, at: size}, gap) > width:
+            if len(block) > len(keys) and _line_width({**block, at: size}, gap) > width:
                 blocks.append(block)
-                block = {key: block[key]}
+                block = {key: block[key] for key in keys}
             block[at] = size
         # Columns that were shortened to fit in one block may have more room in separate blocks.
         blocks = [self._shrink_to_fit({at: natural[at] for at in block}, width, gap) for block in (*blocks, block)]

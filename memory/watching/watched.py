@@ -27,7 +27,7 @@ from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.program.roles import checked_roles
 from bytescope.memory.program.tracing import LostUpdateError, check_options
 from bytescope.memory.report.report_object import Report
-from bytescope.memory.units import human, parse_bytes
+from bytescope.memory.units import human, parse_bytes, plural
 from bytescope.memory.watching.executable import Executable, as_jitted, compile_jitted, is_wrapper, statics_of
 from bytescope.memory.watching.reporting import EXHAUSTED, StepReporter, is_exhausted
 
@@ -110,7 +110,7 @@ class Watched:
         return getattr(self.__wrapped__, name)
 
     def __repr__(self) -> str:
-        return f"Watched({self._reporter.name}, {self.calls:,} calls)"
+        return f"Watched({self._reporter.name}, {plural(self.calls, 'call')})"
 
     def __enter__(self) -> Watched:
         return self

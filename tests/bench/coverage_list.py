@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bytescope import memory
 from bytescope.memory import cli
-from bytescope.train.program import program_settings
+from bytescope.train.config_fields import FIELDS, names_in
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -122,16 +122,17 @@ def commands_of(nodes: Iterable[ast.AST]) -> set[str]:
     return found
 
 
+@cache
+def choices() -> dict[str, list[str]]:
+    """Key with a table of values, one of which must be set -> the values."""
+    return {key: names_in(field.choices) for key, field in FIELDS.items() if field.choices and not field.optional}
+
+
 def values_of(nodes: Iterable[ast.AST], group: str) -> set[tuple[str, str]]:
     """(key, value) of the keys with a table of values, wherever one of these values is given, or the table itself.
 
     group: keys may be named without it, as the tests of its folder do."""
-    tables = {
-        name: key
-        for key, table in program_settings.CHOICES.items()
-        for name, value in vars(program_settings).items()
-        if value is table
-    }
+    tables = {item.partition(":")[2]: key for key in choices() for item in FIELDS[key].choices if ":" in item}
     found = set()
     for node in nodes:
         if isinstance(node, ast.Dict):
@@ -143,9 +144,9 @@ def values_of(nodes: Iterable[ast.AST], group: str) -> set[tuple[str, str]]:
         elif isinstance(node, ast.keyword) and node.arg and isinstance(node.value, ast.Constant):
             found.add((node.arg.replace("__", "."), str(node.value.value)))
         elif isinstance(node, ast.Name) and node.id in tables:
-            found |= {(tables[node.id], str(value)) for value in program_settings.CHOICES[tables[node.id]]}
+            found |= {(tables[node.id], str(value)) for value in choices()[tables[node.id]]}
     found |= {(f"{group}.{key}", value) for key, value in found}
-    return {(key, value) for key, value in found if value in map(str, program_settings.CHOICES.get(key, ()))}
+    return {(key, value) for key, value in found if value in choices().get(key, ())}
 
 
 def names_of(nodes: Iterable[ast.AST]) -> set[str]:
@@ -162,7 +163,7 @@ def names_of(nodes: Iterable[ast.AST]) -> set[str]:
 def coverage() -> dict[str, list[str]]:
     """Subject ("command fit", "key batch.mode", "key batch.mode=scan", "name analyze") -> tests of the default set."""
     found: dict[str, list[str]] = {f"command {name}": [] for name in commands()}
-    for key, table in program_settings.CHOICES.items():
+    for key, table in choices().items():
         found |= {f"key {key}": [], **{f"key {key}={value}": [] for value in table}}
     found |= {f"name {name}": [] for name in public_names()}
     for test, nodes in default_tests():

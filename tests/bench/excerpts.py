@@ -23,9 +23,9 @@ other lines are optional:
   only its words are compared.
 - `slow` (alone on its line) marks a command of minutes, which runs only if --only names it.
 
-Lines of the block that begin with `$ ` stay as they are; a test compares them with the command. The command
-`python NAME` runs a function of PROGRAMS in this file. All figures are those of the jax version that README.md quotes;
-with another version only words are compared.
+Lines of the block that begin with `$ ` stay as they are; a test compares them with the command. Commands find the
+program of README.md as `step.py`. The command `python NAME` runs a function of PROGRAMS in this file. All figures are
+those of the jax version that README.md quotes; with another version only words are compared.
 
 A reference to a source line in the text, `block.py:106` for example, needs a comment with code of that line right after
 it: `block.py:106`<!-- line: return mlp(x) -->. The number is rewritten if the line has moved.
@@ -46,6 +46,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -64,6 +65,9 @@ for top in ("memory", "model", "train"):
     PAGES += sorted([*(ROOT / top).rglob("README.md"), *(ROOT / top / "guides").glob("*.md")])
 # The report that the pictures show, and what it writes besides its text.
 PICTURED = picture.COMMAND
+# The program of README.md, which does not fit, and what a report on it prints after the change that README.md shows.
+FRONT_PROGRAM = ROOT / "memory" / "examples" / "step.py"
+BEFORE, AFTER = "bytescope report step.py:program h100", "python changed_step"
 BLOCK = re.compile(r"^<!-- output: (?P<head>.*?) -->\n```\w*\n(?P<body>.*?)^```$", re.M | re.S)
 REFERENCE = re.compile(r"(?P<name>[\w/]+\.py):(?P<number>\d+)(?P<close>[^\s<]*)\s?(?:<!-- line: (?P<code>.*?) -->)?")
 UNITS = {"B", "KiB", "MiB", "GiB", "GB", "s", "ms", "us", "tok"}
@@ -206,6 +210,7 @@ class Outputs(Mapping[str, str]):
         folder = self.folder_of(command)
         folder.mkdir()
         write_chats(folder / "talks.jsonl")
+        shutil.copy(FRONT_PROGRAM, folder)
         if program == "python":
             argv = [sys.executable, __file__, f"--program={arguments[0]}"]
         else:
@@ -232,6 +237,25 @@ def write_chats(path: Path) -> None:
 
 
 # ---- what is not the output of a command
+
+
+def changed_step() -> None:
+    """The report on the program of README.md after the change in the diff of README.md."""
+    from bytescope.memory import cli
+
+    Path("step.py").write_text(apply_front_diff(FRONT_PROGRAM.read_text(encoding="utf-8")), encoding="utf-8")
+    sys.exit(cli.main(shlex.split(BEFORE)[1:]))
+
+
+def apply_front_diff(source: str) -> str:
+    """Returns a source after the change in the diff of README.md, which only adds lines. Raises ValueError if the
+    source does not have the diff's other lines exactly once."""
+    (diff,) = re.findall(r"^```diff\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M | re.S)
+    lines = diff.splitlines()
+    old = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+    if source.count(old) != 1:
+        raise ValueError(f"{source.count(old)} places have the lines of the diff in README.md")
+    return source.replace(old, "\n".join(line[1:] for line in lines))
 
 
 def out_of_memory() -> None:
@@ -288,7 +312,7 @@ def header_of_qlora() -> None:
     show_program(make_console(), build(load("llama_8b_qlora"), targets.parse("h100").devices()), "")
 
 
-PROGRAMS = {program.__name__: program for program in (out_of_memory, refusal, header_of_qlora)}
+PROGRAMS = {program.__name__: program for program in (changed_step, out_of_memory, refusal, header_of_qlora)}
 
 
 # ---- references to lines of source files

@@ -20,7 +20,7 @@ from bytescope.memory.records.report_diff import Change, Measure
 from bytescope.memory.records.report_record import KEYS, ReportRecord
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
 from bytescope.memory.seconds.rate_records import DeviceRates
-from bytescope.train.generate.budget import Budget
+from bytescope.train.generate.budget import GenerationMemory
 from bytescope.train.quantize.quantize_result import QuantizationResult
 from bytescope.train.run.run_correction import RunCorrection
 
@@ -31,7 +31,7 @@ Values = dict[str, Any]
 
 
 class GenerationKeys(TypedDict):
-    """The result of `bytescope report --generate`, in addition to the fields of `Budget`."""
+    """The result of `bytescope report --generate`, in addition to the fields of `GenerationMemory`."""
 
     config: str
     pool_bytes: int
@@ -518,7 +518,7 @@ def json_schema(command: str) -> dict[str, Any]:
     """Returns the JSON Schema (draft 2020-12) of the JSON that a command writes with --json."""
     schema = schema_of(ResultEnvelope)
     if command == "report":
-        result = {"anyOf": [report_schema(), schema_of(Annotated[GenerationKeys, Budget])]}
+        result = {"anyOf": [report_schema(), schema_of(Annotated[GenerationKeys, GenerationMemory])]}
     else:
         result = schema_of(RESULTS[command])
     schema["properties"] |= {
@@ -557,6 +557,8 @@ def schema_of(hint: Any) -> dict[str, Any]:
     if hint in _PLAIN:
         return dict(_PLAIN[hint])
     origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return {"type": "string"}
     if origin is typing.NotRequired:
         return schema_of(args[0])
     if origin is typing.Annotated:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 FRONT = ROOT / "README.md"
 
 EXCERPTS = excerpts.all_excerpts()
-RUN = {excerpt.checked_command for excerpt in EXCERPTS if not excerpt.slow} - {excerpts.PICTURED}
+FRONT_COMMANDS = {excerpt.checked_command for excerpt in EXCERPTS if excerpt.page == FRONT}
+RUN = {excerpt.checked_command for excerpt in EXCERPTS if not excerpt.slow} - FRONT_COMMANDS
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,40 @@ def test_references_to_lines_of_source_files_are_current(page):
 
 
 @pytest.mark.oracle("cuda")
-def test_the_front_page_and_its_pictures_show_what_the_report_shows(outputs):
-    assert not stale_excerpts(outputs, excerpts.PICTURED), "run python tests/bench/excerpts.py"
+@pytest.mark.parametrize("command", sorted(FRONT_COMMANDS))
+def test_the_front_page_shows_what_its_commands_print(outputs, command):
+    assert not stale_excerpts(outputs, command), "run python tests/bench/excerpts.py"
+
+
+@pytest.mark.oracle("cuda")
+def test_the_pictures_show_what_the_report_shows(outputs):
+    assert outputs[excerpts.PICTURED]
     if excerpts.is_quoted_version():
         assert not picture.stale_pictures(outputs.folder_of(excerpts.PICTURED)), "run python tests/bench/excerpts.py"
+
+
+@pytest.mark.oracle("cuda")
+def test_the_program_of_the_front_page_fits_after_its_change(outputs):
+    """Whatever the version of jax, the report blames the block, and the change frees three quarters of the memory."""
+    assert "! Block keeps " in outputs[excerpts.BEFORE] and "@nnx.remat" in outputs[excerpts.BEFORE]
+    verdict = re.compile(r"^(EXCEEDS|FITS) +predicted ([\d.]+) GiB of ([\d.]+) GiB", re.M)
+    before, after = (verdict.search(outputs[command]) for command in (excerpts.BEFORE, excerpts.AFTER))
+    assert (before[1], after[1]) == ("EXCEEDS", "FITS")
+    assert float(before[2]) > float(before[3]) == float(after[3])
+    assert 4 * float(after[2]) < float(before[2])
+
+
+@pytest.mark.quick
+def test_the_program_of_the_front_page_is_the_file_that_is_compiled():
+    text = FRONT.read_text(encoding="utf-8")
+    source = excerpts.FRONT_PROGRAM.read_text(encoding="utf-8")
+    assert f"```python\n{source}```\n" in text
+    changed = excerpts.apply_front_diff(source).splitlines()
+    added = [line for line in changed if line not in source.splitlines()]
+    assert added == ["    @nnx.remat"]
+    assert changed[changed.index(added[0]) + 1] == "    def __call__(self, x):"
+    with pytest.raises(ValueError, match="0 places"):
+        excerpts.apply_front_diff("")
 
 
 @pytest.mark.exhaustive

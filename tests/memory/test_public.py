@@ -12,6 +12,7 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory.records import report_record
+from bytescope.memory.records.verdicts import TIGHT_PERCENT
 
 pytestmark = pytest.mark.quick
 
@@ -74,6 +75,14 @@ def test_no_module_has_the_name_of_a_public_function():
 def test_the_public_functions_say_what_they_take():
     for function in (memory.analyze, memory.assert_fits):
         assert "Args:" in function.__doc__ and "Raises" in function.__doc__
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "guides/read_the_report.md", "reference/report_json.md", "skills/out-of-memory/SKILL.md"]
+)
+def test_documents_state_from_which_share_a_verdict_is_tight(page):
+    text = (Path(memory.__file__).parent / page).read_text(encoding="utf-8")
+    assert f"above {TIGHT_PERCENT}" in text
 
 
 def test_what_pickled_a_report_finds_it_again():

@@ -25,6 +25,7 @@ LAYERS = {
         ("model",),
     ),
     "memory": (
+        ("memory.environment",),
         ("memory.errors", "memory.units", "memory.files", "memory.jaxprs"),
         ("memory.processes",),
         ("memory.records",),
@@ -58,7 +59,7 @@ LAYERS = {
     # `quantize` are rooms of their own: export reads checkpoints, generate reads adapters through export, and quantize
     # measures text with generate.
     "train": (
-        ("train.user_errors",),
+        ("train.user_errors", "train.config_fields"),
         ("train.source",),
         ("train.launch", "train.data", "train.parallel"),
         ("train.weights", "train.step"),

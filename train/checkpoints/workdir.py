@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,83 +20,36 @@ from ml_collections import ConfigDict
 
 from bytescope.configs import base
 from bytescope.memory.errors import one_line
+from bytescope.train.config_fields import FIELDS, REMOVED
 from bytescope.train.launch.processes import ALONE, Processes
-from bytescope.train.program.config_files import GONE, flatten, override
+from bytescope.train.program.config_files import flatten, override
 from bytescope.train.program.run_command import Command
 from bytescope.train.source import CHECKPOINTS, CONFIG, METRICS
 from bytescope.train.user_errors import UserError
 
-# Keys that may change when a run is resumed: they change how a step is computed or recorded, not the loss curve. A
-# trailing dot stands for a group. All other keys, and the global batch, are the identity of the run. With experts the
-# sequences of a micro-batch may be a part of it too (`_use_of_micro_batch`).
-FREE = (
-    "mesh.",
-    "pipeline.",
-    "remat.",
-    "loss.kind",
-    "loss.chunk",
-    "train.",
-    "batch.micro",
-    "batch.accumulation",
-    "batch.tokens",
-    "batch.mode",
-    "data.prefetch",
-    "data.workers",
-    "data.source",
-    "data.eval_source",
-    "data.tokenizer",
-    "data.dtype",
-    "data.field",
-    "data.skip_bad",
-    "data.chat_template",
-    "init.folder",
-    "init.adapter",
-    "model.attention",
-    "model.attention_chunk",
-    "model.mlp_chunk",
-    "model.unroll",
-    "xla.",
-)
-# Keys whose value is a path or one of NAMES.
-PATHS = (
-    "train.cache_dir",
-    "data.source",
-    "data.eval_source",
-    "data.tokenizer",
-    "data.chat_template",
-    "init.folder",
-    "init.adapter",
-)
-NAMES = ("", "stdlib", "bytes", "none")
+# Keys that may change when a run is resumed. All other keys, and the global batch, are the identity of the run. With
+# experts the sequences of a micro-batch may be a part of it too (`_use_of_micro_batch`).
+FREE = {key for key, field in FIELDS.items() if field.resumable}
 # Keys that may differ between processes: paths on their own machines, and settings of reading.
-LOCAL = (*PATHS, "data.prefetch", "data.workers")
+LOCAL = {key for key, field in FIELDS.items() if field.path or field.local}
+# Keys whose changes are not reported.
+SILENT = {key for key, field in FIELDS.items() if field.resumable and not field.compiled and not field.contents}
 # Field of Identity with a fingerprint of contents -> the keys that choose the contents.
 CONTENTS = {
-    "data": (
-        "data.source",
-        "data.eval_source",
-        "data.tokenizer",
-        "data.chat_template",
-        "data.field",
-        "data.dtype",
-        "data.skip_bad",
-    ),
-    "weights": ("init.folder",),
-    "adapter": ("init.adapter",),
+    contents: [key for key, field in FIELDS.items() if field.contents == contents]
+    for contents in ("data", "weights", "adapter")
 }
+# Values of keys for paths that are no paths.
+NAMES = ("", "stdlib", "bytes", "none")
 MAX_DIFFERENCES = 8  # maximum number of differences in a message
 # Keys that set the sequences of a micro-batch over all data-parallel ranks.
 MICRO_BATCH = ("batch.micro", "batch.accumulation", "batch.tokens", "mesh.data", "mesh.fsdp", "mesh.expert")
 SHARED_S = 15.0  # maximum seconds until a network file system shows a file that another machine wrote
-# Keys of earlier versions that changed the loss curve -> the default, which is what runs do now.
-NEUTRAL = {"batch.accumulation_schedule": [], "optimizer.batch_scaling": "none", "optimizer.base_batch_tokens": 0}
 LOCK = "run.lock"
 # Errors of flock on a file system without locks. EBADF: NFS locks only files that are open for writing.
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 # Files that an interrupted start may leave before it has claimed its directory.
 BEFORE_CLAIM = (LOCK, f"{CONFIG}.tmp")
-# Keys whose changes are not reported.
-SILENT = ("train.", "data.prefetch", "data.workers")
 
 
 def new_workdir(name: str) -> Path:
@@ -226,20 +179,16 @@ def recordable(
     )
 
 
-def _matches(key: str, patterns: tuple[str, ...]) -> bool:
-    return any(key.startswith(p) if p.endswith(".") else key == p for p in patterns)
-
-
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     keys = sorted(set(old) | set(new))
     return [f"{key} {old.get(key)!r} -> {new.get(key)!r}" for key in keys if old.get(key) != new.get(key)]
 
 
-def _run_differences(old: Identity, new: Identity, ignored: tuple[str, ...]) -> str:
+def _run_differences(old: Identity, new: Identity, ignored: Collection[str]) -> str:
     """Returns a text with the differences between two runs, except in the `ignored` keys. Returns "" if there are
     none."""
     before, now = (
-        {key: value for key, value in run.config.items() if not _matches(key, ignored)}
+        {key: value for key, value in run.config.items() if key not in ignored}
         | {"global batch (sequences)": run.global_rows}
         for run in (old, new)
     )
@@ -400,7 +349,11 @@ def recorded(path: Path) -> Identity:
         raise _damaged(path, one_line(error)) from error
     # A key that the run's version did not have yet has today's default. A key that is gone is left out; if it changed
     # the loss curve, it must have had its default.
-    kept = {key: value for key, value in old.config.items() if key not in GONE or NEUTRAL.get(key, value) != value}
+    kept = {
+        key: value
+        for key, value in old.config.items()
+        if key not in REMOVED or REMOVED[key].neutral not in (None, value)
+    }
     config = {**Identity.from_config(base.get_config(), 0, "").config, **kept}
     micro_rows = old.micro_rows
     if not micro_rows and not config["batch.tokens"]:
@@ -452,7 +405,7 @@ def continued_config(workdir: Path, named: ConfigDict | None, overrides: Sequenc
     saved = saved_config(old, path)
     if old.folder and old.folder != os.getcwd():
         for key, value in flatten(saved).items():
-            if key in PATHS and value not in NAMES:
+            if FIELDS[key].path and value not in NAMES:
                 _set_key(saved, key, os.path.join(old.folder, os.path.expanduser(value)))
     if named is None:
         for key, text in overrides:
@@ -494,7 +447,7 @@ def _check(path: Path, identity: Identity, extend: bool) -> list[str]:
     return [
         f"changed since the last start: {line}"
         for line in _differences(old.config, identity.config)
-        if not _matches(line.split()[0], SILENT)
+        if line.split()[0] not in SILENT
     ]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import trainer_packages
-from bytescope.memory.commands.arguments import add_settings, is_setting
+from bytescope.memory.commands.arguments import add_settings, is_setting, is_target
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.errors import ReportError
 from bytescope.memory.subjects.subject import Subject
@@ -102,9 +102,15 @@ def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     words = [vars(args)[name] for name in places if vars(args)[name] is not None] + args.settings
     subject = words[:1] if places else []
     if subject and is_setting(subject[0]) and not os.path.exists(subject[0]):
-        raise ReportError(f"{subject[0]} is the first word, which is the config: write a config such as tiny before it")
+        or_flag = f", or --config.{subject[0]}" if "target" not in places else ""  # train needs no config
+        raise ReportError(
+            f"{subject[0]} is the first word, which is the config: write a config such as tiny before it{or_flag}"
+        )
     settings = [word for word in words[len(subject) :] if is_setting(word)]
-    others = [*subject, *(word for word in words[len(subject) :] if not is_setting(word))]
+    rest = [word for word in words[len(subject) :] if not is_setting(word)]
+    others = [*subject, *sorted(rest, key=lambda word: not is_target(word))]
+    if places == ["word"] and others and is_target(others[0]) and not os.path.exists(others[0]):
+        parser.error(f"unrecognized arguments: {others[0]}")
     for name in places:
         setattr(args, name, others.pop(0) if others else None)
     if others:
@@ -120,11 +126,8 @@ def _sort_words(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
 
 
 def _refuse_swapped(args: argparse.Namespace) -> None:
-    from bytescope.memory.devices.chips import base_name
-    from bytescope.memory.devices.targets import names
-
     first, second = args.word, vars(args).get("target")
-    if first and second and base_name(first) in names() and base_name(second) not in names():
+    if first and second and is_target(first) and not is_target(second):
         raise ReportError(f"{first} is a target, which follows the config: write {second} {first}")
 
 

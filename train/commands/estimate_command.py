@@ -18,7 +18,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.formulas import adapter_formulas
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.train.commands.config_arguments import SET_KEY, add_config, add_target
 from bytescope.train.pipeline.schedule import SCHEDULES, held_share, idle_fraction, make_schedule
 from bytescope.train.plan import config_facts
@@ -218,8 +218,8 @@ def show(estimated: Estimate, console: Any = None) -> None:
             [
                 Text(f"{q.parameters:,.0f} parameters", style="bold"),
                 *_describe_experts(q),
-                f"{q.model.layers} layers, width "
-                f"{q.model.width}, {q.model.heads} heads, {q.batch} x {q.sequence} tokens",
+                f"{plural(q.model.layers, 'layer')}, width {q.model.width}, {plural(q.model.heads, 'head')}, "
+                f"{q.batch} x {q.sequence} tokens",
             ]
         ),
         Prose(

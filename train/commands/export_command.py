@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytescope.memory import environment
 from bytescope.memory.commands.arguments import Parser, user_path
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host.process_memory import host_phase
@@ -64,9 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="if the run trained LoRA adapters, add them to the weights and write the whole model "
         "(default: write only the adapters, which peft loads)",
     )
-    parser.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
-    )
+    add_shard_size(parser)
     parser.add_argument("--force", action="store_true", help="replace OUT if it already contains a model")
     return parser
 
@@ -79,19 +78,36 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
-    try:
-        args.shard_bytes = parse_bytes(args.shard_size)
-    except ReportError as error:
-        raise UserError(f"--shard-size: {error}") from None
-    if args.shard_bytes < 1:
-        raise UserError(f"--shard-size={args.shard_size} is too small: give 1 byte or more")
+    args.shard_bytes = parse_size("--shard-size", args.shard_size)
     return args
+
+
+def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    """Adds --shard-size, the maximum size of a weight file."""
+    parser.add_argument(
+        "--shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="maximum size of a weight file, such as 2GB (default %(default)s)",
+    )
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Returns the bytes of a size such as "5GB". `flag`: the flag with this value, for messages. Raises UserError if
+    the size is not valid or 0."""
+    try:
+        size = parse_bytes(text)
+    except ReportError as error:
+        raise UserError(f"{flag}: {error}") from None
+    if size < 1:
+        raise UserError(f"{flag}={text} is too small: give 1 byte or more")
+    return size
 
 
 def run(args: argparse.Namespace) -> int:
     """Exports the model of a run as a folder of Hugging Face weights; returns the exit code."""
     # Arrays are copied from disk to disk, so no accelerator is needed; it may be in use by a training run.
-    os.environ["JAX_PLATFORMS"] = "cpu"
+    environment.run_on_cpu()
     from bytescope.train.export.model_folder import disk_errors_explained
 
     with disk_errors_explained(args.out):

@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             pool,
             place,
             tell,
+            lambda keys: fit_space.describe_trial(keys, space),
             args.max_compiles or math.inf,
             args.max_seconds or math.inf,
         )

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=10,
-        help="number of memory budgets, evenly spaced between --from and --to (default: 10)",
+        help="number of memory budgets, evenly spaced between --from and --to (default: %(default)s)",
     )
     parser.add_argument(
         "--from",
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="time",
         metavar="NAME",
         help="what to minimize at each budget: time, the predicted seconds per update, or flops, the recomputed "
-        "FLOPs (default: time)",
+        "FLOPs (default: %(default)s)",
     )
     parser.add_argument("--auto-offload", action="store_true", help="allow plans to move tensors to pinned host memory")
     add_lora(parser)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             overrides,
             pool,
             None if args.no_cache else row_cache.folder(),
-            lambda labels, done: tell(labels, trials.compiles + done),
+            tell,
         )
 
         def show(budget: float, plan: frontier.Fixed | None) -> None:

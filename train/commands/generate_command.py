@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import Parser, user_path
+from bytescope.memory.commands.arguments import INTERRUPTED, Parser, user_path
 from bytescope.memory.host.process_memory import host_phase
+from bytescope.memory.units import plural
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
@@ -115,7 +116,6 @@ def _answer_prompt(args: argparse.Namespace, source: Source, tokens: tuple[int, 
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request
     from bytescope.train.generate.text import stream
-    from bytescope.train.launch.signals import INTERRUPTED
 
     request = make_request(args, tokens, source)
     engine = open_engine(args, source, len(tokens) + request.most, 1, args.temperature > 0)
@@ -138,7 +138,6 @@ def _converse(args: argparse.Namespace, source: Source, prompts: Prompts) -> int
     from bytescope.train.generate.open_engine import open_engine
     from bytescope.train.generate.request import make_request
     from bytescope.train.generate.text import stream
-    from bytescope.train.launch.signals import INTERRUPTED
 
     if source.tokenizer is None:
         raise UserError(f"{source.title} has no tokenizer: give prompts as tokens, in rows of --prompts=FILE")
@@ -196,7 +195,7 @@ def _answer_file(args: argparse.Namespace, source: Source, prompts: Prompts) -> 
         out = stack.enter_context(Answers(args.out, rows)) if args.out else None
         left = [row for row in rows if out is None or row.number not in out.done]
         if not left:
-            print(f"{args.out}: all {len(rows)} rows are answered")
+            print(f"{args.out}: all {plural(len(rows), 'row')} answered")
             return 0
         longest = max(left, key=lambda row: len(row.request.tokens) + row.request.most)
         needed = len(longest.request.tokens) + longest.request.most
@@ -222,7 +221,6 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
       out: the file to append answers to; None to print them.
     """
     from bytescope.train.generate.text import Growing
-    from bytescope.train.launch.signals import INTERRUPTED
 
     running = {engine.submit(row.request).number: row for row in left}
     texts = {number: Growing(source.tokenizer, row.stops) for number, row in running.items() if source.tokenizer}
@@ -241,10 +239,10 @@ def _answer_rows(engine: Engine, source: Source, left: Sequence[PromptRow], tota
                 note(total - len(running), generated / (time.perf_counter() - began))
     except KeyboardInterrupt:
         kept = f" in {out.path}: run the same command again to answer the rest" if out else ""
-        print(f"interrupted: {total - len(running)} of {total} rows are answered{kept}", file=sys.stderr)
+        print(f"interrupted: {total - len(running)} of {plural(total, 'row')} answered{kept}", file=sys.stderr)
         return INTERRUPTED
     if out:
-        print(f"{out.path}: {total} rows answered")
+        print(f"{out.path}: {plural(total, 'row')} answered")
     _show_speed(generated, time.perf_counter() - began)
     return 0
 

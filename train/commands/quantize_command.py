@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 
 from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path
 from bytescope.memory.commands.json_output import write_json
-from bytescope.memory.errors import ReportError
 from bytescope.memory.host.process_memory import return_large_arrays
-from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.progress_bar import ProgressBar, progress
-from bytescope.train.generate.generate_flags import add_dtype, start_devices
+from bytescope.train.commands.export_command import add_shard_size, parse_size
+from bytescope.train.generate.generate_flags import add_budget, add_dtype, start_devices
 from bytescope.train.source import model_path
 from bytescope.train.user_errors import UserError
 
@@ -69,37 +68,35 @@ def make_parser() -> argparse.ArgumentParser:
         default=128,
         choices=GROUPS,
         metavar="N",
-        help="group size, the number of inputs that share a scale: 32, 64 or 128 (default 128)",
+        help="group size, the number of inputs that share a scale: 32, 64 or 128 (default %(default)s)",
     )
     parser.add_argument(
         "--format",
         choices=FORMATS,
         default="awq",
         metavar="NAME",
-        help="format of the written weights: awq or compressed-tensors (default awq)",
+        help="format of the written weights: awq or compressed-tensors (default %(default)s)",
     )
     parser.add_argument(
-        "--samples", type=int, default=64, metavar="N", help="maximum number of calibration sequences (default 64)"
+        "--samples",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of calibration sequences (default %(default)s)",
     )
     parser.add_argument(
         "--length",
         type=int,
         default=512,
         metavar="N",
-        help="tokens per calibration sequence (default 512; at most the model's maximum)",
+        help="tokens per calibration sequence (default %(default)s; at most the model's maximum)",
     )
     add_dtype(parser)
     parser.add_argument(
         "--step", type=int, metavar="N", help="for a run: read the checkpoint of step N (default: the newest)"
     )
-    parser.add_argument(
-        "--budget",
-        metavar="SIZE",
-        help="memory per device, such as 20GiB (default: all available memory; on a CPU, half of it)",
-    )
-    parser.add_argument(
-        "--shard-size", default="5GB", metavar="SIZE", help="maximum size of a weight file, such as 2GB (default 5GB)"
-    )
+    add_budget(parser)
+    add_shard_size(parser)
     add_json(parser, "the results, with the error of each layer,")
     parser.add_argument(
         "--force",
@@ -122,15 +119,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     for name, minimum in (("samples", 1), ("length", 2)):
         if (value := getattr(args, name)) < minimum:
             raise UserError(f"--{name}={value} is too small: give {minimum} or more")
-    for flag in ("shard_size", "budget"):
-        if (text := getattr(args, flag)) is not None:
-            try:
-                size = parse_bytes(text)
-            except ReportError as error:
-                raise UserError(f"--{flag.replace('_', '-')}: {error}") from None
-            if size < 1:
-                raise UserError(f"--{flag.replace('_', '-')}={text} is too small: give 1 byte or more")
-    args.shard_bytes = parse_bytes(args.shard_size)
+    args.shard_bytes = parse_size("--shard-size", args.shard_size)
+    if args.budget is not None:
+        parse_size("--budget", args.budget)
     check_files(args)
     return args
 

@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN|REPORT",
         help="run directory that bytescope train wrote, also of an unfinished run, or a report that --json wrote",
     )
+    for place, count in (("target", "?"), ("settings", "*")):  # a saved report takes neither, and says so
+        parser.add_argument(place, nargs=count, help=argparse.SUPPRESS)
+    parser.set_defaults(default_target="local")
     parser.add_argument("--verbose", action="store_true", help=VERBOSE)
     parser.add_argument(
         "--html",
@@ -36,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
       ReportError: the report cannot be read, or the page cannot be written.
     """
     check_files(args)
+    args.subject.refuse_target(args.target)
     if args.subject.kind == "run":
         return _show_run(args)
     from bytescope.memory.commands import report_command

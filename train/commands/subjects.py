@@ -104,6 +104,8 @@ def refusal(word: str, subject: Subject, called: str, needs: str) -> ReportError
         subject: what it names.
         called: the command as the user calls it, such as "compare --levers".
         needs: what the command needs of its subject, one of `Subject.has`.
+
+    Raises UserError if the word names nothing.
     """
     if called == "report":
         return ReportError(f"{word} is a {subject.kind}: write it as the first word, bytescope report {word}")
@@ -114,8 +116,8 @@ def refusal(word: str, subject: Subject, called: str, needs: str) -> ReportError
         )
     if subject.kind == "run" and called == "train":
         return ReportError(f"{word} is a run directory: continue the run with bytescope train --workdir={word}")
-    if subject.kind == "config" and os.sep in word and not os.path.exists(subject.path):
-        return ReportError(f"there is no file or folder {word}: give a path that exists")
+    if subject.kind == "config":
+        find_source(subject.name, ConfigPath)  # the error for a name of nothing
     taken = _TAKEN.get(needs, "a config or MODULE:FUNCTION")
     shown = "" if subject.kind == "function" else f"; bytescope report {word} reports on it"
     return ReportError(f"{word} is {subject.is_a}: bytescope {called} takes {taken}{shown}")

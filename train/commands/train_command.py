@@ -40,7 +40,7 @@ def make_parser() -> Parser:
 
     parser = Parser(
         prog="bytescope train",
-        usage="%(prog)s [CONFIG] [KEY=VALUE ...] [...]",
+        usage="%(prog)s [CONFIG [KEY=VALUE ...]] [...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from bytescope.memory.units import plural
+
 IGNORE = -1  # target of a position without loss
 MAX_ACCUMULATION = 2**20  # maximum micro-steps per update
 
@@ -109,7 +111,7 @@ class BatchAlgebra:
     def __str__(self) -> str:
         return (
             f"{self.micro} micro-batch x {self.accumulation} accumulation x {self.ranks} data-parallel "
-            f"= {self.global_rows:,} sequences of {self.seq_len:,} = {self.tokens:,} tokens per update"
+            f"= {plural(self.global_rows, 'sequence')} of {self.seq_len:,} = {self.tokens:,} tokens per update"
         )
 
 
@@ -119,7 +121,7 @@ def _count_micro_steps(tokens: int, one: BatchAlgebra) -> int:
         near = " and ".join(str(size) for size in (below, below + one.tokens) if size)
         raise ValueError(
             f"batch.tokens={tokens} is not a multiple of {one.tokens:,} tokens, the size of one micro-step "
-            f"({one.micro} sequences x {one.ranks} data-parallel ranks x {one.seq_len:,} tokens): "
+            f"({plural(one.micro, 'sequence')} x {plural(one.ranks, 'data-parallel rank')} x {one.seq_len:,} tokens): "
             f"the nearest multiples are {near}"
         )
     return tokens // one.tokens

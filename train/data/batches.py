@@ -15,6 +15,7 @@ from itertools import accumulate
 import grain
 import numpy as np
 
+from bytescope.memory.units import plural
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.corpus import ShardFiles, find
 from bytescope.train.data.documents import RecordTexts, TextDocuments
@@ -296,7 +297,7 @@ def _describe(
     if config.special_tokens == "parse":
         notes.append("special tokens written in the text are parsed")
     if skipped := sum({part.title: part.skipped for part in parts}.values()):
-        notes.append(f"{skipped:,} binary {'file' if skipped == 1 else 'files'} left out")
+        notes.append(f"{plural(skipped, 'binary file')} left out")
     notes += left_out(sum({part.title: part.malformed for part in parts}.values()), sum(part.copies for part in parts))
     return (
         f"{titles[0]}: {parts[0].count()}, {train.tokens:,} tokens; "

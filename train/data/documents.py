@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from bytescope.memory.units import plural
 from bytescope.train.data.records import (
     HELD_OUT,
     Malformed,
@@ -197,8 +198,7 @@ class TextDocuments(TextSource):
 
     def count(self) -> str:
         """Returns the number of documents as text, such as "2 documents"."""
-        n = len(self.documents)
-        return f"{n:,} document" if n == 1 else f"{n:,} documents"
+        return plural(len(self.documents), "document")
 
 
 def _content(document: Document) -> bytes:
@@ -353,5 +353,4 @@ class RecordTexts(TextSource):
 
     def count(self) -> str:
         """Returns the number of documents as text, such as "2 documents"."""
-        n = len(self.marks)
-        return f"{n:,} document" if n == 1 else f"{n:,} documents"
+        return plural(len(self.marks), "document")

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from bytescope.memory.units import plural
 from bytescope.train.data.chat_template import CHATML, Rendered, Renderer, find_template, named_tokens, tokenizer_config
 from bytescope.train.data.corpus import find
 from bytescope.train.data.packing import ExampleSource
@@ -130,21 +131,19 @@ def _describe(
         (sum(one.unlearned for one in sets), "without a token to train on left out"),
     ):
         if count:
-            notes.append(f"{count:,} {'example' if count == 1 else 'examples'} {what}")
+            notes.append(f"{plural(count, 'example')} {what}")
     train, held_out = parts
     held_out_source = f" of {config.eval_source}" if config.eval_source else ""
+    rows = f"{'packed into' if config.packing else 'in'} {plural(len(train), 'row')}"
+    notes += left_out(sum(one.malformed for one in sets), copies)
     return (
-        f"{config.source}: {_counts(train)}, {'packed into' if config.packing else 'in'} {len(train):,} rows of "
-        f"{config.seq_len:,} ({100 * train.filled:.1f} % filled); held out {_counts(held_out)}"
-        f"{held_out_source}; {'; '.join([*notes, *left_out(sum(one.malformed for one in sets), copies)])}"
+        f"{config.source}: {_counts(train)}, {rows} of {config.seq_len:,} ({100 * train.filled:.1f} % filled); "
+        f"held out {_counts(held_out)}{held_out_source}; {'; '.join(notes)}"
     )
 
 
 def _counts(part: ExampleSource) -> str:
-    return (
-        f"{part.examples:,} {'example' if part.examples == 1 else 'examples'}, {part.tokens:,} tokens, "
-        f"{part.learned:,} trained on"
-    )
+    return f"{plural(part.examples, 'example')}, {plural(part.tokens, 'token')}, {part.learned:,} trained on"
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from bytescope.memory.errors import disk_remedy
 from bytescope.memory.host.process_memory import host_phase
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
+from bytescope.memory.units import plural
 from bytescope.memory.view.progress_bar import progress
+from bytescope.train.config_fields import FIELDS
 from bytescope.train.data.corpus import INDEX, ShardFiles, find
 from bytescope.train.data.documents import PIECE_BYTES, RecordTexts, TextDocuments
 from bytescope.train.data.records import RecordFiles
-from bytescope.train.data.settings import SPECIAL_TOKENS
 from bytescope.train.data.shards import DTYPES, SPLITS
 from bytescope.train.data.tokenizer import GROUP_CHARS, JsonTokenizer, Tokenizer, load_tokenizer, tokenize
 from bytescope.train.user_errors import UserError
@@ -31,6 +32,7 @@ from bytescope.train.user_errors import UserError
 TEXT_BYTES = 2 + 2 * 16
 # For each token: id, type, word, offsets and masks take 40 bytes, its text a header of 24 and an allocation of 32.
 ENCODING_BYTES = 40 + 24 + 32
+SHARD_TOKENS = 100_000_000  # default tokens per shard
 CHARACTERS_PER_TOKEN = 3  # a low number, since each token takes memory
 
 
@@ -178,7 +180,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--special-tokens",
-        choices=SPECIAL_TOKENS,
+        choices=FIELDS["data.special_tokens"].choices,
         default="text",
         metavar="HOW",
         help="how to encode special tokens that occur in the text: text (default) encodes them as ordinary text, "
@@ -188,17 +190,21 @@ def make_parser() -> argparse.ArgumentParser:
         "--field",
         default="text",
         metavar="NAME",
-        help="record field with the document (default text)",
+        help="record field with the document (default %(default)s)",
     )
     parser.add_argument(
         "--skip-bad",
         type=int,
         default=0,
         metavar="N",
-        help="maximum number of malformed records (default 0)",
+        help="maximum number of malformed records (default %(default)s)",
     )
     parser.add_argument(
-        "--shard-tokens", type=int, default=100_000_000, metavar="N", help="tokens per shard (default 100000000)"
+        "--shard-tokens",
+        type=int,
+        default=SHARD_TOKENS,
+        metavar="N",
+        help="tokens per shard (default %(default)s)",
     )
     return parser
 
@@ -211,7 +217,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     """
     args = make_parser().parse_args(argv)
     if args.shard_tokens < 1:
-        raise UserError(f"--shard-tokens={args.shard_tokens} is too small: give 1 or more (default 100000000)")
+        raise UserError(f"--shard-tokens={args.shard_tokens} is too small: give 1 or more (default {SHARD_TOKENS})")
     if args.skip_bad < 0:
         raise UserError(f"--skip-bad={args.skip_bad} is negative: give 0 or more")
     return args
@@ -234,7 +240,7 @@ def _prepare(args: argparse.Namespace) -> None:
         index = write_shards(text, tokenizer, args.out, args.shard_tokens, bar.advance)
     tokens = {split: sum(s["tokens"] for s in index["shards"] if s["split"] == split) for split in SPLITS}
     print(
-        f"{args.out}: {len(index['shards'])} shards of {index['dtype']}, {tokens['train']:,} tokens to "
+        f"{args.out}: {plural(len(index['shards']), 'shard')} of {index['dtype']}, {tokens['train']:,} tokens to "
         f"train on and {tokens['heldout']:,} held out; use with --config.data.source={args.out}"
     )
 

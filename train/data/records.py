@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from bytescope.memory.errors import install_remedy, one_line
+from bytescope.memory.units import plural
 from bytescope.train.user_errors import UserError
 
 # Files that `datasets.save_to_disk` writes: for a single data set, and for a dictionary of splits.
@@ -305,9 +306,9 @@ def left_out(malformed: int, copies: int) -> list[str]:
     """Returns notes for the user about the number of malformed records and of copies that were left out."""
     notes = []
     if malformed:
-        notes.append(f"{malformed:,} malformed {'record' if malformed == 1 else 'records'} left out (data.skip_bad)")
+        notes.append(f"{plural(malformed, 'malformed record')} left out (data.skip_bad)")
     if copies:
-        notes.append(f"{copies:,} {'copy' if copies == 1 else 'copies'} of held-out content left out")
+        notes.append(f"{plural(copies, 'copy', 'copies')} of held-out content left out")
     return notes
 
 

@@ -1,24 +1,9 @@
-"""The config group `data` as a dataclass, and the allowed values of its keys."""
+"""The config group `data` as a dataclass."""
 
 from dataclasses import dataclass
 
-from bytescope.memory.errors import remedy_for
-from bytescope.train.data.shards import DTYPES
+from bytescope.train.config_fields import FIELDS
 from bytescope.train.user_errors import UserError
-
-FORMATS = ("text", "chat", "pairs")
-LOSS_ON = ("assistant", "all")
-TOO_LONG = ("cut", "drop")
-SPECIAL_TOKENS = ("text", "parse")
-# Key of the group `data` -> its allowed values.
-CHOICES = {
-    "format": FORMATS,
-    "loss_on": LOSS_ON,
-    "too_long": TOO_LONG,
-    "special_tokens": SPECIAL_TOKENS,
-    "dtype": tuple(DTYPES),
-}
-_MINIMUMS = {"seq_len": 1, "prefetch": 0, "workers": 0, "skip_bad": 0}
 
 
 @dataclass(frozen=True)
@@ -64,9 +49,8 @@ class DataConfig:
     workers: int
 
     def __post_init__(self):
-        for key, table in CHOICES.items():
-            if (value := getattr(self, key)) not in table:
-                raise UserError(f"data.{key}={value!r} is not known: {remedy_for(value, table)}")
-        for key, minimum in _MINIMUMS.items():
-            if getattr(self, key) < minimum:
-                raise UserError(f"data.{key}={getattr(self, key)} is too small: give {minimum} or more")
+        for name, value in vars(self).items():
+            try:
+                FIELDS[f"data.{name}"].check(value)
+            except ValueError as error:
+                raise UserError(str(error)) from error

@@ -15,6 +15,7 @@ import numpy as np
 
 from bytescope.memory.errors import one_line
 from bytescope.memory.records.report_json import parse
+from bytescope.memory.units import plural
 from bytescope.train.data.corpus import HELD_OUT_NAME, INDEX, ShardFiles
 from bytescope.train.data.records import HELD_OUT
 from bytescope.train.data.tokenizer import ByteTokenizer, Tokenizer
@@ -128,8 +129,7 @@ class Shards:
 
     def count(self) -> str:
         """Returns the number of shards as text, such as "2 shards"."""
-        n = len(self.shards)
-        return f"{n:,} shard" if n == 1 else f"{n:,} shards"
+        return plural(len(self.shards), "shard")
 
 
 def open_shards(source: ShardFiles, dtype: str) -> Shards:

@@ -21,7 +21,7 @@ from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import (
     READABLE,
     Leaf,
-    Place,
+    ParameterSlice,
     checkpoint_leaves,
     parameters_of,
     rows_by_path,
@@ -105,7 +105,7 @@ class Parameters:
         self._open: dict[str, StoredArray] = {}  # array name -> open array
         self._quantized = matrices_of(model, run.config.lora.base)
         shapes = parameters_of(model)
-        stored = {path: self._stored_place(path) for path in shapes}
+        stored = {path: self._stored_slice(path) for path in shapes}
         own = {name for name in run.arrays if not is_adapter(name)}
         if surplus := sorted(own - {place.array for place in stored.values() if place}):
             raise UserError(
@@ -125,7 +125,7 @@ class Parameters:
         if missing := [path for path, place in stored.items() if not place]:
             self._leaves = _frozen_leaves(run, model, folder, missing)
 
-    def _stored_place(self, path: str) -> Place | None:
+    def _stored_slice(self, path: str) -> ParameterSlice | None:
         return stored_at(self._model, path, self._run.arrays)
 
     def read(self, path: str) -> np.ndarray | Slices:
@@ -140,7 +140,7 @@ class Parameters:
             matrix = self._quantized.get(path.split(".", 2)[-1]) if path.startswith("blocks.") else None
             return as_computed(leaf, self._run.config.lora.base, matrix) if matrix else leaf.read()
         self._open = {name: array for name, array in self._open.items() if not array.is_read}  # frees finished arrays
-        place = self._stored_place(path)
+        place = self._stored_slice(path)
         assert place is not None  # __init__ has read the other parameters from the folder
         if place.array not in self._open:
             self._open[place.array] = self._run.stored(place.array)

@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
 from bytescope.train.user_errors import DoesNotFit
@@ -24,7 +24,7 @@ BAR = 40  # columns of the longest bar
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
+class GenerationMemory:
     """The memory of generation on one device, and the number of KV cache pages and sequences that fit.
 
     Fields:
@@ -114,7 +114,7 @@ class GenerationPlan:
 
     title: str
     facts: Sequence[str]
-    budget: Budget
+    budget: GenerationMemory
     reports: Mapping[str, ReportRecord]
 
 
@@ -166,7 +166,7 @@ def budget_view(plan: GenerationPlan) -> RenderableType:
     budget = plan.budget
     parts = FigureTable(label(), figure(), words())
     parts.add("weights", human(budget.weights), "")
-    pages = f"{budget.pages:,} pages of {budget.page} positions, {human(budget.token_bytes)} a position"
+    pages = f"{plural(budget.pages, 'page')} of {budget.page} positions, {human(budget.token_bytes)} a position"
     parts.add("pool", human(budget.pool), pages)
     steps = "; ".join(f"{name} {human(size)}" for name, size in budget.steps.items())
     parts.add("largest step", human(budget.step), steps)
@@ -184,5 +184,5 @@ def budget_view(plan: GenerationPlan) -> RenderableType:
         Text(),
         Prose("sequences that fit the pool, by positions per sequence"),
         counts,
-        Prose(f"at most {budget.sequences:,} sequences run at the same time (--sequences); others wait", "dim"),
+        Prose(f"at most {plural(budget.sequences, 'sequence')} run at the same time (--sequences); others wait", "dim"),
     )

@@ -32,6 +32,11 @@ FLAGS: dict[str, tuple[float, float]] = {
 # TEMPERATURE is also used for the sample at the end of a run. At temperature 0, models that were trained for minutes
 # repeat their most likely token.
 MAX_TOKENS, TEMPERATURE = 256, 0.8
+# Fraction of a CPU's memory that is used by default. The rest is left to the operating system and other programs.
+CPU_SHARE = 0.5
+# Platform -> (maximum concurrent sequences, prompt tokens per step). A GPU needs more rows than a CPU to be busy.
+DEFAULTS = {"cpu": (8, 64)}
+OTHERS = (64, 512)
 
 
 def add_dtype(parser: argparse._ActionsContainer) -> None:
@@ -67,14 +72,14 @@ def add_devices(parser: argparse._ActionsContainer) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary (default 1)",
+        help="number of tensor-parallel devices, which divide heads, MLP width and vocabulary (default %(default)s)",
     )
     parser.add_argument(
         "--fsdp",
         type=int,
         default=1,
         metavar="N",
-        help="number of devices over which all weights are sharded (default 1)",
+        help="number of devices over which all weights are sharded (default %(default)s)",
     )
 
 
@@ -84,7 +89,7 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         "--sequences",
         type=int,
         metavar="N",
-        help="maximum number of concurrent sequences (default: 8 on a CPU, else 64)",
+        help=f"maximum number of concurrent sequences (default: {DEFAULTS['cpu'][0]} on a CPU, else {OTHERS[0]})",
     )
     parser.add_argument(
         "--length",
@@ -98,7 +103,7 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         default="compute",
         metavar="DTYPE",
         help="dtype of the KV cache: compute (the compute dtype) or int8, which halves the bytes per position "
-        "(default: compute)",
+        "(default: %(default)s)",
     )
 
 
@@ -119,10 +124,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_dtype(parser)
     add_devices(parser)
     add_pool(parser)
+    add_budget(parser)
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """Adds --budget, the memory of one device that may be used."""
     parser.add_argument(
         "--budget",
         metavar="SIZE",
-        help="memory per device, such as 20GiB (default: all available memory; on a CPU, half of it)",
+        help="memory per device, such as 20GiB (default: all available memory; on a CPU, "
+        f"{100 * CPU_SHARE:g} %% of it)",
     )
 
 
@@ -147,21 +158,22 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="K",
-        help="sample from the K most likely tokens, including ties with the K-th (default 0: all tokens)",
+        help="sample from the K most likely tokens, including ties with the K-th (default %(default)s: all tokens)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="sample from the most likely tokens whose probabilities add up to P (default 1: all tokens)",
+        help="sample from the most likely tokens whose probabilities add up to P (default %(default)g: all tokens)",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
         metavar="N",
-        help="random seed of sampling (default 0); row N of a file of prompts uses seed + N unless it has its own seed",
+        help="random seed of sampling (default %(default)s); row N of a file of prompts uses seed + N unless "
+        "it has its own seed",
     )
     parser.add_argument(
         "--stop",

@@ -18,25 +18,19 @@ from bytescope.memory.host.process_memory import host_phase, release_free_memory
 from bytescope.memory.records.host_record import HostTerm
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.report.host_notice import expect_host, host_line, resident_term, warn_if_too_large
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.memory.view.progress_bar import progress
 from bytescope.model.paged.page_pool import PAGE
 from bytescope.model.quantized.quantized_formats import format_of
-from bytescope.train.generate.budget import Budget, GenerationPlan, settle
+from bytescope.train.generate.budget import GenerationMemory, GenerationPlan, settle
 from bytescope.train.generate.engine import Engine
-from bytescope.train.generate.generate_flags import KV
+from bytescope.train.generate.generate_flags import CPU_SHARE, DEFAULTS, KV, OTHERS
 from bytescope.train.generate.model_source import UNQUANTIZED, Source, describe_model, reading_terms
 from bytescope.train.generate.score import Scorer
 from bytescope.train.generate.steps import EngineSizes, Steps
 from bytescope.train.source import title_of
 from bytescope.train.user_errors import DoesNotFit, UserError
 from bytescope.train.weights.load import bytes_on_host
-
-# Fraction of a CPU's memory that is used by default. The rest is left to the operating system and other programs.
-CPU_SHARE = 0.5
-# Platform -> (maximum concurrent sequences, prompt tokens per step). A GPU needs more rows than a CPU to be busy.
-DEFAULTS = {"cpu": (8, 64)}
-OTHERS = (64, 512)
 
 
 def sizes_of(args: argparse.Namespace, platform: str, longest: int, needed: int, count: int | None) -> EngineSizes:
@@ -77,7 +71,7 @@ def budget(
     drawing: Sequence[bool],
     target: Target,
     tell: Callable[[str], None] = lambda name: None,
-) -> tuple[Budget, dict[str, ReportRecord]]:
+) -> tuple[GenerationMemory, dict[str, ReportRecord]]:
     """Finds the maximum number of KV cache pages that fits on a device next to the weights and the temporary buffers.
 
     Returns the memory budget (bytes of each part, and the number of pages), and program name -> its memory report.
@@ -110,7 +104,9 @@ def budget(
 
     most = sizes.sequences * sizes.table + 1
     pages, extra = settle(limit, steps.weight_bytes, steps.page_bytes, most, measure)
-    result = Budget(limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length)
+    result = GenerationMemory(
+        limit, steps.weight_bytes, extra, steps.page_bytes, PAGE, pages, sizes.sequences, sizes.length
+    )
     return result, reports
 
 
@@ -126,8 +122,8 @@ def _steps(
 
 
 def local_limit(args: argparse.Namespace, device: jax.Device) -> int:
-    """Returns the bytes of the device that may be used: the value of --budget, by default all available bytes, or half
-    of them if the device is a CPU.
+    """Returns the bytes of the device that may be used: the value of --budget, by default all available bytes, or the
+    fraction `CPU_SHARE` of them if the device is a CPU.
     """
     available = limit_bytes(device)
     default = int(CPU_SHARE * available) if device.platform == "cpu" else available
@@ -153,8 +149,8 @@ def plan(name: str, config: ConfigDict, target: Target, args: argparse.Namespace
         weights = f"{format_of(base).summary}, the rest {weights}"
     facts = (
         f"{target.name}, {share}; weights {weights}, keys and values {steps.stored.name}",
-        f"{sizes.sequences} concurrent sequences of up to {sizes.length:,} positions, prompts in steps of "
-        f"{sizes.chunk} tokens",
+        f"{plural(sizes.sequences, 'concurrent sequence')} of up to {sizes.length:,} positions, prompts in steps of "
+        f"{plural(sizes.chunk, 'token')}",
     )
     return GenerationPlan(title_of(name), facts, planned, reports)
 

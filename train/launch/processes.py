@@ -7,16 +7,17 @@ directory and prints. Every process reads its own rows of the data and writes it
 import argparse
 import contextlib
 import dataclasses
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from bytescope.memory import environment
+from bytescope.memory.commands.arguments import INTERRUPTED
 from bytescope.train.launch.liveness import Link
 from bytescope.train.launch.rendezvous import LOOPBACK, Token, meet
-from bytescope.train.launch.signals import INTERRUPTED, leave_at_once
+from bytescope.train.launch.signals import leave_at_once
 from bytescope.train.user_errors import UserError
 
 # A launcher that jax can detect sets one of these. Without them jax is not asked, which takes seconds on some machines.
@@ -67,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="maximum seconds to wait for all processes (default 300)",
+        help="maximum seconds to wait for all processes (default %(default)g)",
     )
 
 
@@ -115,7 +116,7 @@ def _host_port(text: str) -> tuple[str, int]:
 
 
 def _launched(timeout: float) -> Address | None:
-    if not any(os.environ.get(name) for name in LAUNCHERS):
+    if not any(map(environment.text, LAUNCHERS)):
         return None
     from jax._src.clusters import ClusterEnv  # the detection of jax.distributed.initialize, which returns nothing
 

@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bytescope.memory import environment
+from bytescope.memory.units import plural
 from bytescope.train.user_errors import Lost, UserError
 
 # A machine that loses power does not close its connections. TCP probes them after 20 s of silence, and gives up after
@@ -79,7 +81,7 @@ class Token:
 
     def __init__(self, workdir: Path | None, port: int):
         place = workdir or Path("runs") / "new"
-        self._given = os.environ.get(TOKEN_VARIABLE, "")
+        self._given = environment.text(TOKEN_VARIABLE)
         # Inside the run directory if it exists, since it may be the only directory that the machines share.
         self._files = (place / TOKEN_FILE, place.parent / f"{TOKEN_FILE}-{port}")
 
@@ -156,7 +158,7 @@ def _welcome(host: str, port: int, count: int, timeout: float, token: str) -> di
                         peer.send("stranger")
                         peer.close()
         if missing := sorted(set(range(1, count)) - set(peers)):
-            others = f" ({rejected} connections without the right token were rejected)" if rejected else ""
+            others = f" ({plural(rejected, 'connection')} without the right token rejected)" if rejected else ""
             names = f"{'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing))}"
             raise Lost(
                 f"{names} of {count} did not connect within {timeout:g} s{others}: look at their "

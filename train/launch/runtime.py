@@ -11,11 +11,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from bytescope.memory import environment
 from bytescope.memory.devices.platform import MEMORY_FRACTION, MemoryFraction, choose_platform, give_threads, simulated
+from bytescope.memory.files import cache_folder
 from bytescope.memory.host.node_memory import address_space_limit, cgroup_room
 from bytescope.memory.units import human
 from bytescope.train.user_errors import DoesNotFit
@@ -58,8 +59,8 @@ def check_limits() -> None:
         return
     # In a subprocess, because jax may abort.
     probe = [sys.executable, "-c", _PROBE, str(THREADS_BYTES)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    if subprocess.run(probe, capture_output=True, check=False, env=environment).returncode:
+    env = environment.child_variables({environment.PLATFORMS: "cpu"})
+    if subprocess.run(probe, capture_output=True, check=False, env=env).returncode:
         raise DoesNotFit(
             f"ulimit -v {limit // 1024} ({human(limit)}) is too little address space to start jax and its "
             "threads: remove the limit with ulimit -v unlimited"
@@ -87,11 +88,10 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
     """
     if deterministic:
         # Bit-equal reruns on GPUs: no atomics in reductions and scatters, no timing-dependent kernel choice.
-        flags = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        environment.add_xla_flags("--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0")
     import jax
 
-    if choose_platform(fraction=TRAIN_FRACTION.value) == "cpu" and simulated(os.environ) * processes > 1:
+    if choose_platform(fraction=TRAIN_FRACTION.value) == "cpu" and simulated() * processes > 1:
         give_threads()
         if cache_dir not in ("", "none") and index == 0:
             print(
@@ -101,8 +101,7 @@ def prepare(*, deterministic: bool, cache_dir: str, processes: int = 1, index: i
             )
         jax.config.update("jax_compilation_cache_dir", None)  # the user's environment may name one
     elif cache_dir != "none":
-        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bytescope" / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(cache_dir or default))
+        jax.config.update("jax_compilation_cache_dir", str(cache_dir or cache_folder("xla")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from bytescope.memory.commands.arguments import INTERRUPTED
 from bytescope.memory.processes import STOPPING
 
-INTERRUPTED = 130  # the exit code that shells give for Ctrl-C: 128 + SIGINT
 # errno values of a write to a closed terminal or pipe, and of a write to a full disk.
 _GONE = (errno.EIO, errno.EPIPE)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

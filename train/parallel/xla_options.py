@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from bytescope.memory.devices.compiler import DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS, SLOP, jax_setting
 from bytescope.memory.devices.xla_flags import FENCE, FENCE_SINCE, Options, parse_flags
-from bytescope.memory.errors import ReportError, remedy_for
+from bytescope.memory.errors import ReportError
 from bytescope.memory.units import parse_bytes
 
 # The operations that XLA puts into command buffers (CUDA graphs) by default in all these versions. "loops" adds the
@@ -108,7 +108,8 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str, xla_p
         it switches XLA's rematerialization pass off too.
 
     Raises:
-      ValueError: a value is not valid, or is set although `platform` is not a GPU. The message has the remedy.
+      ValueError: a value for a function of PARSED is not valid, or a value is set although `platform` is not a GPU. The
+        message has the remedy.
     """
     options: Options = pipelined() if platform in GPUS and prefetch else {}
     disabled: list[str] = []
@@ -116,10 +117,6 @@ def compiler_options(xla: Mapping[str, str], prefetch: int, platform: str, xla_p
         value = xla[key]
         if value == "":
             continue
-        if key in TABLE and value not in TABLE[key]:
-            raise ValueError(
-                f"xla.{key}={value!r} is unknown: {remedy_for(value, TABLE[key])}, or leave it empty for XLA's default"
-            )
         added = TABLE[key][value] if key in TABLE else PARSED[key](value)
         if platform not in GPUS and key != "flags":
             raise ValueError(

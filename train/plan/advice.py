@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from bytescope.memory.findings.expert_findings import room_for, smaller_room
 from bytescope.memory.formulas.adapter_formulas import BASES
 from bytescope.memory.formulas.training_state import ZERO
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import ReportRecord, RowName
 from bytescope.memory.units import GIB, MIB, human
 from bytescope.train.plan.config_facts import ZERO_STAGES
 from bytescope.train.plan.lever_catalogue import BATCH_ROWS, SAVINGS, Case, Keys, case_of
@@ -33,7 +33,7 @@ MAX_VARIANTS, MAX_SECONDS = 4, 30.0
 # The fraction of a host's free memory that will most likely still be free when the next command begins.
 LIKELY_FREE = 0.95
 # Categories of the memory breakdown that are proportional to the number of parameters.
-_STATE_ROWS = ("params", "frozen", "optimizer", "accumulator", "gradients")
+_STATE_ROWS: tuple[RowName, ...] = ("params", "frozen", "optimizer", "accumulator", "gradients")
 # A proposed micro-batch uses this fraction less than the memory at the peak allows, because not all categories shrink
 # in proportion to the micro-batch.
 _MARGIN = 0.15
@@ -53,7 +53,7 @@ class Lever:
     """
 
     keys: Keys
-    frees: Mapping[str, float]
+    frees: Mapping[RowName, float]
     curve: bool = True
     costs: str = ""
     adds: int = 0
@@ -68,8 +68,8 @@ class Lever:
 
         They are computed from the memory breakdown at the peak. Fragmentation counts as memory that can be freed.
         """
-        rows = {**self.frees, "fragmentation": 1.0}
-        freed = sum(share * report.breakdown.get(row, 0) for row, share in rows.items())
+        rows: dict[RowName, float] = {**self.frees, "fragmentation": 1.0}
+        freed = sum(share * report.breakdown[row] for row, share in rows.items())
         return max(int(freed) - self.adds, 0)
 
 
@@ -102,7 +102,7 @@ def combine_levers(levers: Sequence[Lever], report: ReportRecord) -> Lever | Non
     if case is None or len(used) < 2:
         return None
     keys: dict[str, str] = {}
-    frees: dict[str, float] = {}
+    frees: dict[RowName, float] = {}
     for lever in used:
         keys |= lever.keys
         for row, share in lever.frees.items():
@@ -303,14 +303,14 @@ def _smaller_micro_batch(case: Case) -> Lever | None:
     micro, report = case.flat["batch.micro"], case.report
     if micro < 2 or not case.accumulates:
         return None
-    shrinking = sum(report.breakdown.get(row, 0) for row in (*BATCH_ROWS, "fragmentation"))
+    shrinking = sum(report.breakdown[row] for row in BATCH_ROWS) + report.breakdown["fragmentation"]
     room = shrinking - max(report.predicted_bytes - (report.limit_bytes or 0), 0)
     chosen = 1
     for size in range(1, min(micro // 2, 10**6) + 1):
         if micro % size == 0 and shrinking * size <= (1 - _MARGIN) * room * micro:
             chosen = size
     # With accumulation there is a gradient accumulator, as large as the parameters.
-    accumulator = report.breakdown.get("params", 0) if case.micro_steps == 1 else 0
+    accumulator = report.breakdown["params"] if case.micro_steps == 1 else 0
     frees = dict.fromkeys(BATCH_ROWS, 1 - chosen / micro)
     return Lever(_split_micro_batch_keys(case, micro // chosen), frees, adds=accumulator)
 
@@ -338,8 +338,9 @@ def _lower_capacity_factor(case: Case) -> Lever | None:
     if routing is None or smaller is None:
         return None
     factor, room = smaller
-    frees = dict.fromkeys(("residuals", "workspace", "collectives"), 1 - room.rows / room_for(*routing).rows)
+    freed = 1 - room.rows / room_for(*routing).rows
     costs = f"token rows beyond {factor:g} times the mean are dropped"
+    frees: dict[RowName, float] = {"residuals": freed, "workspace": freed, "collectives": freed}
     return Lever({"model.capacity_factor": f"{factor:g}"}, frees, False, costs)
 
 

@@ -20,6 +20,7 @@ from bytescope.memory.compare.what_if import Variant
 from bytescope.memory.devices.xla_flags import flags_text
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records.report_record import Description
+from bytescope.train.config_fields import FIELDS
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan.config_grid import LAYERS, OFFLOAD, POLICY, SAVE, ConfigRow, policy_keys, policy_words
 from bytescope.train.program import config_files as configs
@@ -217,7 +218,7 @@ PROGRAM_MODULES = (
     *("bytescope.model", "bytescope.memory.formulas"),
     *(f"bytescope.memory.remat.{name}" for name in ("layer_discovery", "layer_graph", "layer_values", "named_block")),
     *(f"bytescope.train.{name}" for name in ("parallel", "pipeline", "program", "step")),
-    "bytescope.train.data.batch_algebra",
+    *("bytescope.train.config_fields", "bytescope.train.data.batch_algebra"),
     *(f"bytescope.train.plan.{name}" for name in ("block_description", "config_factory", "config_facts", "run_memory")),
 )
 # The modules whose code chooses, for `remat.policy=auto`, which tensors each layer saves.
@@ -278,9 +279,9 @@ def check_config(name: str, overrides: Sequence[tuple[str, str]]) -> None:
 
 
 def names_files(flat: Mapping[str, Any]) -> bool:
-    """Returns whether a value of a config is the path of a file or folder. If so, the compiled program may depend on
-    its content. `flat`: the whole config, dotted key -> value."""
-    return any(isinstance(value, str) and value and Path(value).exists() for value in flat.values())
+    """Returns whether a config has the path of a file or folder. If so, the compiled program may depend on its content.
+    `flat`: the whole config, dotted key -> value."""
+    return any(flat[key] and Path(flat[key]).exists() for key, field in FIELDS.items() if field.path)
 
 
 def build_program(name: str, overrides: Sequence[tuple[str, str]], target: Target) -> Program:

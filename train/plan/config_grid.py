@@ -17,6 +17,7 @@ from bytescope.memory.compare.compare_rows import Row, flags
 from bytescope.memory.compare.grids import CONFIG, as_text
 from bytescope.memory.errors import ReportError
 from bytescope.memory.view import elements
+from bytescope.train.config_fields import FIELDS
 
 if TYPE_CHECKING:
     from bytescope.memory.remat.remat_problem import LayerPlan
@@ -28,7 +29,7 @@ class ConfigRow(Row):
     """A row of the comparison `bytescope compare`: a config with changed keys, and the memory, FLOPs and time of its
     program. It can print the command that runs it."""
 
-    how = ("remat.", "mesh.", "loss.", "precision.", "xla.", "model.scan", "model.attention")
+    how = tuple(key for key, field in FIELDS.items() if field.how)
     policy_key = POLICY
     policy_parts = (SAVE, OFFLOAD)
 
@@ -110,6 +111,27 @@ def plan_keys(plan: LayerPlan) -> dict[str, str]:
     stops = itertools.accumulate(count for _, count in plan.ranges)
     ranges = [f"{stop - count}-{stop}:{pattern.text()}" for stop, (pattern, count) in zip(stops, plan.ranges)]
     return remat_keys("full", ",".join(ranges))
+
+
+def describe_keys(keys: Mapping[str, str]) -> str:
+    """Returns config keys in a few words: keys and values as the command line takes them, then the remat policy, such
+    as "batch.micro=4, full"."""
+    others = [f"{key}={text}" for key, text in keys.items() if not key.startswith("remat.") and text not in ("()", "")]
+    return ", ".join(filter(None, (*others, describe_remat(keys))))
+
+
+def describe_remat(keys: Mapping[str, str]) -> str:
+    """Returns the remat policy that config keys select, such as "full" or "29 x v+up, 3 x full"; "" if they select
+    none."""
+    ranges = keys.get(LAYERS, "")[1:-1]
+    if not ranges:
+        return ConfigRow(dict(keys)).value_text(POLICY)
+    words = []
+    for part in ranges.split(","):
+        layers, _, pattern = part.partition(":")
+        start, _, stop = layers.partition("-")
+        words.append(f"{int(stop) - int(start)} x {pattern}")
+    return ", ".join(words)
 
 
 def policy_words(segments: Sequence[Mapping[str, Any]]) -> str:

@@ -25,7 +25,7 @@ from bytescope.memory.compare.compare_columns import (
 )
 from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.seconds.ranking import TIE
-from bytescope.memory.units import column_unit, human
+from bytescope.memory.units import column_unit, human, plural
 from bytescope.memory.view.console import one_line, put
 from bytescope.memory.view.elements import (
     HeaderFigure,
@@ -203,7 +203,8 @@ def render_text(front: Mapping[str, Any]) -> RenderableType:
         f"{unit} on each device; the plan with the least {COST_NAMES[front['cost']]} for each budget, and the best "
         "policy for all layers:"
     )
-    head = heading(Text(f"{len(points)} budgets", "bold"), target, target.get("limit_bytes"), front["versions"], words)
+    counted = Text(plural(len(points), "budget"), "bold")
+    head = heading(counted, target, target.get("limit_bytes"), front["versions"], words)
     table = [terminal_table(TableView(POINT_COLUMNS, records), size)] if points else []
     commands: list[RenderableType] = []
     for number, plan in enumerate(plans, 1):
@@ -221,7 +222,7 @@ def render_text(front: Mapping[str, Any]) -> RenderableType:
 
 def _below(front: Mapping[str, Any]) -> RenderableType:
     points, best, cached = front["points"], front["best"], front["programs"] - front["compiled"]
-    counts = f"{len(points)} points, {front['programs']} programs compiled"
+    counts = f"{plural(len(points), 'point')}, {plural(front['programs'], 'program')} compiled"
     if cached > 0:
         counts += f" ({cached} of them from the cache)"
     savings = []
@@ -239,7 +240,8 @@ def _below(front: Mapping[str, Any]) -> RenderableType:
     elif points:
         out.append(Text("no plan fits the target", style="bold red"))
     if front["missing"]:
-        out.append(Prose(f"stopped: {front['missing']} points left; run the same command to continue", "yellow"))
+        left = plural(front["missing"], "point")
+        out.append(Prose(f"stopped: {left} left; run the same command to continue", "yellow"))
     return Group(*out)
 
 
@@ -336,7 +338,7 @@ def _notes(point: Mapping[str, Any]) -> list[str]:
 def _figures(
     front: Mapping[str, Any], plans: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None
 ) -> list[HeaderFigure]:
-    search = f"for {len(front['points'])} budgets; {front['programs']} programs compiled"
+    search = f"for {plural(len(front['points']), 'budget')}; {plural(front['programs'], 'program')} compiled"
     out = [HeaderFigure("plans", str(len(plans)), search)]
     if best:
         out += [figure("cheapest that fits", best["allocated_bytes"], "allocated"), *predictions(best)]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bytescope.memory.formulas.model_shape import ExpertShape
-from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.report_record import ReportRecord, RowName
 from bytescope.train.plan.config_facts import BATCH_AXES, experts_of, mesh_of
 
 # Keys of a config to change: dotted key -> text.
@@ -26,7 +26,7 @@ Keys = Mapping[str, str]
 # Keys by which a report of one of the trainer's configs is recognized.
 _NEEDED = ("batch.micro", "data.seq_len", "loss.kind", "mesh.fsdp", "offload.params", "optimizer.name", "remat.policy")
 # Categories of the memory breakdown that grow with the batch.
-BATCH_ROWS = ("residuals", "workspace", "logits_loss", "batch")
+BATCH_ROWS: tuple[RowName, ...] = ("residuals", "workspace", "logits_loss", "batch")
 # Positions of the sequence for which the MLP is computed at a time (`model.mlp_chunk`).
 TILE = 4096
 # Remat policies that save more tensors than `selective`, and policies that save no more than `full`.
@@ -143,7 +143,7 @@ class Saving:
     """
 
     keys: Mapping[str, str]
-    frees: Mapping[str, float]
+    frees: Mapping[RowName, float]
     why: str = ""
     costs: str = ""
     group: str = ""

@@ -27,7 +27,7 @@ from bytescope.memory.compare.compare_columns import (
 )
 from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.records.report_record import ROWS
-from bytescope.memory.units import column_unit, human
+from bytescope.memory.units import column_unit, human, plural
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.elements import (
     HeaderFigure,
@@ -138,7 +138,7 @@ def render_text(staircase: Mapping[str, Any]) -> RenderableType:
     limit = _limit(levels)
     unit, size = _unit_of_levels(levels)
     words = f"{unit} allocated on each device; each stage includes all stages before it:"
-    head = heading(Text(f"{len(levels)} stages", "bold"), target, limit, staircase["versions"], words)
+    head = heading(Text(plural(len(levels), "stage"), "bold"), target, limit, staircase["versions"], words)
     table = [terminal_table(TableView(COLUMNS, levels), size)] if levels else []
     return blocks(Group(*head, *table), _below(staircase))
 

@@ -19,7 +19,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.remat.remat_problem import CompiledPlan, LayerPlan, PlanFigures, RematProblem
 from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, rates, step_prediction
-from bytescope.memory.units import human
+from bytescope.memory.units import human, plural
 from bytescope.model.remat.policies import AUTO
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import advice
@@ -251,7 +251,7 @@ def _search_plan(
     best, chosen = outcome.best, None
     if best is not None:
         size = f"{human(best.compiled.allocated_bytes)} of {human(budget)}"
-        chosen = plan_keys(best.plan), f"auto: {best.plan}; {size}, {len(outcome.tried)} programs compiled"
+        chosen = plan_keys(best.plan), f"auto: {best.plan}; {size}, {plural(len(outcome.tried), 'program')} compiled"
     chosen = agree(chosen)
     if chosen is not None:
         keys, line = chosen

@@ -2,7 +2,7 @@
 
 REMEDIES has a function for each kind of finding. A finding keeps the remedy of `finding_rules.RULES`, which has no
 flags, if its kind has no function, or if the function returns None. To add a remedy, add a function (case, finding) ->
-Remedy or None to REMEDIES.
+ConfigChange or None to REMEDIES.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MIN_CHUNK, _MAX_TENSOR = 256, 8
 _MAX_TOGETHER = 4
 
 
-class Remedy(NamedTuple):
+class ConfigChange(NamedTuple):
     """A change of the config that fixes a finding, which is a remark about wasted memory in a report.
 
     Attributes:
@@ -80,103 +80,109 @@ def _cheapest_lever_keys(case: Case, key: str) -> Keys | None:
     return next((lever.keys for lever in open_levers(case.report) if key in lever.keys), None)
 
 
-def _chunk_loss(case: Case, finding: Finding) -> Remedy | None:
+def _chunk_loss(case: Case, finding: Finding) -> ConfigChange | None:
     if case.flat["loss.kind"] == "full":
-        return Remedy("compute the loss in chunks", {"loss.kind": "chunked"})
+        return ConfigChange("compute the loss in chunks", {"loss.kind": "chunked"})
     size = case.flat["loss.chunk"]
     fraction = NOTABLE * _WELL_BELOW  # of the new peak, for the logits
     left = max(case.report.peak_bytes - finding.bytes, 0) * fraction / (1 - fraction)
     wanted = size * left / max(finding.bytes, 1)
     chunk = 2 ** math.floor(math.log2(max(wanted, _MIN_CHUNK)))
-    return Remedy("smaller chunks of the loss", {"loss.chunk": str(chunk)}) if chunk < size else None
+    return ConfigChange("smaller chunks of the loss", {"loss.chunk": str(chunk)}) if chunk < size else None
 
 
-def _zero3(case: Case, finding: Finding) -> Remedy | None:
+def _zero3(case: Case, finding: Finding) -> ConfigChange | None:
     for lever in open_levers(case.report):
         if lever.costs.startswith("more collectives"):
-            return Remedy(f"shard the state over these devices; the cost is {lever.costs}", lever.keys)
+            return ConfigChange(f"shard the state over these devices; the cost is {lever.costs}", lever.keys)
     return None
 
 
-def _shard_vocabulary(case: Case, finding: Finding) -> Remedy | None:
+def _shard_vocabulary(case: Case, finding: Finding) -> ConfigChange | None:
     # The gradient of the head is summed over all tokens of a device before it is reduced.
     shared = math.gcd(case.axes["fsdp"], case.flat["model.n_kv_heads"], _MAX_TENSOR)
     devices_per_host = int(case.report.target.get("devices_per_host") or shared)
     size = math.gcd(shared, devices_per_host)
     if case.axes["tensor"] > 1 or size < 2:
         return None
-    return Remedy(
+    return ConfigChange(
         f"shard the vocabulary, attention heads and MLP over {size} devices; an update then has 1/{size} of the "
         "sequences unless batch.micro or the accumulation is raised",
         {"mesh.tensor": str(size)},
     )
 
 
-def _smaller_policy(case: Case, finding: Finding) -> Remedy | None:
+def _smaller_policy(case: Case, finding: Finding) -> ConfigChange | None:
     keys = _cheapest_lever_keys(case, "remat.policy")
-    return Remedy("set a remat policy that fits without XLA's own recomputation", keys) if keys else None
+    return ConfigChange("set a remat policy that fits without XLA's own recomputation", keys) if keys else None
 
 
-def _loop_over_layers(case: Case, finding: Finding) -> Remedy | None:
+def _loop_over_layers(case: Case, finding: Finding) -> ConfigChange | None:
     if not case.flat.get("model.scan", True):
-        return Remedy("loop over the layers: the scheduler cannot mix iterations", {"model.scan": "true"})
+        return ConfigChange("loop over the layers: the scheduler cannot mix iterations", {"model.scan": "true"})
     if (case.flat.get("model.unroll") or 1) > 1:
-        return Remedy("loop over single layers: the scheduler cannot mix iterations", {"model.unroll": "1"})
+        return ConfigChange("loop over single layers: the scheduler cannot mix iterations", {"model.unroll": "1"})
     return None
 
 
-def _no_latency_hiding(case: Case, finding: Finding) -> Remedy | None:
+def _no_latency_hiding(case: Case, finding: Finding) -> ConfigChange | None:
     if looped := _loop_over_layers(case, finding):
         return looped
     if "xla.latency_hiding" not in case.flat:
         return None
-    return Remedy(
+    return ConfigChange(
         "switch the latency-hiding scheduler off, which overlaps less communication", {"xla.latency_hiding": "off"}
     )
 
 
-def _xla_pass(case: Case, finding: Finding) -> Remedy | None:
-    return Remedy("switch XLA's rematerialization pass on, or save fewer residuals", {"remat.xla_pass": "true"})
+def _xla_pass(case: Case, finding: Finding) -> ConfigChange | None:
+    return ConfigChange("switch XLA's rematerialization pass on, or save fewer residuals", {"remat.xla_pass": "true"})
 
 
-def _quantized_moments(case: Case, finding: Finding) -> Remedy | None:
+def _quantized_moments(case: Case, finding: Finding) -> ConfigChange | None:
     keys = _cheapest_lever_keys(case, "optimizer.name")
-    return Remedy("use 8-bit moments, which change the arithmetic, or a host with more memory", keys) if keys else None
+    return (
+        ConfigChange("use 8-bit moments, which change the arithmetic, or a host with more memory", keys)
+        if keys
+        else None
+    )
 
 
-def _no_prefetch(case: Case, finding: Finding) -> Remedy | None:
+def _no_prefetch(case: Case, finding: Finding) -> ConfigChange | None:
     gathers = "all-gather" in finding.message or finding.kind == "lasting_gathers"
     if not gathers or not case.flat.get("mesh.prefetch"):
         return None
-    return Remedy("gather parameters when they are used, not ahead", {"mesh.prefetch": "0"})
+    return ConfigChange("gather parameters when they are used, not ahead", {"mesh.prefetch": "0"})
 
 
-def _smaller_room(case: Case, finding: Finding) -> Remedy | None:
+def _smaller_room(case: Case, finding: Finding) -> ConfigChange | None:
     smaller = smaller_room(*case.routing) if case.routing else None
-    return Remedy(finding.remedy, {"model.capacity_factor": f"{smaller[0]:g}"}) if smaller else None
+    return ConfigChange(finding.remedy, {"model.capacity_factor": f"{smaller[0]:g}"}) if smaller else None
 
 
-def _even_stages(case: Case, finding: Finding) -> Remedy | None:
+def _even_stages(case: Case, finding: Finding) -> ConfigChange | None:
     keys = {"pipeline.schedule": EVEN_SCHEDULE, "pipeline.virtual": str(EVEN_CHUNKS)}
-    return Remedy(finding.remedy, keys)
+    return ConfigChange(finding.remedy, keys)
 
 
 # ---- state that is larger than the device --------------------------------------------------------------------------
 
 
-def _shrink_training_state(case: Case, finding: Finding) -> Remedy | None:
+def _shrink_training_state(case: Case, finding: Finding) -> ConfigChange | None:
     report, limit = case.report, case.report.limit_bytes or 0
     chosen = _fewest_levers(report, limit)
     if not chosen:
         devices = int(report.target.get("n_devices") or 1)
         needed = math.ceil(_min_state_bytes(report) * devices / limit)
-        return Remedy(f"no set of memory savings is enough: use {needed} devices or more with mesh.strategy=zero3", {})
+        return ConfigChange(
+            f"no set of memory savings is enough: use {needed} devices or more with mesh.strategy=zero3", {}
+        )
     keys: dict[str, str] = {}
     for lever in chosen:
         keys |= lever.keys
     costs = "; ".join(dict.fromkeys(lever.costs for lever in chosen if lever.costs))
     size = human(_min_state_bytes(report, chosen))
-    return Remedy(f"the cheapest savings that fit leave {size} of state; their costs: {costs}", keys)
+    return ConfigChange(f"the cheapest savings that fit leave {size} of state; their costs: {costs}", keys)
 
 
 def _fewest_levers(report: ReportRecord, limit: int) -> Sequence[Lever]:
@@ -198,7 +204,7 @@ def _min_state_bytes(report: ReportRecord, levers: Sequence[Lever] = ()) -> int:
     size = 0.0
     for row in STATE:
         left = math.prod(1 - lever.frees.get(row, 0.0) for lever in levers)
-        size += report.breakdown.get(row, 0) * left
+        size += report.breakdown[row] * left
     return int(size)
 
 
@@ -211,17 +217,17 @@ def _host_has_room(report: ReportRecord, lever: Lever, whole: int) -> bool:
     return not available or (report.host_bytes + moved) * devices <= available
 
 
-def _recompute_less(case: Case, finding: Finding) -> Remedy | None:
+def _recompute_less(case: Case, finding: Finding) -> ConfigChange | None:
     spare = measure_spare(case.report)
     if spare is None:
         return None
     keys = {key: "" for key in ("remat.layers", "remat.save", "remat.offload") if case.flat.get(key)}
     words = "remat.policy=auto compiles plans to find the least recomputation that fits"
-    return Remedy(words, {"remat.policy": "auto", **keys}, spare.message, spare.free)
+    return ConfigChange(words, {"remat.policy": "auto", **keys}, spare.message, spare.free)
 
 
 # Kind of a finding -> its remedy.
-REMEDIES: Mapping[str, Callable[[Case, Finding], Remedy | None]] = {
+REMEDIES: Mapping[str, Callable[[Case, Finding], ConfigChange | None]] = {
     "full_logits": _chunk_loss,
     "whole_state": _zero3,
     "unsharded_gradients": _shard_vocabulary,

@@ -187,7 +187,7 @@ def run_terms(program: Program, report: ReportRecord, devices: int) -> Iterator[
         yield HostTerm("initialize", "random bits of all parameters", random * simulated, "temporaries of init")
     rows = report.breakdown
     layers = max(program.model.n_layers, 1)
-    working = rows.get("workspace", 0) + rows.get("logits_loss", 0) + rows.get("residuals", 0) // layers
+    working = rows["workspace"] + rows["logits_loss"] + rows["residuals"] // layers
     yield HostTerm(
         "evaluate", "temporaries of evaluation", working * simulated, "temporaries of the step, without gradients"
     )

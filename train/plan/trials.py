@@ -25,7 +25,7 @@ from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import shorten
 from bytescope.train.plan.config_factory import FACTORY
-from bytescope.train.plan.config_grid import plan_keys, remat_keys
+from bytescope.train.plan.config_grid import describe_keys, plan_keys, remat_keys
 
 # Config keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]
@@ -49,7 +49,8 @@ class Trials:
             override of the same key.
         pool: the worker processes.
         cache: the folder with the results of finished compiles; None for no cache.
-        progress: called with the labels of the running jobs and the number of finished jobs.
+        progress: called with the labels of the running jobs and the number of jobs that are finished since the start.
+        describe: function from the keys of a variant to its label.
         max_compiles: maximum number of compiles, not counting results from the cache. At the limit, `Stopped` is
             raised.
         seconds: time limit in seconds. After it no compile starts, and `Stopped` is raised.
@@ -66,6 +67,7 @@ class Trials:
     pool: worker_pool.Pool
     cache: Path | None
     progress: worker_pool.Progress = lambda labels, done: None
+    describe: Callable[[Keys], str] = describe_keys
     max_compiles: float = math.inf
     seconds: float = math.inf
     factory: ProgramFactory = FACTORY
@@ -119,11 +121,11 @@ class Trials:
             target: the target to compile for; "" for the target of the search.
             measure: whether the worker also runs and times the step.
         """
-        label = ", ".join(f"{key.rpartition('.')[2]}={text}" for key, text in keys.items() if text not in ("()", ""))
+        label = shorten(self.describe(keys), 60)
         return self._jobs.job(
             self._overrides(keys),
             target or self.target.name,
-            shorten(label, 60),
+            f"the layers of {label}" if describe else label,
             method="describe" if describe else "",
             measure=measure,
         )
@@ -151,7 +153,10 @@ class Trials:
         if time.monotonic() - self._began > self.seconds:
             raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
         allowed = jobs[: int(min(self.max_compiles - self.compiles, len(jobs)))]
-        answers, interrupted = worker_pool.ask(self.pool, allowed, cache=self.cache, progress=self.progress)
+        before = len(self._done)
+        answers, interrupted = worker_pool.ask(
+            self.pool, allowed, cache=self.cache, progress=lambda labels, done: self.progress(labels, before + done)
+        )
         self._done |= answers
         self.compiles += sum(not job.method for job in allowed if job.name in answers)
         if interrupted:

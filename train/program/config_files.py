@@ -2,9 +2,7 @@
 
 import ast
 import importlib.util
-import io
-import tokenize
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +10,11 @@ from ml_collections import ConfigDict
 
 from bytescope.configs import base
 from bytescope.memory.errors import MAX_SUGGESTIONS, message_of, nearest, suggestion
+from bytescope.train.config_fields import FIELDS, REMOVED
 from bytescope.train.source import ConfigPath, find_source, shipped
 from bytescope.train.user_errors import UserError
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-# Names in other programs or in our output -> the last part of our config key.
-SYNONYMS = {
-    "width": "d_model",
-    "hidden_size": "d_model",
-    "n_embd": "d_model",
-    "layers": "n_layers",
-    "heads": "n_heads",
-    "vocabulary": "vocab_size",
-    "context_length": "seq_len",
-    "batch_size": "micro",
-    "lr": "learning_rate",
-    "max_steps": "steps",
-}
-# Key that configs no longer have -> what to use instead. The config.json of an older run may have it.
-GONE = {
-    "batch.accumulation_schedule": "leave it out: set batch.accumulation, and start again with --extend to change it",
-    "optimizer.batch_scaling": "set optimizer.learning_rate for the batch",
-    "optimizer.base_batch_tokens": "set optimizer.learning_rate for the batch",
-    "train.eval_prompts": "leave it out: bytescope generate RUN --prompts=FILE --step=N answers prompts",
-    "train.tensorboard": "leave it out: the page of the run has its curves, and train.wandb=PROJECT sends them",
-}
 
 
 def _parse_bool(text: str) -> bool:
@@ -85,26 +63,8 @@ def purposes() -> dict[str, str]:
 
 
 def describe_keys() -> list[tuple[str, str, str]]:
-    """Returns (dotted key, default as text, meaning) for every key of the base config.
-
-    The meaning is the comment at the key's assignment in configs/base.py, on the same line or above it.
-    """
-    source = Path(base.__file__).read_text(encoding="utf-8")
-    lines, comments = source.splitlines(), _comments_by_line(source)
-    meanings: dict[str, str] = {}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Assign):
-            first = node.lineno
-            while lines[first - 2].lstrip().startswith("#"):
-                first -= 1
-            key = ast.unparse(node.targets[0]).removeprefix("config.")
-            meanings[key] = " ".join(comments[line] for line in range(first, node.lineno + 1) if line in comments)
-    return [(key, as_text(value), meanings.get(key, "")) for key, value in flatten(base.get_config()).items()]
-
-
-def _comments_by_line(source: str) -> dict[int, str]:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    """Returns (dotted key, default as text, meaning) for every key of the config, sorted by key."""
+    return [(key, as_text(field.default), field.meaning) for key, field in sorted(FIELDS.items())]
 
 
 def as_text(value: Any) -> str:
@@ -182,7 +142,7 @@ def _check_keys_match_base(config: ConfigDict, path: Path) -> None:
     want, have = flatten(base.get_config()), flatten(config)
     for key in have:
         if key not in want:
-            raise UserError(f"the config {path} has the unknown key {key}{_suggest_keys(key, want)}")
+            raise UserError(f"the config {path} has the unknown key {key}{_suggest_keys(key)}")
     for key in want:
         if key not in have:
             raise UserError(
@@ -195,19 +155,19 @@ def _check_keys_match_base(config: ConfigDict, path: Path) -> None:
             )
 
 
-def _suggest_keys(key: str, valid: dict[str, Any]) -> str:
-    if key in GONE:
-        return f", because it is gone: {GONE[key]}"
+def _suggest_keys(key: str) -> str:
+    if key in REMOVED:
+        return f", because it is gone: {REMOVED[key].remedy}"
     # Keys with the same last part or a synonym of it come first.
-    near = keys_named(key.rpartition(".")[2], valid) or nearest(key, valid)
+    near = keys_named(key.rpartition(".")[2]) or nearest(key, sorted(FIELDS))
     return f": {suggestion(near[:MAX_SUGGESTIONS])}" if near else "; bytescope list keys lists the keys"
 
 
-def keys_named(name: str, valid: Iterable[str] | None = None) -> list[str]:
-    """Returns the dotted config keys whose last part is `name` or its synonym (SYNONYMS), as suggestions for an unknown
-    key. `valid`: the keys to search, by default those of the base config."""
-    name = SYNONYMS.get(name, name)
-    return [full for full in valid or flatten(base.get_config()) if full.rpartition(".")[2] == name]
+def keys_named(name: str) -> list[str]:
+    """Returns the dotted config keys with the synonym `name`, or else those whose last part is `name`, as suggestions
+    for an unknown key."""
+    synonymous = [key for key, field in FIELDS.items() if name in field.synonyms]
+    return synonymous or [key for key in sorted(FIELDS) if key.rpartition(".")[2] == name]
 
 
 def override(config: ConfigDict, key: str, text: str) -> None:
@@ -221,7 +181,7 @@ def override(config: ConfigDict, key: str, text: str) -> None:
         group = [name for name in flat if name.startswith(key + ".")]
         if group:
             raise UserError(f"{key} is a group of keys: set one of its keys, such as {group[0]}=...")
-        raise UserError(f"{key} is an unknown key{_suggest_keys(key, flat)}")
+        raise UserError(f"{key} is an unknown key{_suggest_keys(key)}")
     kind = type(flat[key])
     try:
         value = PARSERS[kind](text)

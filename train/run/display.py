@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from bytescope.memory.units import GIB
 from bytescope.memory.view.console import safe
 from bytescope.train.run.summary import clock
 
-GIB = 2**30
 # Minimum fraction of the time that devices wait for data, for a row to show it and for a note at the end of the run.
 MIN_SHOWN_WAIT, MIN_NOTED_WAIT = 0.02, 0.1
 # Parts of a row that are left out on a narrow terminal, first to last. metrics.jsonl has all of them.

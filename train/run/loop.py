@@ -32,6 +32,7 @@ from bytescope.memory.records.host_record import HostTerm
 from bytescope.train.checkpoints.checkpoint import Checkpoints, Position
 from bytescope.train.checkpoints.checkpoint_memory import expect_restore, expect_saves, saves_overlap
 from bytescope.train.checkpoints.workdir import claimed, recordable
+from bytescope.train.config_fields import MIN_LOSS_SCALE
 from bytescope.train.data.batches import Data, DataConfig, check_vocab, open_data, train_batches
 from bytescope.train.data.tokenizer import IdTokenizer
 from bytescope.train.export.config_json import config_json
@@ -53,7 +54,7 @@ from bytescope.train.run.recorders import Recorders, check
 from bytescope.train.run.run_directory import PAGE
 from bytescope.train.run.step_timer import Clock
 from bytescope.train.source import METRICS
-from bytescope.train.step.optimizer.loss_scale import MIN_SCALE, SCALED_REMEDY, scale_metrics
+from bytescope.train.step.optimizer.loss_scale import SCALED_REMEDY, scale_metrics
 from bytescope.train.step.routing import routing_row
 from bytescope.train.step.state import TrainState
 from bytescope.train.user_errors import NonFinite, UserError
@@ -191,7 +192,7 @@ def finish_step(run: Run, step: int, metrics: dict[str, jax.Array], clock: Clock
     loss = float(values["loss"])
     scaling, norm = scale_metrics(values), float(values["grad_norm"])
     # With a loss scale an update whose gradients overflow is skipped. A scale that keeps falling ends the run.
-    broken = scaling["loss_scale"] < MIN_SCALE if scaling else not math.isfinite(norm)
+    broken = scaling["loss_scale"] < MIN_LOSS_SCALE if scaling else not math.isfinite(norm)
     if broken or not math.isfinite(loss):
         raise _non_finite_error(run, step, loss, norm, scaling)
     run.display.advance(step)

@@ -26,6 +26,7 @@ from bytescope.memory.devices.chips import CHIPS, base_name
 from bytescope.memory.errors import ReportError, check_readable, did_you_mean, in_one_line
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import parse_bytes
+from bytescope.train.config_fields import FIELDS
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.program import config_files as configs
 from bytescope.train.run import run_directory
@@ -45,9 +46,6 @@ _BASE = "base"
 _CPU = re.compile(r"cpu(:[1-9]\d*)?")
 # Updates at the start of a run that are not steady yet, and the minimum number of rows after them.
 _FIRST_UPDATES, _MIN_ROWS = 2, 3
-# Keys that do not change the compiled program. A run without them has the same program as other runs.
-_NOT_IN_PROGRAM = ("train.", "data.source", "data.eval_source", "data.workers", "data.prefetch", "seed")
-_IN_PROGRAM = ("train.deterministic",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +238,7 @@ def _read_run_directory(place: Path) -> MeasuredRun:
     measured = MeasuredRun(
         str(place.resolve()),
         Path(subject.name).stem if subject.name else run.name,
-        ", ".join([run.name, *(text for text in subject.changes if not text.startswith(_NOT_IN_PROGRAM))]),
+        ", ".join([run.name, *(text for text in subject.changes if _is_compiled(text.partition("=")[0]))]),
         _BASE,
         _program_overrides(run.config),
         target,
@@ -257,9 +255,13 @@ def _program_overrides(flat: Mapping[str, Any]) -> dict[str, str]:
     overrides = {}
     for key, default in configs.load_flat(_BASE).items():
         value = tuple(flat[key]) if isinstance(flat.get(key), list) else flat.get(key, default)
-        if value != default and (key in _IN_PROGRAM or not key.startswith(_NOT_IN_PROGRAM)):
+        if value != default and _is_compiled(key):
             overrides[key] = f"({configs.as_text(value)})" if isinstance(value, tuple) else configs.as_text(value)
     return overrides
+
+
+def _is_compiled(key: str) -> bool:
+    return key not in FIELDS or FIELDS[key].compiled
 
 
 def _median_seconds(place: Path, rows: Sequence[Mapping[str, float]]) -> float:

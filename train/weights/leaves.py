@@ -332,7 +332,7 @@ def _text(shape: Sequence[int]) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ParameterSlice:
     """Where a parameter is stored in the arrays of a model. Arrays may be stacked over layers and over experts.
 
     Attributes:
@@ -346,13 +346,13 @@ class Place:
     sizes: tuple[int, ...] = ()
 
 
-def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
+def slices_of(model: ModelConfig, path: str) -> tuple[ParameterSlice, ...]:
     """Returns where a parameter such as `blocks.3.experts.w_up.7` may be stored: with unstacked layers, and with
     stacked (scanned) layers.
     """
     first, _, rest = path.partition(".")
     if first != BLOCKS:
-        return (Place(path),)
+        return (ParameterSlice(path),)
     number, _, rest = rest.partition(".")
     index: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
@@ -360,8 +360,8 @@ def places_of(model: ModelConfig, path: str) -> tuple[Place, ...]:
         rest, index, sizes = of_expert[1], (int(of_expert[2]),), (model.experts,)
     stack, place, count = _find_stack(model, int(number))
     return (
-        Place(f"{BLOCKS}.{number}.{rest}", index, sizes),
-        Place(f"{stack}.{rest}", (place, *index), (count, *sizes)),
+        ParameterSlice(f"{BLOCKS}.{number}.{rest}", index, sizes),
+        ParameterSlice(f"{stack}.{rest}", (place, *index), (count, *sizes)),
     )
 
 
@@ -382,7 +382,7 @@ def by_array(model: ModelConfig, values: Mapping[str, Any]) -> dict[str, dict[tu
     arrays: dict[str, dict[tuple[int, ...], Any]] = {}
     sizes: dict[str, tuple[int, ...]] = {}
     for path, one in values.items():
-        for place in places_of(model, path):
+        for place in slices_of(model, path):
             arrays.setdefault(place.array, {})[place.index] = one
             sizes[place.array] = place.sizes
     return {array: parts for array, parts in arrays.items() if len(parts) == math.prod(sizes[array])}
@@ -410,7 +410,7 @@ def by_row(
     return reordered
 
 
-def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> Place | None:
+def stored_at(model: ModelConfig, path: str, arrays: Collection[str]) -> ParameterSlice | None:
     """Returns where a parameter is stored in the arrays with the dotted paths `arrays`, or None if they do not contain
     it. `path`: path of the parameter of one layer or expert."""
-    return next((place for place in places_of(model, path) if place.array in arrays), None)
+    return next((place for place in slices_of(model, path) if place.array in arrays), None)

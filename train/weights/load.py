@@ -27,9 +27,8 @@ from bytescope.train.weights import folder as folders
 from bytescope.train.weights.folder import Folder
 from bytescope.train.weights.leaves import Leaf, by_array, by_row, checkpoint_leaves
 from bytescope.train.weights.patterns import Span, spans_of
-from bytescope.train.weights.quantized import QuantizedJob
+from bytescope.train.weights.quantized import PIECE, QuantizedJob
 
-PIECE = 4 * 2**20  # bytes on disk that are read at a time
 PIECE_COPIES = 4  # as Python bytes, as an array on the device, and in a program: the transposed piece and its result
 RELEASED = 64 * 2**20  # bytes read between two returns of mapped files and freed memory to the operating system
 SMALL = 2**20  # maximum bytes of a shard that is assembled in host memory and sent as a whole

@@ -16,8 +16,9 @@ from typing import Any
 from bytescope.memory.cost import roofline
 from bytescope.memory.devices.targets import Target, platform_of
 from bytescope.memory.hlo.jax_types import JaxDevice
+from bytescope.memory.seconds.achieved import BACKWARD_FLOPS
 from bytescope.memory.seconds.rate_records import WAYS
-from bytescope.memory.units import human
+from bytescope.memory.units import MIB, human
 
 # Parts of a calibration, in the order in which reports show them.
 PRODUCTS, ATTENTION, MEMORY, FLOOR, COLLECTIVES, HOST_LINK = PARTS = (
@@ -33,13 +34,10 @@ COPY, ADD = "copy", "add"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 # Target seconds of one call of a program; minimum and maximum links of one call; links in one turn of its loop.
 CALL_SECONDS, MIN_LINKS, MAX_LINKS, UNROLLED = 5e-3, 4, 256, 8
-MIB = 2**20
 # Bytes of the payload that is permuted to measure the seconds of a hop, and copied to measure the latency of a copy.
 SHORT = 4096
 # Factor of the value that a link adds to its chain: too small to overflow, too large for XLA to leave out.
 SMALL = 1e-3
-# FLOPs of a backward pass of attention (five products), divided by those of a forward pass (two products).
-_BACKWARD = 2.5
 # Assumed rates of an accelerator without a data sheet, until it is measured: FLOP/s, bytes per second.
 _GUESS = (1e14, 1e12)
 
@@ -352,9 +350,9 @@ def _attention_cases(device: JaxDevice, unit: str, sizes: CalibrationSizes, flop
                 batch, heads = max(sizes.tokens // length, 1), max(sizes.heads // width, 1)
                 causal, backward = way.endswith("causal"), way.startswith("backward")
                 work = 4.0 * batch * heads * length**2 * width * (0.5 if causal else 1.0)
-                links = count_links(work * (_BACKWARD if backward else 1.0), flops)
+                links = count_links(work * (BACKWARD_FLOPS if backward else 1.0), flops)
                 # A call of a backward chain begins with one forward pass.
-                work *= _BACKWARD + 1 / links if backward else 1.0
+                work *= BACKWARD_FLOPS + 1 / links if backward else 1.0
                 make = functools.partial(
                     _attention_chain, device, unit, (batch, length, heads, width), causal, backward, links
                 )

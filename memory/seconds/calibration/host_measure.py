@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory import environment
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.host.host_terms import RATES
 from bytescope.memory.host.process_memory import host_phase, phase_peaks, resident
@@ -48,10 +48,10 @@ def run_case(name: str, *arguments: object) -> dict[str, int]:
     """
     words = [sys.executable, "-m", "bytescope.memory.seconds.calibration.host_measure", name, *map(str, arguments)]
     # The cases run on the CPU, without a compilation cache, which would replace the compiler.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_COMPILATION_CACHE")}
-    environment["JAX_PLATFORMS"] = "cpu"
+    given = environment.child_variables({environment.PLATFORMS: "cpu"})
+    env = {name: value for name, value in given.items() if not name.startswith("JAX_COMPILATION_CACHE")}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, env=environment)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
     except subprocess.TimeoutExpired as error:
         raise CaseError(f"took more than {_TIMEOUT_S} s: end other programs and calibrate again") from error
     lines = done.stdout.splitlines()
@@ -225,7 +225,7 @@ def compiler(layers: int, target: str) -> dict[str, int]:
 
     lowered = _program(layers, target)()
     # A report leaves machine code out, unless the user has chosen a CUDA folder. XLA itself has read the flags before.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{machine_code.CUDA_FOLDER}=default".strip()
+    environment.add_xla_flags(f"--{machine_code.CUDA_FOLDER}=default")
     before = _resident()
     with host_phase("compile"):
         compile_lowered(lowered)

@@ -36,7 +36,7 @@ from bytescope.memory.seconds.rate_records import WAYS, CollectiveRate, Curve, D
 _PREPARING, _VISIT_SECONDS = 0.7, 20e-3
 # Needed cases may take this multiple of the time, or this number of seconds if that is more, because a shared machine
 # compiles slowly.
-_OVER, _MIN_SECONDS = 1.25, 30.0
+OVER, MIN_SECONDS = 1.25, 30.0
 NO_TIME = "no time: give more --seconds"
 # Minimum fraction of a measured time that counts as work of the kernel, in case the floor was measured too high.
 _MIN_SHARE = 0.1
@@ -117,7 +117,7 @@ def measure(
     """
     began = time.monotonic()
     # Cases that predictions need, and the first turn, may take longer than the given seconds.
-    limit = max(_OVER * seconds, _MIN_SECONDS)
+    limit = max(OVER * seconds, MIN_SECONDS)
     prepared: list[_Prepared] = []
     left_out: dict[str, str] = {}
 

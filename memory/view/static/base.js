@@ -22,6 +22,7 @@ const base = (() => {
     return unit ? (bytes / unit[0]).toFixed(2) + " " + unit[1] : bytes.toFixed(0) + " B";
   };
   const count = (n) => n.toLocaleString("en-US");
+  const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
   const exact = (bytes) => count(Math.round(bytes)) + " bytes";
   // The same format as in memory/view/figures.py; a test compares them.
   const seconds = (v) => (v >= 1000 ? count(Math.round(v)) + " s" : v >= 0.1 ? v.toPrecision(4) + " s"
@@ -132,6 +133,6 @@ const base = (() => {
     root.dataset.ready = "yes";
   };
 
-  return { GIB, root, $, address, remember, human, count, exact, seconds, percent, make, svg, sorter, filtered, flags, family, start,
-    data: () => JSON.parse($("data").textContent) };
+  return { GIB, root, $, address, remember, human, count, plural, exact, seconds, percent, make, svg, sorter, filtered,
+    flags, family, start, data: () => JSON.parse($("data").textContent) };
 })();

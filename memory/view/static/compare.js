@@ -2,7 +2,7 @@
 // Draws a comparison: growth curves, Pareto chart, breakdown bars and table. memory/compare/compare_page.py makes
 // `data`.
 (() => {
-  const { $, count, exact, seconds, percent, make, sorter } = base, data = base.data();
+  const { $, count, exact, plural, seconds, percent, make, sorter } = base, data = base.data();
   const done = data.rows.filter((row) => row.status === "ok");
   const keyNames = data.keys.map(([key]) => key);
 
@@ -237,7 +237,7 @@
     $("rows").tBodies[0].replaceChildren(...rows.map((row) => lineOf(row, shown)));
     const some = rows.length === data.rows.length ? "" : rows.length + " of ";
     const stars = data.rows.some((row) => row.pareto) ? "; ★ Pareto-optimal among those that fit" : "";
-    $("count").textContent = `${some}${data.rows.length} rows${stars}; click a heading to sort`;
+    $("count").textContent = `${some}${plural(data.rows.length, "row")}${stars}; click a heading to sort`;
   };
   // A narrow page hides columns, the highest ranks first, and a button shows all columns.
   const fold = () => {
@@ -255,7 +255,7 @@
       if (left.size) table();
     }
     $("columns").hidden = !left.size && !whole;
-    $("columns").textContent = whole ? "only what fits the page" : `${left.size} more columns`;
+    $("columns").textContent = whole ? "only what fits the page" : plural(left.size, "more column");
   };
   // Scrolls the table to the row of a point that was picked in a chart.
   const choose = (row) => {

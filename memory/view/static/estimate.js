@@ -2,7 +2,7 @@
 // The calculator's inputs, table and chart. The inputs are stored in the address (#layers=32&zero=3), so that an
 // estimate can be shared. Inputs that are not in the address have the values of the command line.
 (() => {
-  const { GIB, root, address, count, exact, make } = base, data = base.data();
+  const { GIB, root, address, count, exact, make, plural } = base, data = base.data();
   const $ = (id) => base.$(id === "data" ? "data_ranks" : id);
   const NAMES = Object.keys(data.inputs), COUNTS = NAMES.filter((name) => typeof data.inputs[name] === "number");
   const ROWS = [["params", "parameters", "params"], ["frozen", "frozen parameters", "frozen"],
@@ -188,8 +188,8 @@
     $("card").value = cardOf(q);
     $("what").textContent = `${modelOf(q) || "a model of your own"}, ${count(Math.round(q.parameters))} parameters`
       + `${q.experts ? `, ${count(Math.round(found.parameters.active))} of them active` : ""}, on `
-      + `${count(q.tensor * q.data)} ${q.tensor * q.data === 1 ? "device" : "devices"} · ${count(q.batch)} × `
-      + `${count(q.sequence)} tokens per replica and micro-step · ${q.precision}, ${q.optimizer}, ZeRO ${q.zero}`;
+      + `${plural(q.tensor * q.data, "device")} · ${count(q.batch)} × `
+      + `${plural(q.sequence, "token")} per replica and micro-step · ${q.precision}, ${q.optimizer}, ZeRO ${q.zero}`;
     $("command").replaceChildren(...command(q).flatMap((word, i) => [...(i ? [" "] : []), make("span", word)]));
     $("hint").textContent = data.recompute[q.recompute]
       + (q.attention === "flash" && q.recompute === "selective" ? "; flash attention does that by itself" : "");

@@ -2,7 +2,7 @@
 // Draws the timeline, the treemap and the table of buffers. memory/report/report_data.py makes `data`. The state of
 // the view is stored in the address (#at=12&q=attention), so that a view can be shared.
 (() => {
-  const { $, address, human, count, exact, percent, make, sorter } = base;
+  const { $, address, human, count, exact, percent, plural, make, sorter } = base;
   const data = base.data(), S = data.strings, B = data.buffers, P = data.points, N = B.bytes.length;
   const ROW_HEIGHT = 28, TOP = 11;
 
@@ -146,7 +146,7 @@
       || B.bytes[b] - B.bytes[a]);
     const sum = shown.reduce((total, i) => total + B.bytes[i], 0);
     const cut = data.n_buffers > N ? `; the ${count(N)} largest of ${count(data.n_buffers)} are listed` : "";
-    $("count").textContent = `${count(shown.length)} of ${count(N)} buffers, ${human(sum)}${cut}`;
+    $("count").textContent = `${count(shown.length)} of ${plural(N, "buffer")}, ${human(sum)}${cut}`;
     $("rows").style.height = shown.length * ROW_HEIGHT + "px";
     // The table is as tall as its rows, up to the maximum height in the style sheet.
     $("scroll").style.maxHeight = Math.max(shown.length, 1) * ROW_HEIGHT + "px";

@@ -18,6 +18,7 @@ from bytescope.memory.cost import flops
 from bytescope.memory.devices import targets
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.recognition import Value
+from bytescope.memory.view.progress_bar import ProgressBar
 from support import toy_trainer
 from support.exhaustive import exhaustive
 from support.json_results import read_result
@@ -87,8 +88,11 @@ def compiled(path, monkeypatch):
 def test_the_printed_policy_in_the_source_gives_the_promised_bytes(name, flags, what, tmp_path, monkeypatch, capsys):
     source = (MODELS / f"{name}.py").read_text()
     (tmp_path / f"{name}.py").write_text(source)
+    told = []
+    monkeypatch.setattr(ProgressBar, "__call__", lambda bar, labels, done: told.append((*labels, done)))
     code, out = fit(tmp_path, name, *flags)
     best = out["best"]
+    assert told == [(row["what"], done) for done, row in enumerate(out["walk"])], "each program before it is compiled"
     assert code == 0 and best["what"].startswith(what) and best["allocated_bytes"] <= out["budget_bytes"]
     first = next(row for row in out["walk"] if row["what"] == "nothing_saveable")
     assert best["recomputed_flops"] < first["recomputed_flops"]

@@ -101,8 +101,9 @@ def test_what_a_name_holds_ends_no_command_and_no_cell():
         ("b.py", ("b.py", "")),
     ],
 )
-def test_files_are_told_from_the_root_of_the_repository(source, place):
-    assert github._split_location(source, {"GITHUB_WORKSPACE": "/srv/repo"}) == place
+def test_files_are_told_from_the_root_of_the_repository(source, place, monkeypatch):
+    monkeypatch.setenv("GITHUB_WORKSPACE", "/srv/repo")
+    assert github._split_location(source) == place
 
 
 def test_the_command_prints_them_and_adds_to_the_summary(tmp_path, monkeypatch, capsys):

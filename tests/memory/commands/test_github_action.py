@@ -123,7 +123,7 @@ def test_one_comment_is_created_then_updated_and_without_permission_only_the_sum
     assert code == 0, out
     assert len(api.comments) == 101 and api.requests[-1] == ("POST", COMMENTS), "the comment is looked for on two pages"
     text = api.comments[-1]["body"]
-    assert text.startswith("<!-- bytescope memory -->\n### Device memory: 1 of 1 budgets kept") and summary in text
+    assert text.startswith("<!-- bytescope memory -->\n### Device memory: 1 of 1 budget kept") and summary in text
     assert "| budget | target | before | peak |" in text and "| net | cpu |" in text, (
         "the merge's first parent is the base"
     )
@@ -139,14 +139,14 @@ def test_one_comment_is_created_then_updated_and_without_permission_only_the_sum
     assert code == 1 and len(api.comments) == 101, out
     assert api.requests[-1] == ("PATCH", "/repos/owner/project/issues/comments/1100")
     text = api.comments[-1]["body"]
-    assert "0 of 1 budgets kept" in text and "**exceeds**" in text and "exceeds 1.00 MiB" in text
+    assert "0 of 1 budget kept" in text and "**exceeds**" in text and "exceeds 1.00 MiB" in text
     assert "::error file=step.py,line=7,title=memory budget net::exceeds 1.00 MiB" in out
 
     api.may_write = False
     code, out, summary = run_action(project, api, event)
     assert code == 1 and api.comments[-1]["body"] == text, "the exit code is that of the check"
     assert "::notice title=memory budgets::no comment is written: HTTP Error 403" in out
-    assert "0 of 1 budgets kept" in summary and "secret" not in out
+    assert "0 of 1 budget kept" in summary and "secret" not in out
 
     api.requests.clear()
     code, out, summary = run_action(project, api, {}, arguments="--pyproject='no such.toml'")
@@ -166,7 +166,7 @@ def test_a_base_without_budgets_is_said_and_no_other_comment_is_touched(tmp_path
     assert code == 2, out
     assert api.comments[3]["body"].endswith("another use of the action")
     text = api.comments[-1]["body"]
-    assert text.startswith("<!-- bytescope second -->\n### Device memory: 0 of 1 budgets kept"), text
+    assert text.startswith("<!-- bytescope second -->\n### Device memory: 0 of 1 budget kept"), text
     assert "missing.py does not exist" in text and "no figures of the base: " in text and "has no budgets" in text
     assert git(project, "symbolic-ref", "--short", "HEAD") == "main", "the branch is checked out again"
     event["pull_request"]["base"]["sha"] = "0" * 40

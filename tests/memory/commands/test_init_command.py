@@ -56,8 +56,9 @@ def test_missing_pieces_then_a_file_that_report_reads(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nope.py"], "no config file"),
+        (["nope.py"], "there is no file or folder nope.py: give a path that exists"),
         (["train.py", "h1000"], "h1000"),
+        (["train.py", "h100", "lr=3"], "lr=3 cannot be used with a script: write the script's own arguments after --"),
         (["train.py", "--value=int32[8]"], "names no line"),
         (["train.py", "--save-program=nowhere/p.py"], "there is no folder"),
         (["train.py", "--save-program=train.py"], "bytescope did not write it"),

@@ -205,6 +205,7 @@ def test_jobs_are_typed_by_the_trainer_and_duplicates_dropped():
     assert [tuple(job.chosen.values()) for job in jobs] == [
         (n, "h200:8", policy) for n in (32, 64) for policy in ("none", "full")
     ], "policies last: rivals side by side"
+    assert [job.label for job in jobs][:2] == ["seq_len=32, h200:8, none", "seq_len=32, h200:8, full"]
     assert jobs[0].overrides["model.n_layers"] == "2" and jobs[0].overrides["config"] == "tiny"
     for key in ("data.seq_lne", "data.seq_len=x"):
         with pytest.raises(UserError, match="seq_l"):

@@ -196,13 +196,13 @@ def test_predicted_seconds_stand_with_their_spread_and_the_rates_once():
 def test_rows_beyond_xlas_limit_are_named_if_others_are_below_it():
     rows = [row("none", 30, xla_recomputes=True), row("dots", 20), row("full", 10)]
     sentence = plan_rows.beyond_xla_limit(rows)
-    assert sentence.startswith("XLA's rematerialization pass recomputes values in 1 of 3 programs (none), because they")
+    assert sentence.startswith("XLA's rematerialization pass recomputes values in 1 of 3 programs (policy none), ")
     assert sentence in " ".join(printed(rows).split())
     assert plan_rows.beyond_xla_limit(rows[1:]) == plan_rows.beyond_xla_limit(rows[:1]) == ""
     many = [row(str(number), 30, xla_recomputes=number > 0) for number in range(6)]
-    assert "(1, 2, 3 and 2 more)" in plan_rows.beyond_xla_limit(many)
+    assert "(policies 1; 2; 3 and 2 more)" in plan_rows.beyond_xla_limit(many)
     off = [row("none", 30, xla_margin_bytes=-1), row("dots", 20, xla_margin_bytes=5), row("full", 10)]
-    assert plan_rows.beyond_xla_limit(off).startswith("1 of 3 programs (none) are above XLA's memory limit")
+    assert plan_rows.beyond_xla_limit(off).startswith("above XLA's memory limit: 1 of 3 programs (policy none); ")
     assert plan_rows.beyond_xla_limit(off[:1]) == plan_rows.beyond_xla_limit(off[1:]) == ""
 
 

@@ -355,6 +355,8 @@ def tanh_line():
         ((8, 16, 96), {0: ("data",), 1: ("model",)}, (128, 96), ("data", "model")),
         ((64, 96), {0: ("data",)}, (16 * 96,), ()),
         ((64, 96), {0: ("data",)}, (5, 7), ()),
+        ((32, 128, 384), {0: ("data",)}, (32 * 128, 384), ("data",)),
+        ((32, 128, 384), {0: ("data",)}, (8 * 128, 4 * 384), ()),  # four products of one input, merged
     ],
 )
 def test_axes_that_are_missing(dims, labels, local, lost):

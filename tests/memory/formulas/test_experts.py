@@ -22,9 +22,10 @@ from bytescope.memory.formulas.training_state import ADAM
 from bytescope.model import ModelConfig
 from bytescope.model.experts import expert_rows as rows
 from bytescope.model.experts.exchange import EXCHANGES
-from bytescope.model.experts.expert_kernels import KERNELS
+from bytescope.model.experts.expert_kernels import CAPACITY, KERNELS
 from bytescope.model.placement import Peers
 from bytescope.model.remat.policies import POLICIES
+from bytescope.train.plan import config_facts
 from bytescope.train.plan.config_facts import PRECISIONS, experts_of, model_facts, question_of
 from bytescope.train.program.config_files import load_flat
 from bytescope.train.run.metrics import frozen_matmul_parameters, model_flops_per_token
@@ -250,6 +251,10 @@ def test_a_runs_utilization_counts_the_same_flops(overrides):
     frozen = [name for name in matrices if model.experts or "attention" in name]
     assert frozen_matmul_parameters(model, frozen) > 0
     assert frozen_matmul_parameters(model, ["blocks.experts.router_bias", "blocks.norm_mlp.scale"]) == 0
+
+
+def test_the_formulas_assume_the_models_default_capacity():
+    assert config_facts.CAPACITY == CAPACITY
 
 
 def test_capacity_and_padding_are_no_model_flops():

@@ -10,7 +10,7 @@ from bytescope.memory.__main__ import main
 from bytescope.memory.compare import compare_text, worker_pool
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.reconcile import FormulaLine
-from bytescope.memory.records.report_record import load
+from bytescope.memory.records.report_record import ROWS, load
 from bytescope.memory.view.figures import written_gap
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from support.json_results import read_result
@@ -72,7 +72,10 @@ def test_a_line_for_each_row():
 
 def test_a_reports_table():
     lines = reconcile.lines(
-        FORMULA, 60 * MIB, {"params": 11 * MIB, "residuals": 6 * MIB}, {"model_flops": 6e9, "hardware_flops": 9e9}
+        FORMULA,
+        60 * MIB,
+        dict.fromkeys(ROWS, 0) | {"params": 11 * MIB, "residuals": 6 * MIB},
+        {"model_flops": 6e9, "hardware_flops": 9e9},
     )
     assert [(line.title, line.gap) for line in lines] == [
         ("parameters", MIB),

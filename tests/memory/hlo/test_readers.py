@@ -199,6 +199,7 @@ def test_json_goes_there_and_back(tmp_path):
         '{"schema": 99, "peak_bytes": 1}',
         '{"schema": 1, "peak_bytes": "x", "allocated_bytes": 1, "breakdown": {}}',
         '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": []}',
+        '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {"rngg": 1}}',
         '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "buffers": [1]}',
         '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "buffers": [{"name": 1}]}',
         '{"schema": 1, "peak_bytes": 1, "allocated_bytes": 1, "breakdown": {}, "timeline": 5}',

@@ -71,7 +71,7 @@ def test_the_same_buffer_in_both_has_the_reports_source_line():
     )
     report = dataclasses.replace(STEP, program="jit_f", buffers=(buffer, dataclasses.replace(buffer, source="")))
     found = memory.explain(listed("jit(g)/jvp(Net)/mlp/dot_general"), report)
-    assert found.match.subject == "step" and "1 of the 1 shapes in the log" in found.match.sentence
+    assert found.match.subject == "step" and "1 of the 1 shape in the log" in found.match.sentence
     assert found.culprits[
         0
     ].source == "net.py:7" and "2 x float32[8,1024,4096] at the program's peak: residuals" in str(found)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.profile import breakdown, instruction_seconds, kernel_owners, xplane
-from bytescope.memory.profile.op_scopes import OpScopes
+from bytescope.memory.profile.breakdown import Instructions
+from bytescope.memory.profile.op_scopes import LOOPS, OpScope, OpScopes
 from bytescope.memory.records import report_record
 
 pytestmark = pytest.mark.quick
@@ -160,6 +161,17 @@ def test_phases_are_predicted_as_they_are_traced(llama, offload):
         ratios = {phase: measured / predicted for phase, (measured, predicted) in phases.items()}
         assert set(ratios) == {"forward", "recompute", "backward", "optimizer"}
         assert all(0.85 < ratio < 1.2 for ratio in ratios.values()), ratios
+
+
+def test_a_loop_takes_the_time_between_its_instructions(llama):
+    """The trace of a CPU has a loop as an instruction, which runs as long as all instructions inside it."""
+    loop = Instructions("while.6", OpScope("backward", LOOPS, opcode="while"), taken=7 * 10**9, count=1, running=10**13)
+    traced = dataclasses.replace(llama.breakdown, instructions=(*llama.breakdown.instructions, loop))
+    report = report_record.load(TRACES / f"{LLAMA}.report.json")
+    compared = instruction_seconds.compare(traced, llama.scopes.main_attribution(), report)
+    more = sum(measured for measured, _ in compared.by_kind.values())
+    more -= sum(measured for measured, _ in llama.comparison.by_kind.values())
+    assert more == pytest.approx(traced.seconds(7 * 10**9))
 
 
 def test_the_report_of_another_program_is_not_compared(llama):

@@ -64,6 +64,13 @@ def test_it_is_its_record(record, report):
     assert report != dataclasses.replace(record, peak_bytes=1) and report != 7
 
 
+def test_a_breakdown_has_every_row_and_no_other():
+    breakdown = report_record.ReportRecord(3, 4, {"params": 3, "fragmentation": 1}).breakdown
+    assert tuple(breakdown) == report_record.ROWS and sum(breakdown.values()) == 4
+    with pytest.raises(ValueError, match="the breakdown has the unknown row 'rngg': choose from params, "):
+        report_record.ReportRecord(3, 3, {"rngg": 3})
+
+
 def test_it_stays_a_report(report):
     for same in (
         pickle.loads(pickle.dumps(report)),

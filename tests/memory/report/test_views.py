@@ -13,7 +13,7 @@ from bytescope.memory.compare import compare_rows, compare_text
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
 from bytescope.memory.profile import profile_text
-from bytescope.memory.profile.breakdown import Breakdown, HostRow, Instructions
+from bytescope.memory.profile.breakdown import Breakdown, HostWork, Instructions
 from bytescope.memory.profile.op_scopes import OpScope
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import (
@@ -296,7 +296,10 @@ FORMULA = reconcile.Formula(10.0 * GIB, 11.0 * GIB, 20.0 * GIB, 0.0, 5.0 * GIB, 
 def show_formulas(console, name):
     formula = dataclasses.replace(FORMULA, notes=(f"total: {name}",))
     lines = reconcile.lines(
-        formula, 60 * GIB, {"params": 11 * GIB, "residuals": 6 * GIB}, {"model_flops": 6e9, "hardware_flops": 9e9}
+        formula,
+        60 * GIB,
+        dict.fromkeys(ROWS, 0) | {"params": 11 * GIB, "residuals": 6 * GIB},
+        {"model_flops": 6e9, "hardware_flops": 9e9},
     )
     compare_text.show_formulas(formula, lines, console)
     compare_text.show_row_formulas(
@@ -323,7 +326,7 @@ def show_trace(console, name):
         10**13,
         cells,
         tuple(Instructions(f"{name}.{at}", OpScope("backward", "mlp", name), 10**11, 16) for at in range(3)),
-        (HostRow(name, 10**12, 10**11, 7),),
+        (HostWork(name, 10**12, 10**11, 7),),
         {name: 10**11},
     )
     profile_text.show(

@@ -157,7 +157,6 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
     finally:
         rates.use(None)
     assert rates.select(target).source == chip_rates.rates_of_kind("NVIDIA H200").source
-    assert rates.select(target, path).source.startswith("measured on mine")
 
 
 @pytest.mark.parametrize(

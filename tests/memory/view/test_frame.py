@@ -11,7 +11,7 @@ from jinja2 import UndefinedError
 from bytescope.memory import view
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_shape import StepLayout, gpt
-from bytescope.memory.units import BINARY, human
+from bytescope.memory.units import BINARY, human, plural
 from bytescope.memory.view import elements, frame
 from bytescope.memory.view.figures import seconds
 from bytescope.train.plan import estimate_page
@@ -159,6 +159,14 @@ def test_the_browser_writes_bytes_as_python_does(head, tmp_path):
     script = f"document.title = JSON.stringify({json.dumps(sizes)}.map(base.human));"
     document = browse(tmp_path, head, script=script, options=["--dump-dom"])
     assert json.loads(seen(document)) == [human(size) for size in sizes]
+
+
+def test_the_browser_counts_nouns_as_python_does(head, tmp_path):
+    numbers = [0, 1, 2, 1000]
+    script = f"document.title = JSON.stringify({json.dumps(numbers)}.map((n) => base.plural(n, 'more row')));"
+    document = browse(tmp_path, head, script=script, options=["--dump-dom"])
+    assert json.loads(seen(document)) == [plural(number, "more row") for number in numbers]
+    assert plural(1, "more row") == "1 more row" and plural(1000, "copy", "copies") == "1,000 copies"
 
 
 def test_the_browser_writes_seconds_as_python_does(head, tmp_path):

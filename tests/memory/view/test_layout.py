@@ -52,6 +52,17 @@ def test_a_table_keeps_every_figure_whole(width):
     assert " ".join(" ".join(lines).split()).count("gradients") == 9
 
 
+def test_columns_that_continue_below_repeat_all_keys_of_a_row():
+    table = FigureTable(value("seq_len"), value("policy"), figure("allocated"), figure("predicted"))
+    table.add("128", "none", "12.34 GiB", "0.123 to 0.456")
+    table.add("128", "full", "10.34 GiB", "0.234 to 0.567")
+    assert [line.split() for line in printed(table, 34)][-3:] == [
+        ["seq_len", "policy", "predicted"],
+        ["128", "none", "0.123", "to", "0.456"],
+        ["128", "full", "0.234", "to", "0.567"],
+    ]
+
+
 def test_labels_are_shortened_in_their_middle_before_anything_else():
     assert [shorten("transformer/blocks/mlp", width) for width in (30, 12, 1)] == [
         "transformer/blocks/mlp",

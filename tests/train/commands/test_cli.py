@@ -100,6 +100,15 @@ def test_help_of_every_command(name, capsys, monkeypatch):
     assert text.partition("examples:\n")[2].count(f"  bytescope {command}") >= 2
 
 
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.flag])
+def test_the_help_of_an_ability_needs_no_value(name, capsys):
+    """The help of a command names this spelling, such as report --trace --help."""
+    command, flag = COMMANDS[name].part_of.split()
+    with pytest.raises(SystemExit) as done:
+        cli.main([command, flag, "--help"])
+    assert done.value.code == 0 and capsys.readouterr().out.startswith(f"usage: bytescope {command}")
+
+
 def test_examples_of_the_help_parse():
     for name, subcommand in COMMANDS.items():
         for example in subcommand.examples:
@@ -147,7 +156,11 @@ def test_words_after_the_subject_set_keys(line, config, target):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("train batch.micro=4", "batch.micro=4 is the first word, which is the config: write a config such as tiny"),
+        (
+            "train batch.micro=4",
+            "batch.micro=4 is the first word, which is the config: write a config such as tiny before it, or "
+            "--config.batch.micro=4",
+        ),
         ("train tiny h100:8", "h100:8 is a target, which bytescope train does not take"),
         ("report tiny batch.mico=4", "batch.mico is an unknown key: did you mean batch.micro?"),
         ("report tiny h100:8 -- batch.micro=4", "the words after -- are arguments of a script"),

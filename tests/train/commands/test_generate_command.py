@@ -72,7 +72,7 @@ def test_a_file_is_answered_row_by_row_and_goes_on_where_it_was(folder, prompts,
     assert sorted(rows) == [0, 1, 2, 3, 4] and all(len(row["tokens"]) == 12 for row in rows.values())
     assert rows[0]["prompt"] == "the model is" and rows[1]["prompt"] == [5, 6, 7, 8]
     code, out, _ = generate(capsys, *command)
-    assert code == 0 and "all 5 rows are answered" in out
+    assert code == 0 and "all 5 rows answered" in out
 
     lines = file.read_bytes().splitlines(keepends=True)
     # Killed while it wrote the third, which was longer than all that is left.
@@ -112,7 +112,7 @@ def test_ctrl_c_keeps_what_is_done(folder, prompts, tmp_path, capsys, monkeypatc
     command = [folder, "--prompts=prompts.jsonl", "--out=out.jsonl", *SHORT]
     monkeypatch.setattr(answers.Answers, "add", add)
     code, _, err = generate(capsys, *command)
-    assert code == 130 and "of 5 rows are answered in out.jsonl" in err
+    assert code == 130 and "of 5 rows answered in out.jsonl" in err
     monkeypatch.setattr(answers.Answers, "add", kept)
     assert generate(capsys, *command)[0] == 0
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5

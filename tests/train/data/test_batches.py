@@ -259,7 +259,7 @@ def test_too_little_data(tmp_path, files, seq_len, message):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"dtype": "int16"}, "data.dtype='int16' is not known: did you mean uint16? Else choose one of uint16, uint32"),
+        ({"dtype": "int16"}, "data.dtype='int16': did you mean uint16? Else choose one of uint16, uint32"),
         ({"seq_len": 0}, "data.seq_len=0 is too small: give 1 or more"),
         ({"prefetch": -1}, "data.prefetch=-1 is too small: give 0 or more"),
         ({"workers": -2}, "data.workers=-2 is too small: give 0 or more"),

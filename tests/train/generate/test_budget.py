@@ -7,7 +7,7 @@ import pytest
 
 from bytescope.memory import cli
 from bytescope.train.generate import generate_flags, open_engine
-from bytescope.train.generate.budget import SLACK, Budget, lengths_of, settle
+from bytescope.train.generate.budget import SLACK, GenerationMemory, lengths_of, settle
 from bytescope.train.generate.model_source import DTYPES, UNQUANTIZED, describe_model
 from bytescope.train.program.config_files import load
 from bytescope.train.user_errors import DoesNotFit
@@ -27,7 +27,7 @@ def budget(**changes):
         "sequences": 64,
         "length": 8192,
     }
-    return Budget(**{**made, **changes})
+    return GenerationMemory(**{**made, **changes})
 
 
 @pytest.mark.quick

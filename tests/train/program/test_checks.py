@@ -6,14 +6,17 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from bytescope.configs import base
 from bytescope.model import ModelConfig
 from bytescope.train.commands.train_command import parse
+from bytescope.train.config_fields import FIELDS, names_in
 from bytescope.train.data.tokenizer import ByteTokenizer, IdTokenizer
 from bytescope.train.launch.processes import find
 from bytescope.train.plan import remat_auto
 from bytescope.train.program import program_settings
+from bytescope.train.program.config_files import flatten
 from bytescope.train.program.program import build
-from bytescope.train.program.program_settings import DECAYS, POSITIVE, read_settings
+from bytescope.train.program.program_settings import read_settings
 from bytescope.train.run.startup import doubtful_settings
 from bytescope.train.user_errors import UserError
 from support.toy import small_config
@@ -21,13 +24,40 @@ from support.toy import small_config
 pytestmark = pytest.mark.quick
 
 
+def test_the_list_has_every_key_and_each_default_is_valid():
+    defaults = flatten(base.get_config())
+    assert sorted(FIELDS) == list(defaults)
+    for key, field in FIELDS.items():
+        assert field.default == defaults[key] and field.meaning, key
+        assert len(names_in(field.choices)) != 1 and len(names_in(field.plans)) != 1, key
+        field.check(field.default)
+
+
+NEAR = "did you mean q_rot\\? Else choose one of"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("remat.save", "q_rott"),
+        ("remat.offload", "v,q_rott"),
+        ("remat.layers", "0-2:full,2-4:v+q_rott"),
+        ("remat.layers", "0-2:q_rott@host+v"),
+        ("remat.policy", "v+q_rott@host"),
+    ],
+)
+def test_a_misspelled_checkpoint_name_is_refused_with_the_nearest(key, value):
+    with pytest.raises(ValueError, match=f"^{key}='.*q_rott.*': {NEAR}"):
+        read_settings(small_config({key: value}))
+
+
 @pytest.mark.parametrize(
     ("key", "values"),
     [
         ("optimizer.learning_rate", ("nan", "inf", "-1e-3", "1e39")),
         ("model.norm_eps", ("-1e-5", "nan")),
-        *((key, ("1.0", "-0.1", "nan", "2")) for key in DECAYS),
-        *((key, ("0", "-0.02", "inf")) for key in POSITIVE),
+        *((key, ("1.0", "-0.1", "nan", "2")) for key, field in FIELDS.items() if field.decay),
+        *((key, ("0", "-0.02", "inf")) for key, field in FIELDS.items() if field.positive),
         ("train.sample_temperature", ("inf", "nan", "-1")),
         ("precision.loss_scale_init", ("inf", "nan", "0", "1e30")),
         ("seed", ("-1", "2147483648", "99999999999999999999")),

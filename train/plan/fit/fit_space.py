@@ -12,6 +12,7 @@ from typing import Any
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.train.data.batch_algebra import MAX_ACCUMULATION
 from bytescope.train.plan.config_facts import BATCH_AXES
+from bytescope.train.plan.config_grid import describe_remat
 from bytescope.train.plan.lever_catalogue import SAVINGS
 
 Keys = dict[str, str]
@@ -437,10 +438,15 @@ def describe_variant(keys: Mapping[str, str], space: Space) -> str:
     micro, accumulation = keys.get("batch.micro", space.flat["batch.micro"]), keys.get("batch.accumulation", "?")
     parts = [describe_mesh(keys, space), f"{micro} x {accumulation}"]
     for key, value in keys.items():
-        if key in ("precision.preset", "optimizer.name", "lora.base"):
+        if key in ("precision.preset", "optimizer.name", "lora.base", "lora.rank", "data.seq_len"):
             parts.append(f"{key.rpartition('.')[2]}={value}")
         elif key.startswith("xla."):
             parts.append(f"{key}={value}")
         elif key.startswith(("offload.", "optimizer.fused_backward")):
             parts.append(key)
     return ", ".join(parts)
+
+
+def describe_trial(keys: Mapping[str, str], space: Space) -> str:
+    """Returns a description of a variant of the config with its remat policy, for the progress bar."""
+    return ", ".join(filter(None, (describe_variant(keys, space), describe_remat(keys))))

@@ -18,7 +18,7 @@ from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.compare.compare_text import as_fast
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.seconds.ranking import TIE
-from bytescope.memory.units import column_unit, human
+from bytescope.memory.units import column_unit, human, plural
 from bytescope.memory.view.console import put, safe
 from bytescope.memory.view.elements import (
     HeaderFigure,
@@ -162,7 +162,7 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
 
     out: the JSON result of `bytescope fit`.
     """
-    effort = f"{out['programs']} programs compiled, {out['seconds']:.1f} s"
+    effort = f"{plural(out['programs'], 'program')} compiled, {out['seconds']:.1f} s"
     stopped = f"; stopped early: {out['stopped']}" if out["stopped"] else ""
     if best := out["best"]:
         return _best_lines(best, out, config, f"{effort}{stopped}")
@@ -355,9 +355,8 @@ def _header_figures(out: Mapping[str, Any]) -> list[HeaderFigure]:
             figure("missing", missing[key], place) if missing[key] else HeaderFigure("missing", "")
             for key, place in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
         ]
-    search = HeaderFigure(
-        "search took", f"{out['seconds']:,.0f} s", f"{out['programs']} programs compiled, {len(out['walk'])} tried"
-    )
+    programs = f"{plural(out['programs'], 'program')} compiled, {len(out['walk'])} tried"
+    search = HeaderFigure("search took", f"{out['seconds']:,.0f} s", programs)
     return [one for one in [*figures, search] if one.value]
 
 

@@ -15,11 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bytescope.train.config_fields import MAX_LOSS_SCALE
 from bytescope.train.step.optimizer.rules import grad_norm
 
-# Below MIN_SCALE another halving does not help: the overflow is not in the gradient. MAX_SCALE is far below the
-# maximum of float32.
-MIN_SCALE, MAX_SCALE = 2.0**-14, 2.0**64
 SCALED_REMEDY = "compute in bfloat16 (--config.precision.preset=bf16), "
 
 
@@ -69,7 +67,7 @@ class Scaling:
         good = jnp.where(finite, state.good + 1, 0)
         grown = good >= self.growth_every
         scale = jnp.where(
-            finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, MAX_SCALE), state.scale), 0.5 * state.scale
+            finite, jnp.where(grown, jnp.minimum(2.0 * state.scale, MAX_LOSS_SCALE), state.scale), 0.5 * state.scale
         )
         return LossScale(scale, jnp.where(grown, 0, good), state.skipped + ~finite)
 

@@ -10,7 +10,7 @@ from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.fit import fit_result, fit_view
 from bytescope.train.plan.fit import fit_walk as walks
-from bytescope.train.plan.fit.fit_space import SQUEEZES
+from bytescope.train.plan.fit.fit_space import SQUEEZES, describe_trial
 from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.trials import Stopped, Trials
 from support.fit_trials import GIB, SEQ, as_json, walk
@@ -270,6 +270,13 @@ def test_compiles_that_are_enough_are_no_stop():
 
 def interrupt(*args, **more):
     raise KeyboardInterrupt
+
+
+def test_the_bar_names_a_variant_as_its_line_does_and_counts_all_that_are_done():
+    counts = []
+    done = walk(24, progress=lambda labels, count: counts.append(count))
+    assert counts == sorted(counts) and counts[-1] >= done.trials.compiles > 5
+    assert [describe_trial(step.keys, done.space) for step in done.steps] == [step.what for step in done.steps]
 
 
 def test_ctrl_c_keeps_the_best_so_far():
