@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bytescope.memory.audit import audit_program
-from bytescope.memory.cost import collectives, flops, host_transfers, kernel_costs, step_work
+from bytescope.memory.cost import collectives, flops, host_transfers, step_work
 from bytescope.memory.devices import limits
 from bytescope.memory.devices.chips import CHIPS, base_name
 from bytescope.memory.devices.compiler import Compilation
@@ -25,7 +25,7 @@ from bytescope.memory.findings import finding_rules
 from bytescope.memory.formulas import communication_volume
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.hlo import buffers as hlo_buffers
-from bytescope.memory.hlo.dataflow import Flow
+from bytescope.memory.hlo import kernels
 from bytescope.memory.hlo.module import Module
 from bytescope.memory.hlo.shapes import leaves
 from bytescope.memory.host.process_memory import host_phase
@@ -238,10 +238,9 @@ def _read_program(
     derived = not program.traces and not (program.allocations and (compilation.proto or _needs_no_trace(program)))
     try:
         source = derive(program.module) if derived else program
-        flow = Flow(source.module)
-        inputs = program_arguments.read(source, flow, compilation.signature, roles)
+        inputs = program_arguments.read(source, compilation.signature, roles)
         placed = place(source, compilation, facts, inputs)
-        attribution = assemble.attribute_program(source, inputs, known, flow)
+        attribution = assemble.attribute_program(source, inputs, known)
         counted = flops.count(jaxpr) if jaxpr is not None else None
         schedule = reading.read_schedule(attribution, per_host, counted, source.module.devices)
         order = memory_order.find(source.module) if reorder else OrderEstimate()
@@ -320,21 +319,13 @@ def _runtime_overhead_facts(
 def _untuned_product_bytes(module: Module) -> int:
     # The largest operands limit the cuBLAS workspace at run time. If the program calls cuBLAS, XLA chose the workspaces
     # when it compiled the program.
-    if any("cublas" in instruction.target for instruction in module.instructions.values()):
+    if any(each.call.library == kernels.CUBLAS for each in module.of_opcode("custom-call")):
         return 0
-    products = (i for i in module.instructions.values() if i.opcode in kernel_costs.PRODUCTS)
-    return max(
-        (
-            sum(
-                leaf.bytes
-                for id in product.operands
-                if id in module.instructions
-                for _, leaf in leaves(module.shape(module.instructions[id]))
-            )
-            for product in products
-        ),
-        default=0,
-    )
+    sizes = [0]
+    for product in module.of_opcode(*kernels.PRODUCTS):
+        arrays = [leaf for operand in module.operands(product) for _, leaf in leaves(module.shape(operand))]
+        sizes.append(sum(array.bytes for array in arrays))
+    return max(sizes)
 
 
 def judge(report: ReportRecord, limit: int | None) -> ReportRecord:

@@ -73,15 +73,11 @@ def _recomputed_by_xla(report: JudgedProgram, program: PlacedProgram) -> dict[st
     if not report.xla_recomputed:
         return found
     module, names = program.module, Names((), named_places(program.jaxpr))
-    by_name = {instruction.name: instruction for instruction in module.instructions.values()}
     for value in report.xla_recomputed:
-        instruction = by_name.get(value.name)
+        instruction = module.named(value.name)
         if instruction is None:
             continue
-        metadata = [module.metadata(instruction)]
-        if instruction.opcode == "fusion":
-            inside = module.computations[instruction.called[0]].instructions
-            metadata += [module.metadata(module.instructions[id]) for id in reversed(inside)]
+        metadata = [module.metadata(each) for each in (instruction, *reversed(module.fused(instruction)))]
         found[names.find(metadata)].append(value)
     return found
 

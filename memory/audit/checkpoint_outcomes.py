@@ -58,7 +58,6 @@ _NO_WORK = frozenset(
 # merge kernels with a common operand, so fewer kernels than equations are expected.
 _RECOMPUTED = 1 / 4
 # The word in an op_name that separates the call of jax.checkpoint from the operations that it computes again.
-_MARK = b"rematted_computation"
 _REGION = re.compile(r"/rematted_computation\b|\brematted_computation\b")
 
 
@@ -261,14 +260,10 @@ class CompiledOutcome:
         The key is ("file.py:line", primitive). If XLA merged forward pass and recomputation, some of these instructions
         belong to both."""
         module, found = self._module, []
-        for instruction in module.instructions.values():
-            # Most metadata is never read, so the bytes are searched before they are decoded.
-            if instruction.opcode in _NO_WORK or module.data.find(_MARK, *instruction.metadata) < 0:
-                continue
-            metadata = module.metadata(instruction)
-            scope = scopes.parse(metadata.op_name)
-            if scope.phase == "recompute":
-                found.append(((source_line(metadata), scope.operation), instruction.name))
+        for instruction in module.in_phase("recompute"):
+            if instruction.opcode not in _NO_WORK:
+                key = source_line(module.metadata(instruction)), module.scope(instruction).operation
+                found.append((key, instruction.name))
         return found
 
     @functools.cached_property
@@ -276,30 +271,20 @@ class CompiledOutcome:
         """Names of all instructions whose results the forward pass needs, directly or through other instructions. Paths
         through instructions of the backward pass do not count."""
         module = self._module
-        phases = {
-            instruction.id: scopes.parse(module.metadata(instruction).op_name).phase
-            for instruction in module.instructions.values()
-        }
-        callers: dict[int, list[Instruction]] = defaultdict(list)
-        for instruction in module.instructions.values():
-            if instruction.opcode in ("fusion", "call"):
-                callers[instruction.called[0]].append(instruction)
-        pending = [id for id, phase in phases.items() if phase == "forward"]
-        seen = set(pending)
+        pending = list(module.in_phase("forward"))
+        seen = {instruction.id for instruction in pending}
         while pending:
-            for id in _dependencies(module, module.instructions[pending.pop()], callers):
-                if id in phases and id not in seen and phases[id] != "backward":
-                    seen.add(id)
-                    pending.append(id)
+            for id in _dependencies(module, pending.pop()):
+                instruction = module.instructions.get(id)
+                if instruction is None or id in seen or module.scope(instruction).phase == "backward":
+                    continue
+                seen.add(id)
+                pending.append(instruction)
         return frozenset(module.instructions[id].name for id in seen)
 
     def _frames(self, name: str) -> tuple[Frame, ...]:
-        instruction = self._by_name.get(name)
+        instruction = self._module.named(name)
         return self._module.metadata(instruction).frames if instruction else ()
-
-    @functools.cached_property
-    def _by_name(self) -> dict[str, Instruction]:
-        return {instruction.name: instruction for instruction in self._module.instructions.values()}
 
     def recomputed_functions(self) -> Counter[str]:
         """Returns a Counter: name of the user's function -> number of places in the step where the compiled module
@@ -330,22 +315,18 @@ def _key(buffer: Buffer) -> Key:
     return buffer.source, scopes.parse(buffer.op_name).operation
 
 
-def _dependencies(module: Module, instruction: Instruction, callers: dict[int, list[Instruction]]) -> Iterator[int]:
+def _dependencies(module: Module, instruction: Instruction) -> Iterator[int]:
     """Yields the ids of the instructions whose results `instruction` reads. Fusions and calls are looked through: a
     fusion depends on the root of its fused computation, and a parameter inside it depends on the matching operand of
     the fusion.
-
-    Args:
-        module: the compiled module.
-        instruction: an instruction of the module.
-        callers: id of a computation -> the fusion and call instructions that run it.
     """
     if instruction.opcode in ("fusion", "call"):
         root = module.root(instruction.called[0])
         yield from [root.id] if root else []
     elif instruction.opcode == "parameter":
-        for caller in callers.get(instruction.computation, ()):
-            yield from caller.operands[instruction.parameter : instruction.parameter + 1]
+        for caller in module.callers(instruction.computation):
+            if caller.opcode in ("fusion", "call"):
+                yield from caller.operands[instruction.parameter : instruction.parameter + 1]
     elif instruction.opcode == "get-tuple-element":
         source = module.operand(instruction, 0)
         root = module.root(source.called[0]) if source and source.opcode == "fusion" else None

@@ -137,28 +137,24 @@ def _copied_parameters(module: Module) -> set[int]:
     entry, root = module.computations.get(module.entry), module.root(module.entry)
     if entry is None or root is None:
         return set()
-    flow = Flow(module)
     copied = set()
     for index, parameter, _ in module.aliases:
-        copies = list(_copies(flow, module.instructions[entry.parameters[parameter]]))
+        copies = list(_copies(module, module.instructions[entry.parameters[parameter]]))
         result = (module.operand(root, index[0]) if index else None) or root
-        computed_from_new = flow.dependent({result.id}) if copies else set()
+        computed_from_new = Flow(module).dependent({result.id}) if copies else set()
         for copy in copies:
-            if copy.id != result.id and not computed_from_new.isdisjoint(
-                each.id for each in flow.users.get(copy.id, ())
-            ):
+            if copy.id != result.id and not computed_from_new.isdisjoint(each.id for each in module.users(copy)):
                 copied.add(parameter)
     return copied
 
 
-def _copies(flow: Flow, parameter: Instruction) -> Iterator[Instruction]:
+def _copies(module: Module, parameter: Instruction) -> Iterator[Instruction]:
     """Yields the copies of an entry parameter in the main device memory. A TPU may copy an array in several steps,
     through its on-chip memory."""
-    module = flow.module
     on_host = module.shape(parameter).memory_space == HOST_SPACE  # its copy is a move to the device
     pending = [] if on_host else [parameter]
     while pending:
-        for user in flow.users.get(pending.pop().id, ()):
+        for user in module.users(pending.pop()):
             if user.opcode not in ("copy", "copy-start", "copy-done"):
                 continue
             space = module.shape(user).memory_space

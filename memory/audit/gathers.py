@@ -7,14 +7,13 @@ import dataclasses
 from collections.abc import Iterator
 
 from bytescope.memory.hlo import wire
-from bytescope.memory.hlo.dataflow import PASSING, Flow
-from bytescope.memory.hlo.module import Instruction, Metadata
+from bytescope.memory.hlo.dataflow import ALL_GATHERS, PASSING, Flow
+from bytescope.memory.hlo.module import Instruction, Metadata, Module
 from bytescope.memory.hlo.shapes import HloShape, Index
 from bytescope.memory.peak.buffer_placement import PlacedProgram
 from bytescope.memory.peak.buffer_rules import way_to_argument
 from bytescope.memory.records.report_record import Collective, JudgedProgram
 
-GATHERS = ("all-gather", "all-gather-start")
 _MAX_STEPS = 200
 # hlo.proto, HloInstructionProto: slice_dimensions.
 _SLICE_FIELD = 17
@@ -81,10 +80,8 @@ def read_gathers(report: JudgedProgram, program: PlacedProgram) -> list[Gather]:
     flow = Flow(module)
     order = list(items)
     found: list[tuple[Instruction, Gather]] = []
-    for instruction in module.instructions.values():
-        if instruction.opcode not in GATHERS:
-            continue
-        callers = [each for each in flow.callers.get(instruction.computation, ()) if each.opcode == "async-start"]
+    for instruction in module.of_opcode(*ALL_GATHERS):
+        callers = [each for each in module.callers(instruction.computation) if each.opcode == "async-start"]
         start = callers[0] if callers else instruction
         item = items.get(start.name)
         if item is None:  # a computation that does not run
@@ -93,7 +90,7 @@ def read_gathers(report: JudgedProgram, program: PlacedProgram) -> list[Gather]:
             found.append((instruction, _read_gather(program, flow, item, instruction, start, at, operand)))
     gathers = []
     for instruction, gather in found:
-        if gather.uses and all(use.opcode in GATHERS for use in gather.uses):
+        if gather.uses and all(use.opcode in ALL_GATHERS for use in gather.uses):
             continue  # a part of the gather that reads it
         earlier = [
             each
@@ -117,9 +114,7 @@ def _read_gather(
     module = program.module
     value = module.instructions[operand]
     shape = module.shape(value)
-    result = module.shape(instruction)
-    if instruction.opcode == "all-gather-start":
-        result = result.leaf((1,))
+    result = module.shape(instruction, (1,) if instruction.opcode == "all-gather-start" else ())
     if result.parts is not None:
         result = result.leaf((at,))
     way = way_to_argument(flow, flow.origin(value))
@@ -127,14 +122,14 @@ def _read_gather(
     fields = [field for step in sliced for field in wire.fields(module.data, step.span)]
     slices = [wire.message(value) for number, value in fields if number == _SLICE_FIELD]
     index: Index = (at,) if len(instruction.operands) > 1 else ()
-    uses = tuple(_uses(flow, instruction, index))
+    uses = tuple(_uses(module, instruction, index))
     cut = [use for use in uses if use.opcode == "dynamic-slice" and _differs_by_device(flow, use)]
     return Gather(
         item=item,
         shape=result if result.dtype else shape,
         metadata=module.metadata(start),
         computation=start.computation,
-        loop=next((each for each in flow.callers.get(start.computation, ()) if each.opcode == "while"), None),
+        loop=next((each for each in module.callers(start.computation) if each.opcode == "while"), None),
         argument=way[-1] if way else None,
         part=b"".join(module.data[start:end] for start, end in slices),
         looped=any(step.opcode == "dynamic-slice" for step in way),
@@ -143,17 +138,16 @@ def _read_gather(
     )
 
 
-def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction]:
+def _uses(module: Module, gather: Instruction, index: Index) -> Iterator[Instruction]:
     """Yields the instructions that compute with one gathered array. An instruction that only passes the array on, such
     as a copy, a cast, a transpose, a tuple or a fusion, is not yielded; instead, the instructions that compute with its
     result are.
 
     Args:
-        flow: users and callers of the module's instructions.
+        module: the compiled module.
         gather: the all-gather instruction.
         index: position of the array in the result tuple of `gather`; () if the result is a single array.
     """
-    module = flow.module
     pending: list[tuple[Instruction, Index]] = [(gather, index)]
     seen: set[tuple[int, Index]] = set()
     while pending and len(seen) < _MAX_STEPS:
@@ -163,12 +157,12 @@ def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction
         seen.add((value.id, at))
         computation = module.computations[value.computation]
         if computation.root == value.id:
-            for caller in flow.callers.get(computation.id, ()):
+            for caller in module.callers(computation.id):
                 if caller.opcode in ("fusion", "call", "async-start"):
                     pending.append((caller, at))
                 else:
                     yield caller
-        for user in flow.users.get(value.id, ()):
+        for user in module.users(value):
             places = [place for place, id in enumerate(user.operands) if id == value.id]
             if user.opcode == "get-tuple-element":
                 if at and at[0] == user.tuple_index:
@@ -187,11 +181,7 @@ def _uses(flow: Flow, gather: Instruction, index: Index) -> Iterator[Instruction
 def _differs_by_device(flow: Flow, dynamic_slice: Instruction) -> bool:
     """Returns whether the start indices of a dynamic-slice depend on the device, so that each device cuts out another
     part."""
-    module = flow.module
-    for id in dynamic_slice.operands[1:]:
-        offset = module.instructions.get(id)
-        if offset is not None and any(
-            each.opcode in ("partition-id", "replica-id") for each in (offset, *flow.ancestors(offset, limit=200))
-        ):
+    for offset in flow.module.operands(dynamic_slice)[1:]:
+        if any(each.opcode in ("partition-id", "replica-id") for each in (offset, *flow.ancestors(offset, limit=200))):
             return True
     return False

@@ -180,9 +180,9 @@ def _count_moves(module: Module) -> tuple[Counter[tuple[str, int]], Counter[tupl
             if away is None or value is None or away.id in seen:  # e.g. moved in the forward loop, and back in another
                 continue
             seen.add(away.id)
-            uses = list(flow.users[value.id])
+            uses = list(module.users(value))
             if away.opcode == "copy-start":  # the move ends at the copy-done
-                uses += flow.users.get(away.id, ())
+                uses += module.users(away)
             last = max(places[use.id] for use in uses if use.id in places)
             shape = module.shape(value)
             key = shape.dtype, shape.elements
@@ -232,8 +232,7 @@ def _unknown_requests(module: Module) -> Iterator[AuditRow]:
     device. Used for HLO dumps, which do not show what the user's code asked for."""
     moved: dict[str, tuple[int, int]] = {}
     for computation, times in loops.runs(module).items():
-        for id in module.computations[computation].instructions if computation in module.computations else ():
-            instruction = module.instructions[id]
+        for instruction in module.inside(computation):
             for direction, size, _ in host_transfers.moved(module, instruction):
                 if direction == host_transfers.TO_HOST:
                     line = source_line(module.metadata(instruction))
@@ -406,8 +405,8 @@ class _HostArrays:
         self._devices = module.devices
         self._sizes: dict[str, dict[int, int]] = {}  # dtype -> elements of one array -> bytes
         for computation in loops.runs(module):
-            for id in module.computations[computation].instructions if computation in module.computations else ():
-                for _, shape in leaves(module.shape(module.instructions[id])):
+            for instruction in module.inside(computation):
+                for _, shape in leaves(module.shape(instruction)):
                     if shape.memory_space == host_transfers.HOST_SPACE:
                         self._sizes.setdefault(shape.dtype, {})[math.prod(shape.dims)] = shape.bytes
 

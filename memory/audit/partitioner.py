@@ -22,7 +22,6 @@ from bytescope.memory.findings.sharding_findings import GATHER_REMEDY, data_axes
 from bytescope.memory.findings.user_functions import line_of
 from bytescope.memory.hlo.loops import trip_count
 from bytescope.memory.hlo.module import Metadata
-from bytescope.memory.hlo.scopes import parse
 from bytescope.memory.hlo.sharding_text import ParsedSharding, mesh_axes_of, parse_sharding
 from bytescope.memory.hlo.sources import short_place, source_line
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs
@@ -149,13 +148,11 @@ def _operation_line(program: PlacedProgram, remat: FullRemat) -> str:
     module, best = program.module, ""
     if "/" not in remat.op_name:
         return ""
-    for instruction in module.instructions.values():
-        metadata = module.metadata(instruction)
-        if metadata.op_name == remat.op_name:
-            line = source_line(metadata)
-            if line and module.shape(instruction).dims == remat.dims:
-                return line
-            best = best or line
+    for instruction in module.with_op_name(remat.op_name):
+        line = source_line(module.metadata(instruction))
+        if line and module.shape(instruction).dims == remat.dims:
+            return line
+        best = best or line
     return best
 
 
@@ -226,9 +223,7 @@ def _loop_trips(program: PlacedProgram, gather: Gather) -> int:
     module = program.module
     if gather.loop is None or gather.looped:
         return 1
-    phases = set()
-    for id in module.computations[gather.computation].instructions:
-        phases.add(parse(module.metadata(module.instructions[id]).op_name).phase)
+    phases = {module.scope(instruction).phase for instruction in module.inside(gather.computation)}
     return 1 if {"forward", "backward"} <= phases else trip_count(module, gather.loop) or 1
 
 

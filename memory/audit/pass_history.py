@@ -16,7 +16,8 @@ from typing import NamedTuple
 from bytescope.memory.audit.checkpoint_requests import KERNELS
 from bytescope.memory.cost import host_transfers
 from bytescope.memory.errors import ReportError
-from bytescope.memory.hlo import buffers, dumps, scopes
+from bytescope.memory.hlo import buffers, dumps, kernels
+from bytescope.memory.hlo.dataflow import ALL_GATHERS
 from bytescope.memory.hlo.module import Metadata, Module
 from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.records.audit_record import AuditRow
@@ -182,43 +183,36 @@ class _RegionKernels:
 def _computations(module: Module) -> Iterator[tuple[Metadata, str]]:
     """Yields (metadata, name of the jax primitive) for each instruction of the forward pass or of a recomputation,
     except parameters, constants, tuples, and calls of fusions."""
-    for instruction in module.instructions.values():
-        if instruction.opcode in ("parameter", "constant", "tuple", "get-tuple-element", "fusion"):
-            continue
-        metadata = module.metadata(instruction)
-        scope = scopes.parse(metadata.op_name)
-        if scope.phase in ("forward", "recompute"):
-            yield metadata, scope.operation
+    for instruction in module.in_phase("forward", "recompute"):
+        if instruction.opcode not in ("parameter", "constant", "tuple", "get-tuple-element", "fusion"):
+            yield module.metadata(instruction), module.scope(instruction).operation
 
 
 def _moves(module: Module) -> int:
     """Returns the number of instructions in a module that move a value to host memory. Such a move is first an
     annotation, then a custom call, and at the end a copy. The moves of all source lines are counted together, because
     XLA drops the source lines of moves in an early pass."""
-    instructions = module.instructions.values()
-    placed = sum(instruction.target == "annotate_device_placement" for instruction in instructions)
-    to_host = sum(instruction.target == "MoveToHost" for instruction in instructions)
+    marks = Counter(call.target for call in module.of_opcode("custom-call"))
     copied = sum(
-        direction == "to host"
-        for instruction in instructions
+        direction == host_transfers.TO_HOST
+        for instruction in module.of_opcode("copy-start", *host_transfers.CROSSING)
         for direction, _, _ in host_transfers.moved(module, instruction)
     )
-    return placed // 2 + to_host + copied  # annotations also mark the move back
+    # Annotations also mark the move back.
+    return marks[kernels.DEVICE_PLACEMENT] // 2 + marks[kernels.MOVE_TO_HOST] + copied
 
 
 def _rematerialized(module: Module) -> int:
     """Returns the number of instructions that XLA's rematerialization pass has added to the module. Their names contain
     ".remat"."""
-    return sum(".remat" in instruction.name for instruction in module.instructions.values())
+    return sum(".remat" in name for name in module.names)
 
 
 def _parameter_copies(module: Module) -> int:
     """Returns the number of copy instructions in the entry computation that copy one of its parameters."""
-    entry = module.computations.get(module.entry)
-    instructions = [module.instructions[id] for id in entry.instructions] if entry is not None else []
-    sources = [module.operand(each, 0) for each in instructions if each.opcode == "copy"]
+    sources = [module.operand(each, 0) for each in module.inside(module.entry) if each.opcode == "copy"]
     return sum(source is not None and source.opcode == "parameter" for source in sources)
 
 
 def _gathers(module: Module) -> int:
-    return sum(each.opcode in ("all-gather", "all-gather-start") for each in module.instructions.values())
+    return len(module.of_opcode(*ALL_GATHERS))

@@ -22,6 +22,7 @@ from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.records.report_record import Collective, Communication
+from bytescope.memory.records.schedule_records import ATTENTION_BACKWARD
 
 # Kind of collective -> function from the number of devices N to the bytes that a device sends per byte of payload.
 WIRE: Mapping[str, Callable[[int], float]] = {
@@ -68,7 +69,7 @@ def _record_collective(
     if not sent:
         return
     # An async-start calls a computation that contains the collective. Use the start's name, position and users.
-    callers = [c for c in attribution.flow.callers.get(instruction.computation, ()) if c.opcode == "async-start"]
+    callers = [c for c in attribution.module.callers(instruction.computation) if c.opcode == "async-start"]
     start = callers[0] if callers else instruction
     arrays = arrays_of(module, instruction)
     given = sum(shape.bytes for shape in arrays)
@@ -104,8 +105,9 @@ def _record_collective(
 
 def arrays_of(module: Module, instruction: Instruction) -> list[HloShape]:
     """Returns the shapes of the arrays that a collective instruction sends. A combined collective has several."""
-    operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
-    shapes = [shape for operand in operands for _, shape in leaves(module.shape(operand)) if shape.dtype]
+    shapes = [
+        shape for operand in module.operands(instruction) for _, shape in leaves(module.shape(operand)) if shape.dtype
+    ]
     if instruction.opcode.removesuffix("-start") != RAGGED:
         return shapes
     # The operands are rows, the buffer that receives them, and offsets. The device sends at most the smaller array.
@@ -207,7 +209,7 @@ def _find_overlap(attribution: Attribution, start: Instruction) -> tuple[bool, i
 
 def _find_done(attribution: Attribution, start: Instruction) -> Instruction | None:
     for _ in range(MAX_UPDATES):
-        after = [user for user in attribution.flow.users.get(start.id, ()) if _DONE.search(user.opcode)]
+        after = [user for user in attribution.module.users(start) if _DONE.search(user.opcode)]
         if not after:
             return None
         if after[0].opcode.endswith("-done"):
@@ -230,9 +232,7 @@ def product_flops(module: Module, instruction: Instruction, known: dict[int, int
     for called in instruction.called:
         if called not in known and called in module.computations:
             known[called] = 0  # ends the recursion if a damaged module calls itself
-            known[called] = sum(
-                product_flops(module, module.instructions[id], known) for id in module.computations[called].instructions
-            )
+            known[called] = sum(product_flops(module, inner, known) for inner in module.inside(called))
         total += trips * known.get(called, 0)
     return total
 
@@ -264,7 +264,7 @@ def _library_call_flops(module: Module, instruction: Instruction) -> int:
     if not scores or query is None:
         return 0
     # Q K^T and P V forward; backward dP, dV, dQ, dK and Q K^T again (Dao et al. 2022, arXiv 2205.14135).
-    products = 10 if "Backward" in instruction.target else 4
+    products = 10 if instruction.call.kind == ATTENTION_BACKWARD else 4
     return products * math.prod(map(int, scores.get("dimensions", ()))) * (module.shape(query).dims or (0,))[-1]
 
 

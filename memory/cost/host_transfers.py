@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bytescope.memory.hlo import loops, scopes
+from bytescope.memory.hlo import loops
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.records.report_record import Transfer
 
@@ -28,10 +28,9 @@ def find(module: Module, bytes_per_s: float) -> tuple[Transfer, ...]:
     counts, whole = loops.runs(module), uncounted(module)
     sums: dict[tuple[str, str], int] = {}
     for computation, times in counts.items():
-        for id in module.computations[computation].instructions if computation in module.computations else ():
-            instruction = module.instructions[id]
+        for instruction in module.inside(computation):
             for direction, size, array in moved(module, instruction):
-                scope = scopes.parse(module.metadata(instruction).op_name)
+                scope = module.scope(instruction)
                 where = "optimizer" if "optimizer" in scope.path else scope.phase
                 size = array if computation in whole else size * times
                 sums[where, direction] = sums.get((where, direction), 0) + size
@@ -45,18 +44,8 @@ def uncounted(module: Module) -> set[int]:
     """Returns the ids of the computations that run inside loops with an unknown number of iterations. Their copies
     cannot be multiplied by a trip count, so the caller counts one pass over the whole array.
     """
-    pending: list[int] = []
-    for instruction in module.instructions.values():
-        if instruction.opcode == "while" and not loops.trip_count(module, instruction):
-            pending += instruction.called
-    inside: set[int] = set()
-    while pending:
-        computation = pending.pop()
-        if computation not in inside and computation in module.computations:
-            inside.add(computation)
-            for id in module.computations[computation].instructions:
-                pending += module.instructions[id].called
-    return inside
+    unknown = [loop for loop in module.of_opcode("while") if not loops.trip_count(module, loop)]
+    return module.reachable(called for loop in unknown for called in loop.called)
 
 
 # Opcode -> index of the operand that is copied, entirely or in part, to the result's memory.

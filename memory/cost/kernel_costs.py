@@ -8,10 +8,10 @@ or on-chip memory counts only its bytes in device memory.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 
 from bytescope.memory.hlo.dataflow import is_collective
+from bytescope.memory.hlo.kernels import MARK
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape, leaves
 from bytescope.memory.peak.buffer_rules import Attribution
@@ -42,9 +42,6 @@ IDLE = frozenset(
         "recv-done",
     )
 )
-PRODUCTS = frozenset(("dot", "ragged-dot", "convolution"))
-_PRODUCT_CALLS = re.compile(r"gemm|matmul|conv|cublas|cudnn|fmha|attention|triton|tpu_custom_call|mosaic", re.I)
-_MARKERS = frozenset(("AllocateBuffer", "MoveToHost", "MoveToDevice", "annotate_device_placement", "Sharding"))
 # Operations inside a fusion that compute only the elements that their readers need.
 _PASSING = frozenset(("bitcast", "convert", "reshape", "transpose", "copy", "negate"))
 _SLICING = frozenset(("slice", "dynamic-slice", "gather"))
@@ -70,22 +67,6 @@ def phase_of(attribution: Attribution, instruction: Instruction, around: str) ->
     return around
 
 
-def is_product(module: Module, instruction: Instruction) -> bool:
-    """Returns whether an instruction computes a matrix product or a convolution, directly, inside its fusion, or by a
-    library call.
-    """
-    if instruction.opcode == "custom-call":
-        return bool(_PRODUCT_CALLS.search(instruction.target))
-    if instruction.opcode == "fusion":
-        return any(
-            is_product(module, module.instructions[id])
-            for called in instruction.called
-            if called in module.computations
-            for id in module.computations[called].instructions
-        )
-    return instruction.opcode in PRODUCTS
-
-
 def moved(module: Module, instruction: Instruction) -> int:
     """Returns the bytes of device memory that one run of an instruction reads and writes; 0 if the instruction is not
     a kernel.
@@ -93,9 +74,9 @@ def moved(module: Module, instruction: Instruction) -> int:
     opcode, result = instruction.opcode, module.shape(instruction)
     if opcode == "copy-start":
         return _device_bytes(result.leaf((0,))) + _device_bytes(result.leaf((1,)))
-    if opcode in IDLE or is_collective(opcode) or instruction.target in _MARKERS:
+    if opcode in IDLE or is_collective(opcode) or instruction.call.kind == MARK:
         return 0
-    operands = [module.instructions[id] for id in instruction.operands if id in module.instructions]
+    operands = module.operands(instruction)
     if opcode == "fusion" and instruction.called and instruction.called[0] in module.computations:
         return _fusion_bytes(module, instruction, operands)
     read = sum(
@@ -106,7 +87,7 @@ def moved(module: Module, instruction: Instruction) -> int:
     if opcode in _UPDATING:
         return read + _bytes_written(module, instruction, result)
     # The second result of a library's matrix product is its workspace.
-    library = opcode == "custom-call" and result.parts is not None and is_product(module, instruction)
+    library = result.parts is not None and instruction.call.is_product
     return read + sum(
         _device_bytes(leaf)
         for index, leaf in leaves(result)
@@ -138,16 +119,12 @@ def _fusion_bytes(module: Module, fusion: Instruction, operands: Iterable[Instru
     """Returns the bytes that a fused kernel reads and writes. `operands`: the instructions whose results the kernel
     reads. If the operations inside read only a slice of an operand, only the slice counts."""
     inside = module.computations[fusion.called[0]]
-    users: dict[int, list[Instruction]] = {}
-    for id in inside.instructions:
-        for operand in dict.fromkeys(module.instructions[id].operands):
-            users.setdefault(operand, []).append(module.instructions[id])
     read = 0
     for i, argument in enumerate(operands):
         parameter = module.instructions.get(inside.parameters.get(i, -1))
         shape = module.shape(argument)
         whole = _device_bytes(shape)
-        read += min(whole, _fused_bytes_read(module, parameter, shape, users, inside.root)) if parameter else whole
+        read += min(whole, _fused_bytes_read(module, parameter, shape, inside.root)) if parameter else whole
     root = module.instructions.get(inside.root)
     result = module.shape(fusion)
     if root is None or result.parts is None:
@@ -161,7 +138,6 @@ def _fused_bytes_read(
     module: Module,
     value: Instruction,
     source: HloShape,
-    users: dict[int, list[Instruction]],
     root: int,
     itself: bool = True,
 ) -> int:
@@ -170,16 +146,15 @@ def _fused_bytes_read(
     Args:
         value: the instruction inside the fusion that holds the operand, or a cast, transposed or reshaped form of it.
         source: the shape of the operand.
-        users: id of an instruction inside the fusion -> the instructions that read its result.
         root: id of the instruction whose result is the fusion's result.
         itself: True if `value` is the operand or a bitcast of it, False if it has been converted or copied.
     """
     if value.id == root:
         return _device_bytes(source)
     total = 0
-    for user in users.get(value.id, ()):
+    for user in module.users(value):
         if user.opcode in _PASSING:
-            total += _fused_bytes_read(module, user, source, users, root, itself and user.opcode == "bitcast")
+            total += _fused_bytes_read(module, user, source, root, itself and user.opcode == "bitcast")
         elif user.opcode in _UPDATING and user.operands[0] == value.id and not itself:
             total += _device_bytes(source)  # a converted operand is written as a new array
         else:

@@ -31,8 +31,6 @@ SHORT, ROOMY, MIN_BYTES = 0.05, 0.25, 64 * MIB
 IDLE = 0.05
 # Residuals below this fraction of a function's residuals are not considered as its inputs.
 _SUBSTANTIAL = 0.01
-# Beginnings of the targets of kernels that have gradients of their own: cuDNN's attention, Triton and Mosaic.
-_KERNELS = ("__cudnn$", "__gpu$xla.gpu.triton", "triton_kernel_call", "tpu_custom_call", "mosaic_gpu")
 _LOOP = "/while/body"
 _NUMBERS = re.compile(r"\d+")
 _TRACED = re.compile(r"(?:p?jit|pmap)\(([^()]*)\)")
@@ -98,23 +96,23 @@ def kernel_runs_again(report: JudgedProgram, program: PlacedProgram) -> RuleResu
     does not save these residuals, so that the kernel runs again to make them.
     """
     module = program.module
-    runs: dict[str, set[tuple[str, str]]] = defaultdict(set)  # phase -> (kernel, source line)
-    makers: dict[tuple[str, str], str] = {}  # (op_name, source line) of a kernel in the forward pass -> kernel
-    for instruction in module.instructions.values():
-        if instruction.opcode == "custom-call" and instruction.target.startswith(_KERNELS):
-            metadata = module.metadata(instruction)
-            phase, line = scopes.parse(metadata.op_name).phase, source_line(metadata)
-            runs[phase].add((instruction.target, line))
+    runs: dict[str, set[tuple[str, str]]] = defaultdict(set)  # phase -> (target, source line)
+    makers: dict[tuple[str, str], str] = {}  # (op_name, source line) of a kernel in the forward pass -> target
+    for kernel in module.of_opcode("custom-call"):
+        if kernel.call.own_gradient:
+            metadata, phase = module.metadata(kernel), module.scope(kernel).phase
+            line = source_line(metadata)
+            runs[phase].add((kernel.target, line))
             if phase == "forward":
-                makers[metadata.op_name, line] = instruction.target
+                makers[metadata.op_name, line] = kernel.target
     kept: dict[str, list[Buffer]] = defaultdict(list)
     for buffer in at_peak(report, "residuals"):
-        kernel = makers.get((buffer.op_name, buffer.source), "")
-        if (kernel, buffer.source) in runs["recompute"]:
-            kept[kernel].append(buffer)
+        target = makers.get((buffer.op_name, buffer.source), "")
+        if (target, buffer.source) in runs["recompute"]:
+            kept[target].append(buffer)
     if not kept:
         return None
-    kernel, buffers = max(kept.items(), key=lambda item: sum(buffer.bytes for buffer in item[1]))
+    target, buffers = max(kept.items(), key=lambda item: sum(buffer.bytes for buffer in item[1]))
     size = sum(buffer.bytes for buffer in buffers)
     if size <= TOY:
         return None
@@ -122,7 +120,7 @@ def kernel_runs_again(report: JudgedProgram, program: PlacedProgram) -> RuleResu
     named = f", saved as {', '.join(names)}," if names else ""
     return RuleResult(
         size,
-        f"{human(size)} of results of {kernel}{named} are kept for the backward pass, and the kernel runs there again: "
+        f"{human(size)} of results of {target}{named} are kept for the backward pass, and the kernel runs there again: "
         "its gradient needs residuals without a checkpoint name",
     )
 
@@ -225,14 +223,13 @@ class _Frames:
         self._places: dict[tuple[str, str], tuple[Frame, ...]] = {}
         self._lines: dict[str, tuple[Frame, ...]] = {}
         self._loops: dict[str, tuple[tuple[Frame, ...], int]] = {}
-        for instruction in module.instructions.values():
-            metadata = module.metadata(instruction)
-            if metadata.frames:
-                line = source_line(metadata)
-                self._places.setdefault((metadata.op_name, line), metadata.frames)
-                self._lines.setdefault(line, metadata.frames)
-            if instruction.opcode == "while":
-                self._loops[metadata.op_name] = metadata.frames, trip_count(module, instruction) or 1
+        for metadata in module.metadata_with_frames():
+            line = source_line(metadata)
+            self._places.setdefault((metadata.op_name, line), metadata.frames)
+            self._lines.setdefault(line, metadata.frames)
+        for loop in module.of_opcode("while"):
+            metadata = module.metadata(loop)
+            self._loops[metadata.op_name] = metadata.frames, trip_count(module, loop) or 1
 
     def frames(self, buffer: Buffer) -> tuple[Frame, ...]:
         return self._places.get((buffer.op_name, buffer.source)) or self._lines.get(buffer.source, ())

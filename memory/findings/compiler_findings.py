@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from bytescope.memory.devices.compiler import COPY_FUSION_PASS, DISABLED_PASSES, REMAT_PASS, SCHEDULER_PASS
 from bytescope.memory.findings.evidence import LARGE, NOTABLE, TOY, RuleResult, describe_buffer
-from bytescope.memory.hlo.dataflow import Flow, flatten
+from bytescope.memory.hlo.dataflow import flatten
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.peak.buffer_placement import PlacedProgram
@@ -216,12 +216,10 @@ def _early_copies(report: JudgedProgram, module: Module) -> list[Buffer]:
     at_peak = report.timeline[report.peak_index].instruction
     peak = max((at for id, at in order.items() if module.instructions[id].name == at_peak), default=-1)
     best: list[Buffer] = []
-    flow: Flow | None = None
     for fusion in _copy_kernels(module):
         if fusion.id not in order or peak < 0:
             continue
-        flow = flow or Flow(module)
-        readers = {user.tuple_index: _first_read(flow, user, order) for user in flow.users.get(fusion.id, ())}
+        readers = {user.tuple_index: _first_read(module, user, order) for user in module.users(fusion)}
         late = sum(first > peak for first in readers.values())
         buffers = [b for b in report.buffers if b.name == fusion.name and b.at_peak and b.memory == "device"]
         if late and order[fusion.id] < peak:
@@ -231,41 +229,31 @@ def _early_copies(report: JudgedProgram, module: Module) -> list[Buffer]:
 
 
 def _copy_kernels(module: Module) -> Iterator[Instruction]:
-    for instruction in module.instructions.values():
-        root = module.root(instruction.called[0]) if instruction.opcode == "fusion" and instruction.called else None
+    for fusion in module.of_opcode("fusion"):
+        root = module.root(fusion.called[0]) if fusion.called else None
         if root is None or root.opcode != "tuple":
             continue
-        copies = [module.instructions[id].opcode == "copy" for id in root.operands if id in module.instructions]
-        if sum(copies) >= 2:
-            yield instruction
+        if sum(operand.opcode == "copy" for operand in module.operands(root)) >= 2:
+            yield fusion
 
 
-def _first_read(flow: Flow, value: Instruction, order: dict[int, int]) -> int:
+def _first_read(module: Module, value: Instruction, order: dict[int, int]) -> int:
     """Returns the first position in the schedule at which a kernel reads `value`; -1 if none does. order: instruction
     id -> position in the schedule."""
     pending, seen, found = [value], set[int](), list[int]()
     while pending:
-        for user in flow.users.get(pending.pop().id, ()):
+        for user in module.users(pending.pop()):
             if user.opcode in _PASSING and user.id not in seen:
                 seen.add(user.id)
                 pending.append(user)
             elif user.opcode not in _PASSING and user.id in order:
                 # The position of a loop is after its body, but the loop begins with the first instruction of the body.
-                bodies = [flow.module.computations[id] for id in user.called if id in flow.module.computations]
-                inside = [order[id] for body in bodies for id in body.instructions if id in order]
+                bodies = [inner for computation in user.called for inner in module.inside(computation)]
+                inside = [order[inner.id] for inner in bodies if inner.id in order]
                 found.append(min([order[user.id], *inside]))
     return min(found, default=-1)
 
 
 def _looped_instructions(module: Module) -> set[str]:
-    pending = [called for loop in module.instructions.values() if loop.opcode == "while" for called in loop.called]
-    seen, names = set[int](), set[str]()
-    while pending:
-        id = pending.pop()
-        if id in seen or id not in module.computations:
-            continue
-        seen.add(id)
-        for number in module.computations[id].instructions:
-            names.add(module.instructions[number].name)
-            pending += module.instructions[number].called
-    return names
+    looped = module.reachable(called for loop in module.of_opcode("while") for called in loop.called)
+    return {instruction.name for computation in looped for instruction in module.inside(computation)}

@@ -26,7 +26,6 @@ from bytescope.memory.findings.evidence import (
     spec_words,
     start_of_backward,
 )
-from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow, flatten, is_collective
 from bytescope.memory.hlo.mesh import ArgumentLayout
 from bytescope.memory.hlo.shapes import HloShape, leaves
@@ -229,7 +228,7 @@ def large_collective(report: JudgedProgram, program: PlacedProgram) -> RuleResul
 def _collective_kind(report: JudgedProgram, program: PlacedProgram, buffer: Buffer) -> str:
     kinds = {item.name: item.kind for item in report.collectives}
     known = kinds.get(buffer.name) or next((kind for kind in COLLECTIVES if buffer.name.startswith(kind)), "")
-    instruction = next((i for i in program.module.instructions.values() if i.name == buffer.name), None)
+    instruction = program.module.named(buffer.name)
     if known or instruction is None:
         return known
     makers = [maker.opcode for maker in Flow(program.module).makers(instruction, ()) if is_collective(maker.opcode)]
@@ -354,8 +353,7 @@ def replicated_arrays(program: PlacedProgram) -> Iterator[ReplicatedArray]:
         instruction = module.instructions[id]
         if instruction.opcode.removesuffix("-done") not in _COMPUTING:
             continue
-        metadata = module.metadata(instruction)
-        scope = scopes.parse(metadata.op_name)
+        metadata, scope = module.metadata(instruction), module.scope(instruction)
         if not metadata.op_name or not metadata.frames or scope.phase not in _FORWARD:
             continue
         shape = module.shape(instruction)

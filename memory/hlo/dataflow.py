@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from bytescope.memory.hlo.module import Instruction, Module
-from bytescope.memory.hlo.shapes import HloShape, Index
+from bytescope.memory.hlo.shapes import Index
 
 # Operations whose result has the values of the first operand in another location, layout or dtype.
 PASSING = frozenset(
@@ -33,6 +33,7 @@ PASSING = frozenset(
 _CALLING = frozenset(("fusion", "call", "async-start"))
 _LIMIT = 400
 
+ALL_GATHERS = ("all-gather", "all-gather-start")
 COLLECTIVES = (
     "all-gather",
     "all-reduce",
@@ -73,22 +74,7 @@ class Flow:
 
     def __init__(self, module: Module):
         self.module = module
-        self.callers: dict[int, list[Instruction]] = {}
-        self._users: dict[int, list[Instruction]] | None = None
         self._origins: dict[tuple[int, Index], ValueOrigin] = {}
-        for instruction in module.instructions.values():
-            for computation in instruction.called:
-                self.callers.setdefault(computation, []).append(instruction)
-
-    @property
-    def users(self) -> dict[int, list[Instruction]]:
-        """Instruction id -> the instructions that read its result."""
-        if self._users is None:
-            self._users = {}
-            for instruction in self.module.instructions.values():
-                for operand in dict.fromkeys(instruction.operands):
-                    self._users.setdefault(operand, []).append(instruction)
-        return self._users
 
     def origin(self, instruction: Instruction | None, index: Index = ()) -> ValueOrigin:
         """Returns the operation that computed a value, and how the value was passed on from there. The value is the
@@ -164,7 +150,7 @@ class Flow:
     def _passed_argument(
         self, parameter: Instruction, index: Index, seen: set[tuple[int, Index]]
     ) -> tuple[Instruction | None, Index] | None:
-        callers = self.callers.get(parameter.computation)
+        callers = self.module.callers(parameter.computation)
         if not callers:
             # a parameter of the entry computation
             return None
@@ -189,10 +175,10 @@ class Flow:
             instruction = self.module.instructions.get(id)
             if instruction is None:
                 continue
-            reached = [user.id for user in self.users.get(id, ())]
+            reached = [user.id for user in self.module.users(instruction)]
             computation = self.module.computations.get(instruction.computation)
             if computation and computation.root == id:
-                reached += [caller.id for caller in self.callers.get(computation.id, ())]
+                reached += [caller.id for caller in self.module.callers(computation.id)]
             if id in dependents:  # computations that a dependent instruction calls are dependent too
                 for called in instruction.called:
                     inner = self.module.computations.get(called)
@@ -231,27 +217,23 @@ class Flow:
             # Only one element of the result may be read, and which one is unknown here.
             return []
         if instruction.opcode == "parameter":
-            callers = [caller for caller in self.callers.get(instruction.computation, ()) if caller.opcode in _CALLING]
+            callers = [caller for caller in self.module.callers(instruction.computation) if caller.opcode in _CALLING]
             inputs = [self.module.operand(caller, instruction.parameter) for caller in callers[:1]]
         else:
-            inputs = [self.module.instructions.get(id) for id in instruction.operands]
+            inputs = [*self.module.operands(instruction)]
             if instruction.opcode in _CALLING and instruction.called:
                 inputs.insert(0, self.module.root(instruction.called[0]))
         return [one for one in inputs if one is not None]
 
     def readers(self, instruction: Instruction, limit: int = 40) -> Iterator[Instruction]:
         """Yields at most `limit` instructions that read a value or a result computed from it, nearest first."""
-        pending, seen = [instruction.id], {instruction.id}
+        pending, seen = [instruction], {instruction.id}
         while pending and len(seen) < limit:
-            for user in self.users.get(pending.pop(0), ()):
+            for user in self.module.users(pending.pop(0)):
                 if user.id not in seen:
                     seen.add(user.id)
-                    pending.append(user.id)
+                    pending.append(user)
                     yield user
-
-    def shape(self, instruction: Instruction, index: Index = ()) -> HloShape:
-        """Returns the shape of the element at the tuple index `index` of an instruction's result."""
-        return self.module.shape(instruction).leaf(index)
 
 
 def is_collective(opcode: str) -> bool:

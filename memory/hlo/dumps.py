@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.hlo import wire
+from bytescope.memory.hlo.kernels import PLATFORM_TARGETS
 from bytescope.memory.units import human, list_names
 
 # Maximum size of a protobuf message in bytes.
@@ -21,11 +22,12 @@ _ENDS = ("hlo.pb", "hlo.pb.gz")
 # Matches the first line of HLO or StableHLO text, after comments.
 _TEXT = re.compile(rb"\s*(//[^\n]*\n\s*)*(HloModule\s|module\b[^\n]*\{|module @|#\w+ = )")
 _LISTED = 6
-# Texts by which a module shows the platform of its compiler: keys of backend configs, attributes, call targets.
+# Texts by which a module shows the platform of its compiler, besides the targets of custom calls: keys of backend
+# configs, attributes.
 _MARKS = (
-    ("gpu", (b'"operation_queue_id":', b"fingerprint_before_lhs", b"__cublas$", b"__cudnn$")),
-    ("tpu", (b'"flag_configs":', b'"scoped_memory_configs":', b"tpu_custom_call")),
-    ("cpu", (b'"outer_dimension_partitions":', b"__ynn_fusion", b"__onednn$")),
+    ("gpu", ('"operation_queue_id":', "fingerprint_before_lhs")),
+    ("tpu", ('"flag_configs":', '"scoped_memory_configs":')),
+    ("cpu", ('"outer_dimension_partitions":',)),
 )
 
 
@@ -71,7 +73,7 @@ def unpacked(data: bytes, name: str = "the program") -> bytes:
 def platform_of(proto: bytes) -> str:
     """Returns the platform whose compiler wrote a proto: "gpu", "tpu" or "cpu"; "" if unknown."""
     for platform, marks in _MARKS:
-        if any(mark in proto for mark in marks):
+        if any(mark.encode() in proto for mark in (*marks, *PLATFORM_TARGETS[platform])):
             return platform
     return ""
 

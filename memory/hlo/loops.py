@@ -26,8 +26,7 @@ def runs(module: Module) -> dict[int, int]:
     counts = {module.entry: 1}
     for computation in _order_callers_first(module):
         times = counts.get(computation, 0)
-        for id in module.computations[computation].instructions:
-            instruction = module.instructions[id]
+        for instruction in module.inside(computation):
             trips = (trip_count(module, instruction) or 1) if instruction.opcode == "while" else 1
             for called in instruction.called:
                 counts[called] = counts.get(called, 0) + times * trips
@@ -45,8 +44,7 @@ def _order_callers_first(module: Module) -> list[int]:
         elif computation not in done and computation in module.computations:
             done.add(computation)
             pending.append((computation, True))
-            for id in module.computations[computation].instructions:
-                pending += [(called, False) for called in module.instructions[id].called]
+            pending += [(called, False) for inner in module.inside(computation) for called in inner.called]
     return order[::-1]
 
 
@@ -72,8 +70,7 @@ def trip_count(module: Module, loop: Instruction) -> int | None:
         if computation is None or computation.id in seen:
             continue
         seen.add(computation.id)
-        for id in computation.instructions:
-            instruction = module.instructions[id]
+        for instruction in module.inside(computation.id):
             conditions += instruction.called
             if instruction.opcode == "constant":
                 constants += _read_integer(module, instruction)

@@ -1,5 +1,8 @@
 """Reads an HloModuleProto into records of computations and instructions, without interpretation.
 
+`Module` answers all questions about the graph of instructions: who reads a result, who calls a computation, which
+instructions have an opcode, a name or a phase. One pass over the instructions, at the first question, fills its tables.
+
 Field numbers are those of XLA's hlo.proto and xla_data.proto. Only fields that a report needs are read. Shapes and
 metadata are decoded at their first use, because most instructions are inside fusions and are never read.
 """
@@ -7,9 +10,11 @@ metadata are decoded at their first use, because most instructions are inside fu
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bytescope.memory.hlo import wire
+from bytescope.memory.hlo import kernels, scopes, wire
 from bytescope.memory.hlo.shapes import HloShape, Index, read_shape
 from bytescope.memory.hlo.wire import Span
 
@@ -47,6 +52,11 @@ class Instruction:
     sharding: Span = (0, 0)
     span: Span = (0, 0)
     predecessors: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def call(self) -> kernels.CustomCall:
+        """The row of `kernels.CALLS` for a custom call; a row of kind OTHER for other instructions."""
+        return kernels.custom_call(self.target)
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,16 +108,34 @@ class Metadata:
     frames: tuple[Frame, ...] = ()
 
 
-@dataclasses.dataclass(slots=True)
+class _Graph(NamedTuple):
+    """The tables of a module's instructions.
+
+    Fields:
+        users: instruction id -> the instructions that read its result.
+        callers: computation id -> the instructions that call it.
+        by_opcode: opcode -> the instructions with this opcode.
+        by_name: name -> instruction. Names are unique in a module.
+    """
+
+    users: dict[int, list[Instruction]]
+    callers: dict[int, list[Instruction]]
+    by_opcode: dict[str, list[Instruction]]
+    by_name: dict[str, Instruction]
+
+
+@dataclasses.dataclass
 class Module:
     """A compiled HLO module.
+
+    Queries that return several instructions return them in the order of the proto, in which the instructions of a
+    computation come after their operands.
 
     Fields:
         data: the serialized proto. All spans are (start, end) offsets in it.
         name: name of the module.
         entry: the id of the entry computation.
         instructions, computations: id -> record.
-        by_name: (name of the computation, name of the instruction) -> instruction id.
         aliases: (output index, parameter number, parameter index) of every output that reuses the memory of a donated
             argument.
         devices: number of devices that the module runs on.
@@ -119,18 +147,17 @@ class Module:
     entry: int = 0
     instructions: dict[int, Instruction] = dataclasses.field(default_factory=dict)
     computations: dict[int, Computation] = dataclasses.field(default_factory=dict)
-    by_name: dict[tuple[str, str], int] = dataclasses.field(default_factory=dict)
     aliases: list[tuple[Index, int, Index]] = dataclasses.field(default_factory=list)
     devices: int = 1
     frames: Frames | None = None
     _shapes: dict[int, HloShape] = dataclasses.field(default_factory=dict)
     _metadata: dict[int, Metadata] = dataclasses.field(default_factory=dict)
 
-    def shape(self, instruction: Instruction) -> HloShape:
-        """Returns the shape of an instruction's result, including its tuple structure."""
+    def shape(self, instruction: Instruction, index: Index = ()) -> HloShape:
+        """Returns the shape of an instruction's result, or of the element at the tuple index `index` of the result."""
         if instruction.id not in self._shapes:
             self._shapes[instruction.id] = read_shape(self.data, instruction.shape)
-        return self._shapes[instruction.id]
+        return self._shapes[instruction.id].leaf(index)
 
     def metadata(self, instruction: Instruction) -> Metadata:
         """Returns the op_name and stack frames of an instruction."""
@@ -156,11 +183,107 @@ class Module:
         tiled = tiles[:-1] if partial else tiles
         return kind == 0 or (kind == 3 and all(tile == 1 for tile in tiled))
 
+    def scope(self, instruction: Instruction) -> scopes.Scope:
+        """Returns the parts of an instruction's op_name: phase, scopes, component and operation."""
+        return scopes.parse(self.metadata(instruction).op_name)
+
+    @functools.cached_property
+    def _graph(self) -> _Graph:
+        graph = _Graph({}, {}, {}, {})
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                graph.users.setdefault(operand, []).append(instruction)
+            for computation in instruction.called:
+                graph.callers.setdefault(computation, []).append(instruction)
+            graph.by_opcode.setdefault(instruction.opcode, []).append(instruction)
+            graph.by_name[instruction.name] = instruction
+        return graph
+
+    @functools.cached_property
+    def _by_label(self) -> dict[str, Instruction]:
+        return {kernels.kernel_label(name): instruction for name, instruction in self._graph.by_name.items()}
+
+    def users(self, instruction: Instruction) -> Sequence[Instruction]:
+        """Returns the instructions that read an instruction's result."""
+        return self._graph.users.get(instruction.id, ())
+
+    def callers(self, computation: int) -> Sequence[Instruction]:
+        """Returns the instructions that call a computation."""
+        return self._graph.callers.get(computation, ())
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all instructions."""
+        return self._graph.by_name.keys()
+
+    def named(self, name: str) -> Instruction | None:
+        """Returns the instruction with a name, None if there is none."""
+        return self._graph.by_name.get(name)
+
+    def labelled(self, label: str) -> Instruction | None:
+        """Returns the instruction whose kernel has the name `label` (`kernels.kernel_label`), None if there is none."""
+        return self._by_label.get(label)
+
+    def of_opcode(self, *opcodes: str) -> list[Instruction]:
+        """Returns the instructions with one of these opcodes."""
+        found = [instruction for opcode in opcodes for instruction in self._graph.by_opcode.get(opcode, ())]
+        return sorted(found, key=lambda instruction: instruction.span)
+
+    def in_phase(self, *phases: str) -> Iterator[Instruction]:
+        """Yields the instructions whose op_names say that they belong to one of these phases, such as "backward"."""
+        marks = [mark for phase in phases for mark in scopes.PHASE_MARKS[phase]]
+        for instruction in self._containing(*marks):
+            if self.scope(instruction).phase in phases:
+                yield instruction
+
+    def with_op_name(self, op_name: str) -> Iterator[Instruction]:
+        """Yields the instructions with an op_name."""
+        for instruction in self._containing(op_name.encode()):
+            if self.metadata(instruction).op_name == op_name:
+                yield instruction
+
+    def _containing(self, *marks: bytes) -> Iterator[Instruction]:
+        # Most metadata is never read, so the bytes are searched before they are decoded.
+        for instruction in self.instructions.values():
+            if any(self.data.find(mark, *instruction.metadata) >= 0 for mark in marks):
+                yield instruction
+
+    def metadata_with_frames(self) -> Iterator[Metadata]:
+        """Yields the metadata of each instruction that has stack frames."""
+        for metadata in map(self.metadata, self.instructions.values()):
+            if metadata.frames:
+                yield metadata
+
     def operand(self, instruction: Instruction, i: int) -> Instruction | None:
         """Returns operand number `i` of an instruction, None if there is no such operand."""
         if 0 <= i < len(instruction.operands):
             return self.instructions.get(instruction.operands[i])
         return None
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions whose results an instruction reads, without those that a damaged module lacks."""
+        return [self.instructions[id] for id in instruction.operands if id in self.instructions]
+
+    def inside(self, computation: int) -> list[Instruction]:
+        """Returns the instructions of a computation; [] for an unknown id."""
+        body = self.computations.get(computation)
+        return [self.instructions[id] for id in body.instructions] if body else []
+
+    def reachable(self, computations: Iterable[int]) -> set[int]:
+        """Returns the ids of these computations and of all computations that they call, directly or indirectly."""
+        reached: set[int] = set()
+        pending = list(computations)
+        while pending:
+            computation = pending.pop()
+            if computation not in reached and computation in self.computations:
+                reached.add(computation)
+                pending += [called for inner in self.inside(computation) for called in inner.called]
+        return reached
+
+    def fused(self, instruction: Instruction) -> list[Instruction]:
+        """Returns the instructions inside a fusion; [] for other instructions."""
+        called = instruction.called if instruction.opcode == "fusion" else ()
+        return [inner for computation in called for inner in self.inside(computation)]
 
     @property
     def parameters(self) -> dict[int, Instruction]:
@@ -217,7 +340,6 @@ def _computation(data: bytes, span: Span, module: Module) -> None:
     for instruction in read:
         instruction.computation = computation.id
         module.instructions[instruction.id] = instruction
-        module.by_name[computation.name, instruction.name] = instruction.id
         computation.instructions.append(instruction.id)
         if instruction.opcode == "parameter":
             computation.parameters[instruction.parameter] = instruction.id

@@ -184,6 +184,10 @@ def parse(op_name: str) -> Scope:
     )
 
 
+# Phase -> words of which the op_name of every operation of the phase contains one.
+PHASE_MARKS = {"forward": (b"jvp",), "backward": (b"jvp",), "recompute": (b"rematted_computation",)}
+
+
 def _phase_of_transformations(seen: set[str]) -> str:
     if "rematted_computation" in seen:
         return "recompute"

@@ -25,7 +25,7 @@ from bytescope.memory.hlo.buffers import (
     HloProgram,
     LogicalBuffer,
 )
-from bytescope.memory.hlo.dataflow import Flow, flatten
+from bytescope.memory.hlo.dataflow import flatten
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.scopes import CONTAINERS, Scope, first_of_merged
 from bytescope.memory.hlo.sources import source_line
@@ -107,20 +107,15 @@ class Curve:
 # ---- the report -----------------------------------------------------------------------------------------------
 
 
-def attribute_program(
-    program: HloProgram, known: Arguments | None = None, names: Names | None = None, flow: Flow | None = None
-) -> Attribution:
+def attribute_program(program: HloProgram, known: Arguments | None = None, names: Names | None = None) -> Attribution:
     """Prepares the attribution of a program: an object that assigns a category, a phase and a component to each buffer
     and operation.
 
     Args:
         known: the program's arguments with their roles, if they have been read already.
         names: the checkpoint names of the program.
-        flow: the data flow between the instructions of the program's module, if it is already computed.
     """
-    flow = flow or Flow(program.module)
-    known = known or program_arguments.read(program, flow)
-    return Attribution(program, flow, flatten(program.module), known, names or Names())
+    return Attribution(program, flatten(program.module), known or program_arguments.read(program), names or Names())
 
 
 def build_account(attribution: Attribution, method: str = "heap_trace", notes: tuple[str, ...] = ()) -> PeakAccount:
@@ -195,7 +190,7 @@ def _timeline_points(attribution: Attribution, curve: Curve, base: int) -> tuple
     points = []
     phase, component = "forward", ""
     for index, (size, name) in enumerate(curve.points):
-        instruction = module.instructions.get(module.by_name.get(name, -1))
+        instruction = module.named(name[1])
         if instruction is not None and module.metadata(instruction).op_name:
             scope = attribution.scope(instruction)
             phase, component = attribution.phase(scope, instruction), scope.component
@@ -302,7 +297,7 @@ def _described_buffer(
         marked = attribution.naming.marked(instruction, index)
         makers = (*fact.origin.chain, instruction, *((marked,) if marked else ()))
         made = fact.origin.instruction
-        elements = attribution.flow.shape(made).elements if marked and made else 0
+        elements = attribution.module.shape(made).elements if marked and made else 0
         checkpoint_name = attribution.names.find((attribution.module.metadata(maker) for maker in makers), elements)
 
     return dataclasses.replace(
@@ -356,8 +351,9 @@ def _merge_by_schedule(program: HloProgram, traces: list[HeapTrace], order: Mapp
     for rank, trace in enumerate(traces):
         now = 0
         for at, event in enumerate(trace.events):
-            if event[0] != FREE:
-                now = max(now, order.get(program.module.by_name.get(event[2], -1), now))
+            instruction = program.module.named(event[2][1])
+            if event[0] != FREE and instruction is not None:
+                now = max(now, order.get(instruction.id, now))
             keyed.append(((now, event[0] == FREE, rank, at), event))
     # `now` never decreases within a trace, so the order within a trace is kept.
     keyed.sort(key=lambda item: item[0])

@@ -11,9 +11,9 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from bytescope.memory.hlo import scopes
 from bytescope.memory.hlo.buffers import HloProgram, LogicalBuffer
-from bytescope.memory.hlo.dataflow import Flow, ValueOrigin, is_collective
+from bytescope.memory.hlo.dataflow import ALL_GATHERS, Flow, ValueOrigin, is_collective
+from bytescope.memory.hlo.kernels import PRODUCTS_AND_CALLS, WEIGHT_READERS
 from bytescope.memory.hlo.module import Instruction, Metadata
 from bytescope.memory.hlo.scopes import LOSS_COMPONENTS, Scope
 from bytescope.memory.hlo.shapes import HloShape, Index, leaves
@@ -54,11 +54,8 @@ _COMPOSITE = frozenset(("tuple", "get-tuple-element", "while", "bitcast", "copy"
 _TUPLES = frozenset(("tuple", "get-tuple-element"))
 # Operations whose result is the unchanged value of an operand.
 _HANDING = _TUPLES | {"while", "bitcast", "copy", "opt-barrier", "copy-start", "copy-done", "call", "conditional"}
-# Operations that compute a different array from a value, so that a gradient does not pass through unchanged.
-_USING = frozenset(("dot", "ragged-dot", "convolution", "gather", "custom-call"))
 _MAX_VALUES = 2000
-# Matrix products that may make logits, and keys of argument paths that name the weight of a head.
-_PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call"))
+# Keys of argument paths that name the weight of a head.
 _HEADS = re.compile(r"(\w*_)?(lm_?head|head|heads|unembed\w*|logits?_?\w*)")
 _MAX_READERS = 3000
 
@@ -149,12 +146,12 @@ class Attribution:
         names: the checkpoint names of the program.
     """
 
-    def __init__(self, program: HloProgram, flow: Flow, order: Mapping[int, int], arguments: Arguments, names: Names):
-        self.program, self.module, self.flow = program, program.module, flow
+    def __init__(self, program: HloProgram, order: Mapping[int, int], arguments: Arguments, names: Names):
+        self.program, self.module, self.flow = program, program.module, Flow(program.module)
         self.order, self.arguments, self.roles, self.names = order, arguments, arguments.roles, names
-        self.naming = Naming(program.module, flow, names.displaced_marks)
+        self.naming = Naming(self.flow, names.displaced_marks)
         self._feeds: dict[tuple[int, Index], bool] = {}
-        self.after_backward = flow.dependent(
+        self.after_backward = self.flow.dependent(
             {id for id in order if self.scope(self.module.instructions[id]).phase == "backward"}
         )
         self.weights = self._weight_dims()
@@ -186,13 +183,13 @@ class Attribution:
         """
         origin = self.flow.origin(instruction, index)
         named, _, scope = self.best_named(instruction, index)
-        shape = self.flow.shape(instruction, index)
+        shape = self.module.shape(instruction, index)
         phase = scope.phase
         if origin.stack is not None:
             phase = self.scope(origin.stack).phase or phase  # the phase of the loop that fills the stack
             if instruction.opcode == "parameter":
                 # A loop and the parameter of its body share the buffer; only the readers of the loop are relevant.
-                callers = self.flow.callers.get(instruction.computation, ())
+                callers = self.module.callers(instruction.computation)
                 instruction = next((caller for caller in callers if caller.opcode == "while"), instruction)
         weight_like = without_ones(shape.dims) in self.weights
         feeds_update = weight_like and self.feeds(instruction, index)
@@ -219,7 +216,7 @@ class Attribution:
         for value in self._instructions_reached(instruction, index, self._results_carrying):
             if entry and entry.root == value.id:
                 return True
-            for user in self.flow.users.get(value.id, ()):
+            for user in self.module.users(value):
                 scope = self.scope(user)
                 if scope.phase or not self.module.metadata(user).op_name:
                     continue
@@ -237,7 +234,7 @@ class Attribution:
             return self._results_carrying(value, at, user, any_shape=True) if user.opcode in _HANDING else ()
 
         for value in self._instructions_reached(instruction, index, onward):
-            for user in self.flow.users.get(value.id, ()):
+            for user in self.module.users(value):
                 if user.opcode not in _TUPLES and self.scope(user).phase in _LATER:
                     return True
         return False
@@ -259,8 +256,8 @@ class Attribution:
             # The result of a called computation is the result of its callers.
             computation = self.module.computations.get(instruction.computation)
             if computation and computation.root == instruction.id:
-                pending += [(caller, index) for caller in self.flow.callers.get(computation.id, ())]
-            for user in self.flow.users.get(instruction.id, ()):
+                pending += [(caller, index) for caller in self.module.callers(computation.id)]
+            for user in self.module.users(instruction):
                 # `onward` returns [] where the flow ends.
                 pending += onward(instruction, index, user)
 
@@ -295,7 +292,7 @@ class Attribution:
         # The result is another array: for the gradient of an activation, the gradient of a weight or bias.
         if user.opcode == "reduce":
             return operand.id in user.operands and self._size(user) < self._size(operand)
-        return user.opcode in _USING
+        return user.opcode in WEIGHT_READERS
 
     def _size(self, instruction: Instruction) -> int:
         return _first_array(self.module.shape(instruction)).elements
@@ -312,7 +309,7 @@ class Attribution:
         seen: set[int] = set(pending)
         while pending:
             value = self.module.instructions[pending.pop()]
-            for user in self.flow.users.get(value.id, ()):
+            for user in self.module.users(value):
                 if user.id not in seen and not self._ends_flow(user, value):
                     seen.add(user.id)
                     pending.append(user.id)
@@ -365,12 +362,8 @@ class Attribution:
             for leaf in [shape] if shape.parts is None else shape.parts:
                 if leaf.elements > 1:
                     sizes |= {without_ones(leaf.dims), without_ones(leaf.dims[1:])}
-        for instruction in self.module.instructions.values():
-            if instruction.opcode not in ("all-gather", "all-gather-start"):
-                continue
-            gathered = self.module.shape(instruction)
-            if instruction.opcode == "all-gather-start":
-                gathered = gathered.leaf((1,))
+        for instruction in self.module.of_opcode(*ALL_GATHERS):
+            gathered = self.module.shape(instruction, (1,) if instruction.opcode == "all-gather-start" else ())
             for i, operand in enumerate(instruction.operands):
                 if self.is_parameter(self.flow.origin(self.module.instructions.get(operand))):
                     leaf = gathered.leaf((i,)) if gathered.parts is not None else gathered
@@ -434,7 +427,7 @@ class Logits:
 
     def __init__(self, attribution: Attribution):
         self.attribution, self.module = attribution, attribution.module
-        self.state = StateFlow(attribution.flow)
+        self.state = StateFlow(attribution.module)
         self.vocabulary = self._vocabulary_sizes()
         self._products: frozenset[int] | None = None
 
@@ -467,11 +460,10 @@ class Logits:
             sizes.add(arguments[number].shape[dim])
             sizes.update(self.module.shape(parameters[number]).dims[dim:][:1])
 
-        for instruction in self.module.instructions.values():
-            if instruction.opcode == "gather" and instruction.operands:
-                number = self._parameter_number(self.module.operand(instruction, 0))
-                if number in arguments and len(arguments[number].shape) == 2:
-                    add(number, 0)
+        for instruction in self.module.of_opcode("gather"):
+            number = self._parameter_number(self.module.operand(instruction, 0))
+            if number in arguments and len(arguments[number].shape) == 2:
+                add(number, 0)
         for number, argument in arguments.items():
             words = re.findall(r"\w+", argument.path.lower())
             if argument.role in WEIGHTS and len(argument.shape) == 2 and any(map(_HEADS.fullmatch, words)):
@@ -482,10 +474,8 @@ class Logits:
         local = self.module.shape(self.module.parameters[number]).dims
         products = [
             set(_first_array(self.module.shape(instruction)).dims)
-            for instruction in self.module.instructions.values()
-            if self._is_product(instruction)
-            and self._phase(instruction) != "backward"
-            and self._single_weight_number(instruction) == number
+            for instruction in self._forward_products()
+            if self._single_weight_number(instruction) == number
         ]
         # Some libraries store weights as (out, in).
         return 0 if products and all(local[0] in dims and local[-1] not in dims for dims in products) else -1
@@ -504,12 +494,8 @@ class Logits:
 
     def _logits_products(self) -> frozenset[int]:
         weights: dict[int, int] = {}
-        for instruction in self.module.instructions.values():
-            if (
-                self._is_product(instruction)
-                and self._spans_vocabulary(_first_array(self.module.shape(instruction)))
-                and self._phase(instruction) != "backward"
-            ):
+        for instruction in self._forward_products():
+            if self._spans_vocabulary(_first_array(self.module.shape(instruction))):
                 number = self._single_weight_number(instruction)
                 if number >= 0:
                     weights[instruction.id] = number
@@ -518,11 +504,9 @@ class Logits:
         inner = {number for id, number in weights.items() if self._feeds_weight_product(self.module.instructions[id])}
         return frozenset(id for id, number in weights.items() if number not in inner)
 
-    def _is_product(self, instruction: Instruction) -> bool:
-        return instruction.opcode in _PRODUCTS and len(instruction.operands) > 1
-
-    def _phase(self, instruction: Instruction) -> str:
-        return scopes.parse(self.module.metadata(instruction).op_name).phase
+    def _forward_products(self) -> list[Instruction]:
+        products = [each for each in self.module.of_opcode(*PRODUCTS_AND_CALLS) if len(each.operands) > 1]
+        return [product for product in products if self.module.scope(product).phase != "backward"]
 
     def _single_weight_number(self, instruction: Instruction) -> int:
         operands = [self.module.instructions.get(id) for id in instruction.operands[:2]]
@@ -537,10 +521,11 @@ class Logits:
             if (instruction.id, index) in seen:
                 continue
             seen.add((instruction.id, index))
-            dtype = _first_array(self.attribution.flow.shape(instruction, index)).dtype
-            if self._phase(instruction) == "backward" or "float" not in dtype:
+            dtype = _first_array(self.module.shape(instruction, index)).dtype
+            if self.module.scope(instruction).phase == "backward" or "float" not in dtype:
                 continue
-            if self._is_product(instruction) and self._single_weight_number(instruction) >= 0:
+            is_product = instruction.opcode in PRODUCTS_AND_CALLS and len(instruction.operands) > 1
+            if is_product and self._single_weight_number(instruction) >= 0:
                 return True
             pending += self.state.readers(instruction, index)
         return False

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from bytescope.memory.hlo import scopes, sources
 from bytescope.memory.hlo.dataflow import Flow
-from bytescope.memory.hlo.module import Frame, Instruction, Metadata, Module
+from bytescope.memory.hlo.module import Frame, Instruction, Metadata
 from bytescope.memory.hlo.scopes import NOISE, Scope, locate, parse
 from bytescope.memory.hlo.shapes import Index
 from bytescope.memory.peak.checkpoint_names import MARK, Place
@@ -42,8 +42,8 @@ class Naming:
     of a value with such a position is taken from the instruction that computed it.
     """
 
-    def __init__(self, module: Module, flow: Flow, displaced_marks: Collection[Place] = ()):
-        self.module, self.flow, self.displaced_marks = module, flow, displaced_marks
+    def __init__(self, flow: Flow, displaced_marks: Collection[Place] = ()):
+        self.module, self.flow, self.displaced_marks = flow.module, flow, displaced_marks
         self._scopes: dict[int, Scope] = {}
         self._best: dict[tuple[int, Index], tuple[Instruction | None, Metadata, Scope]] = {}
         self._code: dict[int, tuple[str, tuple[str, ...]]] = {}
@@ -54,7 +54,7 @@ class Naming:
         """
         if instruction.id not in self._scopes:
             metadata = self.module.metadata(instruction)
-            scope = parse(metadata.op_name)
+            scope = self.module.scope(instruction)
             component, path = scope.component, scope.path
             if metadata.op_name and all(scopes.is_layer(scopes.plain(word)) for word in path):
                 component, path = self._name_by_code(scope, metadata)
@@ -191,7 +191,7 @@ class Naming:
             if (value.id, at) in seen:
                 continue
             seen.add((value.id, at))
-            for user in self.flow.users.get(value.id, ()):
+            for user in self.module.users(value):
                 if user.opcode == "while":
                     rank, named = self._best_candidate(self.flow.makers(user, at))
                     if not rank:
@@ -215,7 +215,7 @@ class Naming:
         # The readers of a loop's initial value say more than its sources.
         for side in reversed(sides) if maker.opcode in _FILLERS else sides:
             yield from side
-        yield from self.flow.callers.get(instruction.computation, ())
+        yield from self.module.callers(instruction.computation)
 
 
 def label(buffer: Buffer, modules: int = 1) -> str:

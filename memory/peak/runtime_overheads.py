@@ -191,7 +191,6 @@ def find(facts: Facts) -> tuple[RuntimeOverhead, ...]:
 # keys and values of every query head (dK_fullhead, dV_fullhead). The forward call has 256 bytes. Checked on an H100
 # with jax 0.11.2 and cuDNN 9.19 (tests/gpu/measured): to the byte in 7 shapes, with heads of 64 and 128 features, with
 # and without shared keys.
-BACKWARD = "__cudnn$fmhaSoftmaxBackward"
 _ALIGNMENT = 256  # bytes that cuDNN adds
 _BACKEND, _SCORES = "cudnn_fmha_backend_config", "intermediate_tensor_shape"
 
@@ -204,8 +203,8 @@ def attention_beyond_peak(module: Module, account: PeakAccount) -> int:
     """
     sizes = {
         instruction.name: workspace_bytes(module, instruction)
-        for instruction in module.instructions.values()
-        if instruction.target == BACKWARD
+        for instruction in module.of_opcode("custom-call")
+        if instruction.call.lacks_workspace
     }
     needed = (point.bytes + sizes.get(point.instruction, 0) for point in account.timeline)
     return max(max(needed, default=0) - account.peak_bytes, 0)

@@ -20,6 +20,7 @@ from bytescope.memory.devices.chips import GPU_PLATFORMS
 from bytescope.memory.devices.compiler import MemorySettings
 from bytescope.memory.devices.compiler_log import RematLog
 from bytescope.memory.devices.targets import Target
+from bytescope.memory.hlo.kernels import PRODUCTS
 from bytescope.memory.hlo.loops import runs
 from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.scopes import first_of_merged
@@ -28,6 +29,7 @@ from bytescope.memory.hlo.sources import source_line
 from bytescope.memory.peak.buffer_rules import Attribution
 from bytescope.memory.peak.memory_order import OrderEstimate
 from bytescope.memory.records.report_record import XlaBudget, XlaStats
+from bytescope.memory.records.schedule_records import PRODUCT
 from bytescope.memory.records.xla_records import HeldBuffer, RecomputedValue
 
 # The percentage of a GPU's memory that XLA plans with if the memory of the device is not set.
@@ -35,8 +37,6 @@ USUAL_PERCENT = 80
 _REMAT = re.compile(r"\.remat(\d+)?(\.|$)")
 # Instructions without a computation. Copies of them in the rematerialization pass are not counted.
 _NOTHING = frozenset(("bitcast", "get-tuple-element", "tuple", "constant", "parameter"))
-_PRODUCTS = frozenset(("dot", "convolution", "ragged-dot"))
-_PRODUCT_CALLS = re.compile(r"gemm|matmul", re.I)
 
 
 def find_budget(
@@ -139,22 +139,16 @@ def held_buffers(attribution: Attribution, estimate: OrderEstimate) -> tuple[Hel
                 reader_op_name=first_of_merged(reader_metadata.op_name) if reader_metadata else "",
                 reader_source=source_line(reader_metadata) if reader_metadata else "",
                 parameter=parameter,
-                weight_gradient=bool(reader and parameter and _is_product(module, reader)),
+                weight_gradient=bool(reader and parameter and _contains_product(module, reader)),
             )
         )
     return tuple(found)
 
 
-def _is_product(module: Module, instruction: Instruction) -> bool:
+def _contains_product(module: Module, instruction: Instruction) -> bool:
     if instruction.opcode == "custom-call":
-        return bool(_PRODUCT_CALLS.search(instruction.target))
-    inside = [
-        module.instructions[id]
-        for called in instruction.called
-        if instruction.opcode == "fusion" and called in module.computations
-        for id in module.computations[called].instructions
-    ]
-    return any(each.opcode in _PRODUCTS for each in (instruction, *inside))
+        return instruction.call.kind == PRODUCT
+    return any(each.opcode in PRODUCTS for each in (instruction, *module.fused(instruction)))
 
 
 def _device_bytes(module: Module, instruction: Instruction) -> int:

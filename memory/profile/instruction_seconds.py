@@ -143,14 +143,13 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
         return None
     predicted: dict[str, _Work] = {}
     _add_predictions(schedule.order, schedule, rates, breakdown.calls, predicted)
-    instructions = {instruction.name: instruction for instruction in attribution.module.instructions.values()}
     rows: list[InstructionSeconds] = []
     for row in breakdown.instructions:
         if row.scope.component == OTHER_PROGRAMS:
             continue
         work = predicted.pop(row.name, _Work())
         kind = work.kind
-        if row.name not in instructions and row.scope.component not in (TRANSFERS, COLLECTIVES):
+        if attribution.module.named(row.name) is None and row.scope.component not in (TRANSFERS, COLLECTIVES):
             kind = OTHER
         elif kind in ("", "memory"):
             kind = _moving_kind(row.scope)

@@ -26,9 +26,9 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from bytescope.memory.hlo.kernels import CUBLAS, CUDNN, kernel_label
 from bytescope.memory.hlo.loops import full_turns
 from bytescope.memory.hlo.module import Instruction, Module
-from bytescope.memory.profile.op_scopes import kernel_label
 from bytescope.memory.profile.xplane import Operation
 
 GRAPH = "command_buffer"
@@ -37,13 +37,13 @@ _NOTHING = frozenset(
     ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "async-done")
 )
 # Families of kernels and of the instructions that launch them.
-_CUBLAS, _CUDNN, _COPY, _MEMSET, _LIBRARY, _COMPILED = "cublas", "cudnn", "copy", "memset", "library", "compiled"
+_COPY, _MEMSET, _LIBRARY, _COMPILED = "copy", "memset", "library", "compiled"
 # The first pattern that a kernel's name contains is its family; other kernels are of the family _LIBRARY.
 _FAMILIES = (
     (re.compile(r"^memset", re.I), _MEMSET),
     (re.compile(r"^memcpy", re.I), _COPY),
-    (re.compile(r"cudnn|fmha", re.I), _CUDNN),
-    (re.compile(r"nvjet|gemm|gemv|cublas|cutlass|splitk|xmma", re.I), _CUBLAS),
+    (re.compile(r"cudnn|fmha", re.I), CUDNN),
+    (re.compile(r"nvjet|gemm|gemv|cublas|cutlass|splitk|xmma", re.I), CUBLAS),
 )
 # Maximum number of instructions that one call runs, with the bodies of loops as often as they run. A schedule with more
 # is not aligned; a real program has fewer, but a damaged module may nest loops endlessly.
@@ -66,14 +66,13 @@ def name_kernels(operations: Iterable[Operation], main: str, module: Module | No
     ordered = sorted(operations, key=lambda operation: (operation.start, operation.stop))
     if module is None or not any(operation.name.startswith(GRAPH) for operation in ordered):
         return tuple(ordered)
-    named = {instruction.name for instruction in module.instructions.values()}
     by_device: defaultdict[str, list[int]] = defaultdict(list)
     elsewhere: set[str] = set()
     for number, operation in enumerate(ordered):
         if operation.program[1] != main:
             continue
         # Copies on other streams have the names of their instructions, and their order is not the schedule's.
-        if operation.name in named and _family(operation.kernel) == _COPY:
+        if module.named(operation.name) is not None and _family(operation.kernel) == _COPY:
             elsewhere.add(operation.name)
         else:
             by_device[operation.device].append(number)
@@ -120,13 +119,12 @@ class _Schedule:
 
     def __init__(self, module: Module, kernels: Sequence[Operation], elsewhere: Collection[str] = ()):
         self.module, self.elsewhere = module, elsewhere
-        self.names = {kernel_label(instruction.name): instruction.name for instruction in module.instructions.values()}
         self.counts = Counter(self.label(kernel) for kernel in kernels)
         self._by_id: dict[int, _Slot] = {}
         self._shared: defaultdict[tuple[object, ...], set[str]] = defaultdict(set)
-        for instruction in module.instructions.values():
-            label = kernel_label(instruction.name)
-            if label in self.counts and instruction.opcode not in _NOTHING:
+        for label in self.counts:
+            instruction = module.labelled(label)
+            if instruction is not None and instruction.opcode not in _NOTHING:
                 self._shared[self._code(instruction)].add(label)
         # Calls are counted by kernels that run once per call: only one instruction, in the entry computation, can have
         # launched them.
@@ -150,7 +148,7 @@ class _Schedule:
         has the label of its own instruction.
         """
         own = kernel_label(kernel.name)
-        return own if own in self.names else kernel_label(kernel.kernel)
+        return own if self.module.labelled(own) else kernel_label(kernel.kernel)
 
     def split_calls(self, kernels: Sequence[Operation]) -> list[range]:
         """Returns the range of kernels of each call of the program. Calls are separated where the device waits longest
@@ -226,21 +224,15 @@ class _Schedule:
         if label in self.counts:
             return frozenset((label,))
         if instruction.opcode == "async-start":
-            inner = set()
-            for called in instruction.called:
-                computation = self.module.computations.get(called)
-                for number in computation.instructions if computation else ():
-                    one = self.module.instructions.get(number)
-                    if one is not None and one.opcode == "fusion":
-                        inner.add(kernel_label(one.name))
-            return frozenset(inner & self.counts.keys())
+            inside = [one for called in instruction.called for one in self.module.inside(called)]
+            labels = {kernel_label(one.name) for one in inside if one.opcode == "fusion"}
+            return frozenset(labels & self.counts.keys())
         if instruction.opcode == "custom-call" or instruction.opcode.startswith("copy"):
             return frozenset()
         return frozenset(self._shared.get(self._code(instruction), ()))
 
     def _code(self, instruction: Instruction) -> tuple[object, ...]:
-        operands = (self.module.operand(instruction, i) for i in range(len(instruction.operands)))
-        shapes = [str(self.module.shape(each)) for each in (instruction, *operands) if each is not None]
+        shapes = [str(self.module.shape(each)) for each in (instruction, *self.module.operands(instruction))]
         return re.sub(r"_\d+$", "", kernel_label(instruction.name)), *shapes
 
 
@@ -374,4 +366,4 @@ def _family_of_call(instruction: Instruction) -> str:
     """Returns the family of the kernels that an instruction launches if XLA compiled none of them."""
     if instruction.opcode != "custom-call":
         return _COPY
-    return next((name for name in (_CUDNN, _CUBLAS) if name in instruction.target.lower()), _LIBRARY)
+    return instruction.call.library or _LIBRARY

@@ -15,7 +15,7 @@ from typing import Any
 
 from bytescope.memory.cost.host_transfers import HOST_SPACE
 from bytescope.memory.hlo import buffers as hlo_buffers
-from bytescope.memory.hlo import scopes
+from bytescope.memory.hlo import kernels, scopes
 from bytescope.memory.hlo.dataflow import is_collective
 from bytescope.memory.hlo.module import Instruction
 from bytescope.memory.hlo.shapes import leaves
@@ -141,14 +141,11 @@ class _Module:
 
     def __init__(self, proto: bytes):
         program = hlo_buffers.read(proto)
-        module = program.module
         self.attribution = assemble.attribute_program(program)
-        self._named = {instruction.name: instruction for instruction in module.instructions.values()}
-        self._kernels = {kernel_label(name): instruction for name, instruction in self._named.items()}
 
     def instruction(self, name: str) -> Instruction | None:
-        # Names of kernels have underscores instead of dots and dashes.
-        return self._named.get(name) or self._kernels.get(kernel_label(name))
+        module = self.attribution.module
+        return module.named(name) or module.labelled(kernels.kernel_label(name))
 
     def scope(self, instruction: Instruction) -> OpScope:
         attribution, opcode = self.attribution, instruction.opcode
@@ -179,8 +176,3 @@ def priority(scope: OpScope) -> int:
     if scope.opcode in _ENCLOSING:
         return ENCLOSING
     return {COLLECTIVES: COLLECTIVE, TRANSFERS: TRANSFER}.get(scope.component, COMPUTE)
-
-
-def kernel_label(name: str) -> str:
-    """Returns the name of an instruction as XLA writes it in the name of a kernel."""
-    return name.replace(".", "_").replace("-", "_")

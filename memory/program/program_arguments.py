@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from bytescope.memory.devices.signature import Signature, SignatureLeaf
 from bytescope.memory.hlo.buffers import HloProgram
-from bytescope.memory.hlo.dataflow import Flow
 from bytescope.memory.program import roles
 from bytescope.memory.program.pairing import Keys, ResultPair, common_keys, keys_of, pairs, root_of
 from bytescope.memory.program.roles import Evidence
@@ -70,24 +69,17 @@ class Arguments:
         return [number for number, argument in self.by_number.items() if argument.role == role]
 
 
-def read(
-    program: HloProgram,
-    flow: Flow | None = None,
-    signature: Signature | None = None,
-    extra: Iterable[tuple[str, str]] = (),
-) -> Arguments:
+def read(program: HloProgram, signature: Signature | None = None, extra: Iterable[tuple[str, str]] = ()) -> Arguments:
     """Returns the arguments of a compiled program, with their roles.
 
     Args:
-        flow: the data flow between the instructions of the program's module, if it is already computed.
         signature: the names and shapes that jax provides. Without it, the names and shapes in the HLO module are used.
         extra: the caller's pairs (regular expression for pytree paths, role). They take precedence over the built-in
             rules.
 
     Raises ReportError for an unknown role or an invalid pattern.
     """
-    state = StateFlow(flow or Flow(program.module))
-    return _Reading(program, state, signature, tuple(extra)).arguments()
+    return _Reading(program, StateFlow(program.module), signature, tuple(extra)).arguments()
 
 
 class _Reading:
@@ -129,7 +121,7 @@ class _Reading:
         if known and len(known) <= len(self.values):
             # A compiled program may first return HLO tokens, which order side effects and hold no data.
             return [SignatureLeaf("", (), "token")] * (len(self.values) - len(known)) + list(known)
-        shapes = [self.state.flow.shape(*value) for value in self.values]
+        shapes = [self.module.shape(*value) for value in self.values]
         return [SignatureLeaf("", shape.dims, shape.dtype) for shape in shapes]
 
     def arguments(self) -> Arguments:

@@ -10,9 +10,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from bytescope.memory.hlo import scopes
-from bytescope.memory.hlo.dataflow import Flow, is_collective
-from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.dataflow import is_collective
+from bytescope.memory.hlo.kernels import WEIGHT_READERS
+from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.hlo.shapes import Index
 
 Value = tuple[int, Index]
@@ -102,7 +102,6 @@ _SHIFTING = frozenset(("pad", "slice", "dynamic-slice", "concatenate"))
 _WRITING = frozenset(("dynamic-update-slice", "scatter"))
 # Collectives that join shards without summing values of other devices.
 _GATHERING = frozenset(("all-gather", "all-gather-start", "all-gather-done"))
-_PRODUCTS = frozenset(("dot", "ragged-dot", "convolution", "custom-call", "gather"))
 _RANDOM = ("threefry", "random_bits", "random_split", "random_fold_in", "random_unwrap", "rng_bit_generator")
 _MAX_VALUES = 4000
 
@@ -156,17 +155,14 @@ class StateFlow:
     """Follows the values of one HLO module, from its results back to its arguments and from its arguments to their
     readers."""
 
-    def __init__(self, flow: Flow):
-        self.flow, self.module = flow, flow.module
+    def __init__(self, module: Module):
+        self.module = module
         self._clean: set[Value] = set()
 
     @functools.cached_property
     def trained(self) -> bool:
         """True if the program has a backward pass, as the names of its HLO instructions say."""
-        return any(self._phase(i) == "backward" for i in self.module.instructions.values())
-
-    def _phase(self, instruction: Instruction) -> str:
-        return scopes.parse(self.module.metadata(instruction).op_name).phase
+        return any(True for _ in self.module.in_phase("backward"))
 
     def results(self) -> list[tuple[Instruction, Index]]:
         """Returns the values that the program returns, in order, as (HLO instruction, tuple index)."""
@@ -202,7 +198,7 @@ class StateFlow:
                 continue
             changed |= opcode not in _HANDING
             if phase is None and opcode not in _HANDING and self.module.metadata(instruction).op_name:
-                phase = self._phase(instruction)
+                phase = self.module.scope(instruction).phase
             if opcode in _HANDING:
                 pending += [
                     (source, at, how, inside, summed) for source, at in self._direct_sources(instruction, index)
@@ -210,7 +206,7 @@ class StateFlow:
             elif opcode in _WRITING:
                 pending += self._overwritten_operands(instruction, summed)
             elif opcode == "dynamic-slice" and inside:  # a slice of the stack that the loop iterates over
-                pending += [(operand, (), WRITTEN, False, summed) for operand in self._operands(instruction)[:1]]
+                pending += [(operand, (), WRITTEN, False, summed) for operand in self.module.operands(instruction)[:1]]
             elif is_collective(opcode):
                 shared = summed or opcode not in _GATHERING
                 pending += [
@@ -219,15 +215,15 @@ class StateFlow:
             elif opcode in _SHIFTING and along:
                 pending += [
                     (operand, (), how, inside, summed)
-                    for operand in self._operands(instruction)
+                    for operand in self.module.operands(instruction)
                     if self._keeps_dim(instruction, operand, along)
                 ]
             elif opcode in _ELEMENTWISE:
-                elements = self.flow.shape(instruction, index).elements
+                elements = self.module.shape(instruction, index).elements
                 after = how if opcode == "convert" else max(how, ELEMENTWISE, key=(SAME, ELEMENTWISE, WRITTEN).index)
                 pending += [
                     (operand, (), after, inside, summed)
-                    for operand in self._operands(instruction)
+                    for operand in self.module.operands(instruction)
                     if self.module.shape(operand).elements == elements
                 ]
         return Update(arguments, tuple(seen), phase or "", changed)
@@ -246,7 +242,7 @@ class StateFlow:
         values, `summed`). `summed`: whether the result is summed over devices later.
         """
         written: list[tuple[Instruction, Index, str, bool, bool]] = []
-        operands = self._operands(instruction)
+        operands = self.module.operands(instruction)
         if operands:
             written.append((operands[0], (), WRITTEN, False, summed))
         if instruction.opcode == "dynamic-update-slice" and len(operands) > 1:
@@ -264,7 +260,7 @@ class StateFlow:
             if (instruction.id, index) in seen or (instruction.id, index) in self._clean:
                 continue
             seen.add((instruction.id, index))
-            if instruction.opcode not in _HANDING and self._phase(instruction) == "backward":
+            if instruction.opcode not in _HANDING and self.module.scope(instruction).phase == "backward":
                 return True
             pending += self._direct_sources(instruction, index)
         self._clean |= seen
@@ -281,12 +277,12 @@ class StateFlow:
                 if root is not None:
                     yield root, inner
             if opcode == "while":
-                yield from ((operand, index) for operand in self._operands(instruction)[:1])
+                yield from ((operand, index) for operand in self.module.operands(instruction)[:1])
         else:
             yield from self._from_operands(instruction, index)
 
     def _from_operands(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        opcode, operands = instruction.opcode, self._operands(instruction)
+        opcode, operands = instruction.opcode, self.module.operands(instruction)
         if opcode == "get-tuple-element":
             yield from ((operand, (instruction.tuple_index, *index)) for operand in operands)
         elif opcode in ("async-done", "async-update"):
@@ -300,8 +296,8 @@ class StateFlow:
             yield from ((operand, ()) for operand in operands[skipped:])
 
     def _values_passed_to(self, parameter: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
-        for caller in self.flow.callers.get(parameter.computation, ()):
-            operands = self._operands(caller)
+        for caller in self.module.callers(parameter.computation):
+            operands = self.module.operands(caller)
             if caller.opcode == "while":
                 yield from ((operand, index) for operand in operands[:1])
                 root = self.module.root(caller.called[0])
@@ -313,10 +309,6 @@ class StateFlow:
                 yield from ((operand, index) for operand in operands[at : at + 1])
             else:
                 yield from ((operand, index) for operand in operands[parameter.parameter : parameter.parameter + 1])
-
-    def _operands(self, instruction: Instruction) -> list[Instruction]:
-        known = self.module.instructions
-        return [known[id] for id in instruction.operands if id in known]
 
     # ---- from an argument forward ------------------------------------------------------------------------------
 
@@ -333,16 +325,16 @@ class StateFlow:
             if (instruction.id, index) in seen:
                 continue
             seen.add((instruction.id, index))
-            for user in self.flow.users.get(instruction.id, ()):
+            for user in self.module.users(instruction):
                 onward = list(self._flow_into(instruction, index, user))
                 pending += onward
                 name = self.module.metadata(user).op_name
                 if user.opcode in _HANDING:
                     continue
                 random |= user.opcode == "rng-bit-generator" or any(word in name for word in _RANDOM)
-                products |= user.opcode in _PRODUCTS
-                unnamed |= user.opcode in _PRODUCTS and not name
-                phases.add(scopes.parse(name).phase)
+                products |= user.opcode in WEIGHT_READERS
+                unnamed |= user.opcode in WEIGHT_READERS and not name
+                phases.add(self.module.scope(user).phase)
             pending += self._calls_returning(instruction, index)
         return Reads(frozenset(phases), products, unnamed, random)
 
@@ -351,7 +343,7 @@ class StateFlow:
         `index` of an instruction's result. For a tuple, loop or call that only passes the value on, yields the passed
         value instead.
         """
-        for user in self.flow.users.get(instruction.id, ()):
+        for user in self.module.users(instruction):
             if user.opcode in _HANDING:
                 yield from self._flow_into(instruction, index, user)
             else:
@@ -397,6 +389,6 @@ class StateFlow:
     def _calls_returning(self, instruction: Instruction, index: Index) -> Iterator[tuple[Instruction, Index]]:
         computation = self.module.computations.get(instruction.computation)
         if computation is not None and computation.root == instruction.id:
-            for caller in self.flow.callers.get(computation.id, ()):
+            for caller in self.module.callers(computation.id):
                 if caller.opcode in _HANDING:
                     yield caller, (1, *index) if caller.opcode == "async-start" else index

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from bytescope.memory.cost.kernel_costs import is_product
 from bytescope.memory.hlo import wire
 from bytescope.memory.hlo.loops import backend_config
 from bytescope.memory.hlo.module import Instruction, Module
@@ -58,12 +57,7 @@ def find(module: Module, instruction: Instruction) -> KernelWork | None:
     if instruction.opcode != "fusion":
         rule = _RULES.get(instruction.opcode)
         return rule(module, instruction) if rule else None
-    works = []
-    for called in instruction.called:
-        for id in module.computations[called].instructions if called in module.computations else ():
-            work = find(module, module.instructions[id])
-            if work:
-                works.append(work)
+    works = [work for inner in module.fused(instruction) if (work := find(module, inner)) is not None]
     if not works:
         return None
     largest = max(works, key=lambda work: work.flops)
@@ -149,8 +143,8 @@ def _convolution_work(module: Module, instruction: Instruction) -> KernelWork | 
     result = result.leaf((0,)) if result.parts is not None else result
     # A library call of a gradient is named after its result. Then the convolution's output is an operand of the call,
     # and its kernel may be the result.
-    way = next((way for way in _GRADIENTS if way in instruction.target), "")
-    out, kernel = {"": (result, right), "BackwardInput": (left, right), "BackwardFilter": (right, result)}[way]
+    arrays = {"": (result, right), "input": (left, right), "filter": (right, result)}
+    out, kernel = arrays[instruction.call.gradient]
     if out is None or kernel is None or left is None or right is None:
         return None
     output, spatial, groups = _convolution_axes(module, instruction)
@@ -161,9 +155,6 @@ def _convolution_work(module: Module, instruction: Instruction) -> KernelWork | 
     if _size(kernel, spatial) == 1:  # a matrix product written as a convolution, like all products on a TPU
         return _work(PRODUCT, flops, left, right, (1, out.elements // max(features, 1), features, window))
     return _work(CONVOLUTION, flops, left, right, ())
-
-
-_GRADIENTS = ("BackwardInput", "BackwardFilter")
 
 
 def _convolution_axes(module: Module, instruction: Instruction) -> tuple[int, list[int], int]:
@@ -191,7 +182,8 @@ def _library_call_work(module: Module, instruction: Instruction) -> KernelWork |
     product. A GEMM or attention is read from the axes in the call's backend config. A convolution is read like an HLO
     convolution.
     """
-    if not is_product(module, instruction):
+    kind = instruction.call.kind
+    if not instruction.call.is_product:
         return None
     config = backend_config(module, instruction)
     gemm, scores = (_inner(config, key) for key in ("gemm_backend_config", "cudnn_fmha_backend_config"))
@@ -209,9 +201,9 @@ def _library_call_work(module: Module, instruction: Instruction) -> KernelWork |
             _numbers(numbers.get("lhs_batch_dimensions")),
             exact,
         )
-    elif scores:
+    elif scores and kind in _PASSES:
         work = _attention(module, instruction, scores)
-    elif "__cudnn$conv" in instruction.target:
+    elif kind == CONVOLUTION:
         work = _convolution_work(module, instruction)
     return work or _guess_work(module, instruction)
 
@@ -245,7 +237,7 @@ def _guess_work(module: Module, instruction: Instruction) -> KernelWork:
 
 def _factor_shapes(module: Module, instruction: Instruction) -> tuple[HloShape | None, HloShape | None]:
     # Integer operands, such as group sizes, are not factors of a matrix product.
-    shapes = [module.shape(module.instructions[id]) for id in instruction.operands if id in module.instructions]
+    shapes = [module.shape(operand) for operand in module.operands(instruction)]
     left, right, *_ = *(shape for shape in shapes if not shape.dtype.startswith(_INTEGERS)), None, None
     return left, right
 
@@ -274,7 +266,7 @@ def _attention(module: Module, instruction: Instruction, scores: Mapping[str, An
     if query is None or not query.dims or len(dims) < 2:
         return None
     heads, (queries, keys), width = math.prod(dims[:-2]), dims[-2:], query.dims[-1]
-    kind = ATTENTION_BACKWARD if "Backward" in instruction.target else ATTENTION
+    kind = instruction.call.kind
     size = (heads, queries, keys, width)
     flops = _PASSES[kind] * math.prod(size)
     causal = "CAUSAL" in str(scores.get("mask_type", ""))

@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from bytescope.memory.devices.compiler import Compilation
 from bytescope.memory.hlo import mesh as hlo_mesh
-from bytescope.memory.hlo.dataflow import COLLECTIVES, Flow
+from bytescope.memory.hlo.dataflow import COLLECTIVES
 from bytescope.memory.hlo.loops import MAX_TURNS, trip_count
-from bytescope.memory.hlo.module import Instruction
+from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.jaxprs import checkpoint_names_in
 from bytescope.model.names import NAMES
 from bytescope.train.program.choices import Choices
@@ -145,14 +145,12 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
     """
     module, devices = compilation.program.module, list(mesh.devices.flat)
     stages = np.indices(mesh.devices.shape)[mesh.axis_names.index("stage")].ravel()
-    flow = Flow(module)
-    for instruction in module.instructions.values():
-        kind = instruction.opcode.removesuffix("-start")
-        if kind not in COLLECTIVES or not _is_skipped_by_stages(flow, instruction):
+    for instruction in module.of_opcode(*COLLECTIVES, *(f"{kind}-start" for kind in COLLECTIVES)):
+        if not _is_skipped_by_stages(module, instruction):
             continue
         links = hlo_mesh.groups_of(module.data, instruction.span, module.devices)
         waiting = list(links)
-        if kind == "collective-permute":
+        if instruction.opcode.removesuffix("-start") == "collective-permute":
             # On the CPU all devices wait together, as if they were in one process.
             owners = [0 if devices[0].platform == "cpu" else device.process_index for device in devices]
             for process in set(owners):
@@ -170,14 +168,14 @@ def check_collectives(compilation: Compilation, mesh: Mesh) -> None:
                 )
 
 
-def _is_skipped_by_stages(flow: Flow, instruction: Instruction) -> bool:
+def _is_skipped_by_stages(module: Module, instruction: Instruction) -> bool:
     # A loop has the same number of iterations on all stages if XLA knows the number.
     pending, seen = [instruction.computation], {instruction.computation}
     while pending:
-        for caller in flow.callers.get(pending.pop(), ()):
-            op_name = flow.module.metadata(caller).op_name
+        for caller in module.callers(pending.pop()):
+            op_name = module.metadata(caller).op_name
             if caller.opcode == "while":
-                varies = bool(MAX_TURNS.search(op_name)) or trip_count(flow.module, caller) is None
+                varies = bool(MAX_TURNS.search(op_name)) or trip_count(module, caller) is None
             else:
                 varies = caller.opcode == "conditional"
             if varies and "shard_map" in op_name:

@@ -94,12 +94,12 @@ def test_an_operand_that_comes_twice_is_read_once():
 def test_calls_of_a_library_and_their_workspace(target, product, size):
     result = parts(A, array(99, dtype="int8", bits=8))
     assert alone("custom-call", (A, A), result, target=target) == size
-    call = Instruction(opcode="custom-call", target=target)
-    assert kernel_costs.is_product(Module(), call) is product
+    kernel = Instruction(opcode="custom-call", target=target)
+    assert kernel.call.is_product is product
 
 
 def fused(*inside, operands=(A, B, S), result=A):
-    """(bytes, product or not) of a fusion over three parameters; `inside`: (opcode, operands, shape) of each."""
+    """The bytes of a fusion over three parameters; `inside`: (opcode, operands, shape) of each."""
     n = len(operands)
     made = module(
         *((1, "parameter", (), shape, {}) for shape in operands),
@@ -107,23 +107,23 @@ def fused(*inside, operands=(A, B, S), result=A):
         *((2, "parameter", (), shape, {}) for shape in operands),
         *((2, opcode, [n + 1 + at for at in places], shape, {}) for opcode, places, shape in inside),
     )
-    return kernel_costs.moved(made, made.instructions[n]), kernel_costs.is_product(made, made.instructions[n])
+    return kernel_costs.moved(made, made.instructions[n])
 
 
 def test_fusions_read_what_they_ask_for_and_write_what_they_update():
     """Operands of the fused operations by place: 0 is A, 1 is B, 2 the scalar, 3 the first operation."""
-    assert fused(("add", (0, 0), A)) == (160 + 160, False)  # what is not asked for is not read
-    assert fused(("dynamic-slice", (0, 2), B), ("add", (3, 1), B), result=B) == (32 + 32 + 4 + 32, False)
-    assert fused(("convert", (0,), A), ("slice", (3,), B), ("add", (4, 1), B), result=B) == (32 + 32 + 32, False)
-    assert fused(("dynamic-slice", (0, 2), B), ("add", (0, 0), A), result=A)[0] == 160 + 4 + 160  # all of it anyway
-    assert fused(("dynamic-update-slice", (0, 1, 2), A)) == (32 + 4 + 32, False)
-    assert fused(("dynamic-update-slice", (0, 1, 2), A), ("bitcast", (3,), A)) == (32 + 4 + 32, False)
-    assert fused(("convert", (0,), A), ("dynamic-update-slice", (3, 1, 2), A))[0] == 160 + 32 + 4 + 32
+    assert fused(("add", (0, 0), A)) == 160 + 160  # what is not asked for is not read
+    assert fused(("dynamic-slice", (0, 2), B), ("add", (3, 1), B), result=B) == 32 + 32 + 4 + 32
+    assert fused(("convert", (0,), A), ("slice", (3,), B), ("add", (4, 1), B), result=B) == 32 + 32 + 32
+    assert fused(("dynamic-slice", (0, 2), B), ("add", (0, 0), A), result=A) == 160 + 4 + 160  # all of it anyway
+    assert fused(("dynamic-update-slice", (0, 1, 2), A)) == 32 + 4 + 32
+    assert fused(("dynamic-update-slice", (0, 1, 2), A), ("bitcast", (3,), A)) == 32 + 4 + 32
+    assert fused(("convert", (0,), A), ("dynamic-update-slice", (3, 1, 2), A)) == 160 + 32 + 4 + 32
     both = fused(
         ("dynamic-update-slice", (0, 1, 2), A), ("negate", (1,), B), ("tuple", (3, 4), parts(A, B)), result=parts(A, B)
     )
-    assert both == (32 + 4 + 32 + 32, False)
-    assert fused(("dot", (0, 1), array(10, 2)), result=array(10, 2)) == (160 + 32 + 80, True)
+    assert both == 32 + 4 + 32 + 32
+    assert fused(("dot", (0, 1), array(10, 2)), result=array(10, 2)) == 160 + 32 + 80
 
 
 def test_slices_of_a_loop_are_not_the_stack():

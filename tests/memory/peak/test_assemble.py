@@ -3,7 +3,7 @@
 import pytest
 
 from bytescope.memory.hlo.buffers import ALLOC, FREE, SHARE, HeapTrace, HloProgram, LogicalBuffer
-from bytescope.memory.hlo.module import Module
+from bytescope.memory.hlo.module import Instruction, Module
 from bytescope.memory.peak.assemble import memory_curve
 
 pytestmark = pytest.mark.quick
@@ -84,7 +84,7 @@ def test_a_simulation_written_twice_counts_once():
 
 def test_two_simulations_share_a_clock():
     made = program({1: 10, 2: 5}, [(ALLOC, 1, "a", 0), (FREE, 1, "a", 0)], [(ALLOC, 2, "b", 0), (FREE, 2, "b", 0)])
-    made.module.by_name = {("main", "a"): 1, ("main", "b"): 2}
+    made.module.instructions = {1: Instruction(1, "a"), 2: Instruction(2, "b")}
     assert memory_curve(made, {1: 0, 2: 1}).peak_bytes in (10, 15)
     assert {life.bytes for life in memory_curve(made, {1: 0, 2: 1}).lives} == {5, 10}
 

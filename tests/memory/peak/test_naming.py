@@ -46,7 +46,7 @@ def naming(entry, **others):
             module._shapes[id] = HloShape("float32", (8, 8))
     for one in module.instructions.values():
         one.called = [ids[computation] for computation in one.called]
-    found = Naming(module, Flow(module))
+    found = Naming(Flow(module))
 
     def of(name, computation="entry"):
         instruction = module.instructions[ids[computation, name]]

@@ -120,7 +120,7 @@ def named(proto):
     """Names of a product of the backward pass's mlp and of a fusion of the forward pass."""
     found = xplane.parse(gpu_space(proto, {"dot": "-", "fusion": "-"}))
     module = OpScopes(found)._find_module(PROGRAM)
-    names = {module.scope(each): name for name, each in module._named.items() if each.opcode in ("dot", "fusion")}
+    names = {module.scope(each): each.name for each in module.attribution.module.of_opcode("dot", "fusion")}
     backward = next(
         name
         for place, name in names.items()

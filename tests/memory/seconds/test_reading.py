@@ -295,7 +295,6 @@ def test_experts_compute_what_their_filled_rows_do(counted, expected):
 
 def _look(data):
     from bytescope.memory.hlo import buffers
-    from bytescope.memory.hlo.dataflow import Flow
     from bytescope.memory.peak import assemble
     from bytescope.memory.peak.checkpoint_names import Names
     from bytescope.memory.peak.live_schedule import derive
@@ -303,9 +302,8 @@ def _look(data):
     from bytescope.memory.program.roles import checked_roles
 
     program = derive(buffers.read(data).module)
-    flow = Flow(program.module)
-    inputs = program_arguments.read(program, flow, None, checked_roles(()))
-    return assemble.attribute_program(program, inputs, Names((), None), flow)
+    inputs = program_arguments.read(program, None, checked_roles(()))
+    return assemble.attribute_program(program, inputs, Names((), None))
 
 
 def sums(report):
