@@ -157,7 +157,8 @@ class Module:
         """Returns the shape of an instruction's result, or of the element at the tuple index `index` of the result."""
         if instruction.id not in self._shapes:
             self._shapes[instruction.id] = read_shape(self.data, instruction.shape)
-        return self._shapes[instruction.id].leaf(index)
+        whole = self._shapes[instruction.id]
+        return whole.leaf(index) if index else whole
 
     def metadata(self, instruction: Instruction) -> Metadata:
         """Returns the op_name and stack frames of an instruction."""
