@@ -354,15 +354,15 @@ def show_head(name: str, target: Target, budget: int, layers: Sequence[Layer]) -
     """Prints the program, the target, the budget and the layers of a search."""
     from rich.console import Group
 
+    from bytescope.memory.devices.limits import limit_share
     from bytescope.memory.report.remat_plan import describe_layers
-    from bytescope.memory.report.report_text import limit_line
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Items, Prose
 
+    size = f"{human(budget)} per device", limit_share(target.to_json(), budget)
     put(
         Group(
-            Items([name, f"on {target.name}", f"within {human(budget)} per device"], gap=1, title="fit"),
-            *limit_line(target.to_json(), budget),
+            Items([name, f"on {target.name}", f"within {', '.join(filter(None, size))}"], gap=1, title="fit"),
             *(Prose(text, "dim") for text in describe_layers(layers)),
             Prose("each line: time, allocated on one device, predicted seconds, recomputed, verdict; policy", "dim"),
         )

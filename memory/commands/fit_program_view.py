@@ -15,7 +15,6 @@ from rich.text import Text
 
 from bytescope.memory.compare.compare_columns import COST_AXES, RECOMPUTED_SHARE, Record
 from bytescope.memory.compare.compare_rows import PREDICTED
-from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.report.buffer_tables import line
 from bytescope.memory.units import column_unit, flops, human, plural
 from bytescope.memory.view.console import safe
@@ -141,14 +140,10 @@ def figures_of_best(out: Mapping[str, Any]) -> str:
 
 
 def large_parts(row: Mapping[str, Any]) -> str:
-    """Returns the parts of a program's memory that have more than 1 % of its bytes, such as "params 2.1 GiB, ...". row:
-    a row of the search with its `breakdown`."""
-    large = []
-    for name in ROWS:
-        count = row["breakdown"].get(name, 0)
-        if count > row["allocated_bytes"] / 100:
-            large.append(f"{name} {human(count)}")
-    return ", ".join(large)
+    """Returns the parts of a program's memory that have more than 1 % of its bytes, largest first, such as "params 2.1
+    GiB, ...". row: a row of the search with its `breakdown`."""
+    sizes = sorted(row["breakdown"].items(), key=lambda entry: -entry[1])
+    return ", ".join(f"{name} {human(size)}" for name, size in sizes if size > row["allocated_bytes"] / 100)
 
 
 # ---- the page --------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from bytescope.memory.compare.compare_rows import (
     label,
     task_keys,
     tasks,
+    tells_rows_apart,
     unit_of,
     varying,
     workload,
@@ -165,8 +166,13 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]
     keys = varying(rows)
     best = [row.overrides for row in best_of_each(rows)]
+    marked = [
+        dataclasses.replace(row, pareto=bool(entry.get("pareto"))) for row, entry in zip(rows, comparison["rows"])
+    ]
+    ranked_by = cost_of(rows)[0]
     lines = [
-        _line(row, entry, keys, row.overrides in best) | {"command": _row_command(comparison, row)}
+        _line(row, entry, keys, row.overrides in best)
+        | {"command": _row_command(comparison, row), "interval": _interval(row) if ranked_by == PREDICTED else None}
         for row, entry in zip(rows, comparison["rows"])
     ]
     columns = [column for column in PAGE_COLUMNS if any(_has_value(column, line["values"]) for line in lines)]
@@ -186,7 +192,8 @@ def page_data(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> dict[
         "unit": unit_of(rows),
         "policies": policies,
         "policy_key": rows[0].policy_key if rows else "",
-        "cost": COST_AXES[cost_of(rows)[0]]._asdict(),
+        "cost": COST_AXES[ranked_by]._asdict(),
+        "starred": tells_rows_apart(marked),
         "categories": [(name, row_name(name)) for name in ROWS if any(row.breakdown.get(name) for row in rows)],
     }
 
@@ -268,6 +275,11 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
         "pareto": bool(entry.get("pareto")),
         "best": best,
     }
+
+
+def _interval(row: Row) -> tuple[float, float] | None:
+    low, high = row.predicted_seconds_low, row.predicted_seconds_high
+    return None if low is None or high is None else (low, high)
 
 
 def _finite(value: float | None) -> float | None:

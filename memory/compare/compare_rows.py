@@ -224,6 +224,12 @@ def mark_pareto(rows: Sequence[Row]) -> list[Row]:
     return [dataclasses.replace(row, pareto=id(row) in optimal) for row in rows]
 
 
+def tells_rows_apart(rows: Sequence[Row]) -> bool:
+    """Returns whether a mark at Pareto-optimal rows says anything: some rows that fit are Pareto-optimal, and some are
+    not."""
+    return len({row.pareto for row in rows if row.ok and row.fits is not False}) == 2
+
+
 def _pareto_optimal_ids(rows: Sequence[Row]) -> set[int]:
     _, cost = cost_of(rows)
     out: set[int] = set()

@@ -27,12 +27,14 @@ from bytescope.memory.compare.compare_rows import (
     cost_of,
     flags,
     label,
+    tells_rows_apart,
     tied,
     unit_of,
     varying,
 )
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.formulas.reconcile import Formula, FormulaLine
-from bytescope.memory.report.report_text import limit_line, versions_text
+from bytescope.memory.report.report_text import versions_text
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human, list_names, plural
 from bytescope.memory.view.console import one_line, put, safe
@@ -90,7 +92,12 @@ def render(
     """
     keys, winners = varying(rows), best_of_each(rows)
     unit, size = unit_of(rows)
-    records = [record_of(row, keys) | {"is_best": any(row is winner for winner in winners)} for row in rows]
+    best_rows = winners if len(winners) < len(rows) else []  # all rows are the best of their tasks: none is emphasized
+    starred = tells_rows_apart(rows)
+    records = [
+        record_of(row, keys) | {"is_best": any(row is winner for winner in best_rows), "pareto": row.pareto and starred}
+        for row in rows
+    ]
     limits = {row.limit_bytes for row in rows if row.limit_bytes}
     common = limits.pop() if len(limits) == 1 else None
     counted = Text.assemble(
@@ -104,7 +111,7 @@ def render(
     )
     return blocks(
         Group(*heading(counted, target, common, versions, f"{unit} on each device:"), terminal_table(table, size)),
-        _below(rows, keys, len(winners), missing, more),
+        _below(rows, keys, bool(winners), bool(best_rows), missing, more),
     )
 
 
@@ -121,25 +128,24 @@ def heading(
         versions: package -> version used for compiling.
         words: the last line before the table, such as the unit of its figures.
     """
-    name = one_line(str(target.get("name")))
-    title = Text.assemble(counted, f" on {name}", f", limit {human(limit)}" if limit else "")
-    return [
-        Items(filter(None, (title, Text(versions_text(versions), style="dim")))),
-        *limit_line(target, limit),
-        Prose(words),
-    ]
+    title = Text.assemble(counted, f" on {one_line(str(target.get('name')))}")
+    if limit:
+        title += Text(f", limit {', '.join(filter(None, (human(limit), limit_share(target, limit))))}")
+    return [Items(filter(None, (title, Text(versions_text(versions), style="dim")))), Prose(words)]
 
 
 def sources_of_rates(words: str, rates: Iterable[str], more: str = "") -> list[RenderableType]:
-    """Returns one line for each distinct source of device rates in `rates`, such as a calibration file.
+    """Returns a line with the distinct sources of device rates in `rates`, such as a calibration file; [] if there are
+    none.
 
-    words: the beginning of each line, which names the values that depend on the rates. more: the end of each line.
+    words: the beginning of the line, which names the values that depend on the rates. more: the end of the line.
     """
-    return [Prose(f"{words}: {one_line(source)}{more}", "dim") for source in dict.fromkeys(rates) if source]
+    sources = "; ".join(one_line(source) for source in dict.fromkeys(rates) if source)
+    return [Prose(f"{words}: {sources}{more}", "dim")] if sources else []
 
 
 def _below(
-    rows: Sequence[Row], keys: Sequence[str], tasks: int, missing: int, more: Sequence[str]
+    rows: Sequence[Row], keys: Sequence[str], some_fit: bool, emphasized: bool, missing: int, more: Sequence[str]
 ) -> RenderableType | None:
     out = [
         *(Prose(one_line(line)) for line in more),
@@ -148,10 +154,19 @@ def _below(
             rows, keys, lambda row: row.unpredicted and f"no seconds are predicted: {row.unpredicted}", "dim"
         ),
     ]
-    out += sources_of_rates("predicted s, with its spread, tokens/s and MFU", (row.rates for row in rows))
+    predicted = [
+        words
+        for words, field in (
+            ("predicted s, with its spread", PREDICTED),
+            ("tokens/s", "predicted_tokens_per_s"),
+            ("MFU", "predicted_mfu"),
+        )
+        if any(getattr(row, field) for row in rows)
+    ]
+    out += sources_of_rates(", ".join(predicted), (row.rates for row in rows))
     if sentence := beyond_xla_limit(rows):
         out.append(Prose(sentence, "yellow"))
-    if any(row.pareto for row in rows):
+    if tells_rows_apart(rows):
         out.append(
             Prose(
                 "★ Pareto-optimal: no row of the same task that fits has fewer bytes at no more "
@@ -160,13 +175,13 @@ def _below(
             )
         )
     winner = best(rows)
-    if tasks and winner is None:  # rows of several tasks have no common best row
+    if emphasized and winner is None:  # rows of several tasks have no common best row
         out.append(Prose("bold: the best of each task that fits", "dim"))
     if winner is not None:
         out += [Text("best that fits:", style="bold"), CopyCommand(flags(winner) or "as configured")]
         if text := as_fast([label(row, keys) for row in tied(rows, winner)]):
             out.append(Prose(text, "dim"))
-    elif not tasks and any(row.ok for row in rows):
+    elif not some_fit and any(row.ok for row in rows):
         out.append(Text("no combination fits", style="bold red"))
     if missing:
         left = plural(missing, "combination")

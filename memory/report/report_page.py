@@ -96,7 +96,6 @@ def render(
         verdict=verdict(report),
         figures=figures(report),
         facts=program_facts(report),
-        extra_lines=_lines_below_figures(report),
         breakdown=parts(report.breakdown, report.allocated_bytes),
         limit_share=100 * report.predicted_bytes / limit if limit else None,
         communication=_table(report_tables.communication(report)),
@@ -119,6 +118,7 @@ def render(
         residuals=_ranked_bars(report.residuals_by_name, "(no name)", folded),
         workspace=_ranked_bars(report.workspace_by_scope, "(no scope)", folded),
         about=_about(report),
+        details=_details(report),
         notes=[METHODS.get(report.method, report.method), *report.notes],
     )
 
@@ -191,7 +191,7 @@ def _speed_figures(report: ReportRecord) -> list[HeaderFigure]:
     return figures
 
 
-def _lines_below_figures(report: ReportRecord) -> list[str]:
+def _details(report: ReportRecord) -> list[str]:
     lines = [
         f"In addition: {human(count)} {place}"
         for place, count in (("in host memory", report.host_bytes), ("on chip", report.on_chip_bytes))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
@@ -30,6 +29,7 @@ from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.units import human, plural
 from bytescope.memory.view import prediction_text as times
 from bytescope.memory.view.console import one_line, put, safe, shorten
+from bytescope.memory.view.figures import shares
 from bytescope.memory.view.table_model import TableView
 from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, mixture, unwrapped
@@ -148,7 +148,8 @@ def compiled_with(report: ReportRecord) -> str:
 
 def verdict_line(report: ReportRecord) -> RenderableType:
     """Returns a line with the verdict, the predicted bytes and their percentage of the limit, the allocated bytes and
-    the peak. The line below it shows the limit as a percentage of the GPU's memory.
+    the peak. The line below it, such as "limit: 75 % of the GPU's memory", is left out if the limit is not derived from
+    a GPU's memory, for example if the user chose it.
     """
     limit = report.limit_bytes
     share = f" of {human(limit)} ({report.predicted_bytes / limit:.1%})" if limit else ""
@@ -162,16 +163,9 @@ def verdict_line(report: ReportRecord) -> RenderableType:
         ),
         gap=3,
     )
+    basis = limit_share(report.target, limit)
     notes = [Prose(note, "yellow") for note in pool_notes(report)]
-    return Group(judged, *limit_line(report.target, limit), *notes)
-
-
-def limit_line(target: Mapping[str, Any], limit: int | None) -> list[RenderableType]:
-    """Returns a line such as "limit 59.33 GiB: 75 % of the GPU's memory". `limit`: bytes on one device. Returns [] if
-    the limit is not derived from a GPU's memory, for example if the user chose it.
-    """
-    share = limit_share(target, limit)
-    return [Prose(f"limit {human(limit)}: {share}", "dim")] if share else []
+    return Group(judged, *([Prose(f"limit: {basis}", "dim")] if basis else []), *notes)
 
 
 def versions_text(stated: Mapping[str, str]) -> str:
@@ -180,7 +174,8 @@ def versions_text(stated: Mapping[str, str]) -> str:
 
 
 def overheads(report: ReportRecord) -> str:
-    """Returns one line with the name and bytes of each item of memory that the runtime takes; "" if there are none."""
+    """Returns one line with the name and bytes of each item of memory that the runtime takes, largest first; "" if
+    there are none."""
     parts = []
     if pool := _items(report, POOL):
         parts.append(f"predicted in use {human(report.predicted_bytes)}: allocated, {pool}")
@@ -213,7 +208,8 @@ def xla_limit(report: ReportRecord) -> str:
 
 
 def _items(report: ReportRecord, where: str) -> str:
-    return ", ".join(f"{row.name} {human(row.bytes)}" for row in report.runtime_overheads if row.where == where)
+    rows = sorted((row for row in report.runtime_overheads if row.where == where), key=lambda row: -row.bytes)
+    return ", ".join(f"{row.name} {human(row.bytes)}" for row in rows)
 
 
 def _composition(report: ReportRecord) -> RenderableType | None:
@@ -227,18 +223,19 @@ def _composition(report: ReportRecord) -> RenderableType | None:
 
 def breakdown(report: ReportRecord) -> RenderableType | None:
     """Returns the rows of the memory breakdown at the peak with their percentages and bars, without empty rows; None
-    if all rows are empty.
+    if all rows are empty. The percentages add up to 100.
     """
     if not any(report.breakdown.values()):
         return None
     table = FigureTable(label(), figure(), figure(), fixed(style="cyan"))
-    largest, peak = max(report.breakdown.values()), max(report.peak_bytes, 1)
-    smaller = [size for size in report.breakdown.values() if 0 < size < _MIN_SHARE * peak]
-    for row, size in report.breakdown.items():
-        if size >= _MIN_SHARE * peak:
-            table.add(row, human(size), f"{size / peak:.1%}", "█" * round(_BAR * size / largest) or "▏")
+    largest, least = max(report.breakdown.values()), _MIN_SHARE * max(report.peak_bytes, 1)
+    shown = {row: size for row, size in report.breakdown.items() if size >= least}
+    smaller = [size for size in report.breakdown.values() if 0 < size < least]
+    *percentages, rest = shares([*shown.values(), sum(smaller)])
+    for (row, size), share in zip(shown.items(), percentages):
+        table.add(row, human(size), f"{share:.1f}%", "█" * round(_BAR * size / largest) or "▏")
     if smaller:
-        table.add(f"{len(smaller)} more", human(sum(smaller)), style="dim")
+        table.add(f"{len(smaller)} more", human(sum(smaller)), f"{rest:.1f}%", style="dim")
     return Group(Text("at the peak", style="bold"), table)
 
 
@@ -280,8 +277,8 @@ class _Curve:
 def _timeline(report: ReportRecord) -> RenderableType | None:
     if len(report.timeline) < 2:
         return None
-    legend = Text("timeline  ", style="bold")
-    for phase in STEP_PHASES:
+    legend, phases = Text("timeline  ", style="bold"), {point.phase for point in report.timeline}
+    for phase in filter(phases.__contains__, STEP_PHASES):
         legend.append(f"{phase} ", style=PHASE_STYLE[phase])
     legend.rstrip()
     return Group(legend, _Curve(report.timeline))

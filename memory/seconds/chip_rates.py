@@ -298,7 +298,7 @@ def _on_links(chip: Chip, other: Chip, row: Bus) -> list[CollectiveRate]:
 
 
 def _summarize_sources(name: str, sources: Mapping[str, str]) -> str:
-    by_chip: dict[str, list[str]] = {name: []}
+    chips_of: dict[str, dict[str, None]] = {}  # part -> the chips whose efficiency it has
     sixteen = next(f"products {unit}" for unit in ("bf16", "fp16") if f"products {unit}" in sources)
     for part, key in (
         ("products", sixteen),
@@ -308,10 +308,13 @@ def _summarize_sources(name: str, sources: Mapping[str, str]) -> str:
     ):
         for source in sources[key].split("; "):
             like = next((chip for chip in CHIPS if source.startswith(f"efficiency of {chip}:")), name)
-            if part not in by_chip.setdefault(like, []):
-                by_chip[like].append(part)
+            chips_of.setdefault(part, {})[like] = None
+    own = [part for part, chips in chips_of.items() if name in chips]
+    alike: dict[str, list[str]] = {}  # chips with the same efficiency -> the parts that have it
+    for part, chips in chips_of.items():
+        if others := " and ".join(chip for chip in chips if chip != name):
+            alike.setdefault(others, []).append(part)
     rest = "link to the host" if ("host_link",) in MEASURED.get(name, {}) else "nothing"
-    own = ", ".join(by_chip.pop(name)) or rest
-    return f"measured on {name}: {own}" + "".join(
-        f"; {', '.join(parts)} with the efficiency of {chip}" for chip, parts in by_chip.items()
+    return f"measured on {name}: {', '.join(own) or rest}" + "".join(
+        f"; {', '.join(parts)} with the efficiency of {chips}" for chips, parts in alike.items()
     )

@@ -11,7 +11,7 @@ from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.records.report_record import ROWS, ReportRecord, RowName
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
-from bytescope.memory.view.figures import count, exact, percent, rounded, seconds
+from bytescope.memory.view.figures import count, exact, percent, rounded, seconds, shares
 from bytescope.memory.view.prediction_text import within
 from bytescope.memory.view.text_layout import mixture
 
@@ -250,24 +250,24 @@ def at_least(row: Mapping[str, Any]) -> str:
 
 
 def rates_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns notes on the predicted seconds of a comparison: the sources of the device rates, and why some rows have
-    no prediction."""
+    """Returns notes on the predicted seconds of a comparison: the sources of the device rates in one note, and why some
+    rows have no prediction."""
     reasons = dict.fromkeys(row["unpredicted"] for row in rows if row.get("unpredicted"))
-    sources = list(dict.fromkeys(row["rates"] for row in rows if row.get("rates")))
+    sources = "; ".join(dict.fromkeys(row["rates"].rstrip(".") for row in rows if row.get("rates")))
     return [
-        *(f"{PREDICTED} {source[:1].upper()}{source[1:].rstrip('.')}." for source in sources),
+        *([f"{PREDICTED} {sources}."] if sources else []),
         *(f"Rows without predicted seconds: {why}." for why in reasons),
     ]
 
 
 def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
-    """Returns a one-line note that shows a memory limit in bytes and as a fraction of the GPU's memory. Returns [] if
-    the limit was not set as a fraction of the memory.
+    """Returns a one-line note that shows a memory limit as a fraction of the GPU's memory. Returns [] if the limit was
+    not set as a fraction of the memory.
 
     target: the JSON of the devices. limit: bytes on one device.
     """
     share = limit_share(target, limit)
-    return [f"Limit {human(limit)}: {share}."] if share else []
+    return [f"Limit: {share}."] if share else []
 
 
 def size(count: int | None) -> Cell:
@@ -276,17 +276,16 @@ def size(count: int | None) -> Cell:
 
 
 def parts(breakdown: Mapping[RowName, int], total: int, scale: int = 0) -> list[BreakdownPart]:
-    """Returns the categories of a memory breakdown that have bytes, in the order of `ROWS`.
+    """Returns the categories of a memory breakdown that have bytes, in the order of `ROWS`. Their shares add up to 100.
 
     breakdown: category -> bytes. total: bytes of all categories. scale: bytes that the full length of the bar
     represents (default: the total).
     """
-    sizes = [(row, breakdown.get(row, 0)) for row in ROWS]
-    total = max(total, 1)
+    sizes = {row: breakdown[row] for row in ROWS if breakdown.get(row, 0) > 0}
+    full = scale or max(total, 1)
     return [
-        BreakdownPart(row, row_name(row), count, 100 * count / total, 100 * count / (scale or total))
-        for row, count in sizes
-        if count > 0
+        BreakdownPart(row, row_name(row), size, share, 100 * size / full)
+        for (row, size), share in zip(sizes.items(), shares([*sizes.values()]))
     ]
 
 

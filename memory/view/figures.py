@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def exact(count: int | None) -> str:
@@ -44,3 +45,15 @@ def written_gap(share: float | None, digits: int = 1) -> str:
 def count(value: float | None) -> str:
     """Formats a count with thousands separators, such as "112,131"; "" for None."""
     return "" if value is None else f"{value:,.0f}"
+
+
+def shares(sizes: Sequence[float]) -> list[float]:
+    """Returns the percentages that sizes have of their sum, rounded to one decimal so that they add up to 100.0: those
+    with the largest remainders are rounded up. Returns zeros if the sum is 0."""
+    total = sum(sizes)
+    tenths = [1000 * size / total if total else 0.0 for size in sizes]
+    floors = [math.floor(tenth) for tenth in tenths]
+    missing = round(sum(tenths)) - sum(floors)
+    for at in sorted(range(len(sizes)), key=lambda at: floors[at] - tenths[at])[:missing]:
+        floors[at] += 1
+    return [floor / 10 for floor in floors]

@@ -202,7 +202,7 @@ class TableView:
     """A table that can be shown on the terminal or on a page.
 
     Fields:
-        columns: the columns; the first one names the row.
+        columns: the columns; the first ones name the row.
         rows: objects from which the columns read their values.
         emphasis: function from a row to "winner", "total" or "dim" if it is emphasized, "" for a plain row.
         hover: function from a row to the hover text of the row on a page.

@@ -83,9 +83,13 @@ def fixed(title: str | Text = "", style: str = "") -> FigureColumn:
 
 
 def words(title: str | Text = "", style: str = "dim", min_width: int = MIN_WORDS, under: bool = True) -> FigureColumn:
-    """Returns a column of sentences. They are wrapped in the column. If there is no room and `under` is True, they are
-    printed below their rows."""
-    return FigureColumn(title, style, min_width=min_width, shrink=wrap, under=under)
+    """Returns a column of sentences. They are wrapped in the column. If `under` is True, no word is broken, and
+    sentences without room are printed below their rows."""
+
+    def part(text: str) -> int:
+        return max(map(cell_len, text.split()), default=0) if under else 0
+
+    return FigureColumn(title, style, min_width=min_width, shrink=wrap, part=part, under=under)
 
 
 def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
@@ -139,7 +143,7 @@ class FigureTable:
     columns `value` that follow it. Columns without any cell are left out.
 
     Args:
-        columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first one names the row.
+        columns: columns created by `label`, `figure`, `fixed`, `words` and so on; the first ones name the row.
         gap: number of spaces between columns. heading: style of the titles.
     """
 

@@ -84,6 +84,13 @@ def why(level: Record) -> str:
     return STAGES[level["stage"]].why if level["stage"] in STAGES else ""
 
 
+MOVED = ColumnView("moved_bytes", "moved", "bytes", read=moved, only=TERMINAL)
+# Column of the terminal -> its explanation below the table, if the table has the column.
+LEGEND = {
+    MOVED: "moved: bytes between device and host per call of the step",
+    RECOMPUTED_SHARE: "recomp: FLOPs that jax.checkpoint recomputes, over model FLOPs",
+    HFU_OVER_MFU: "HFU/MFU: all executed FLOPs, including the recomputation inside kernels, over model FLOPs",
+}
 # The columns in the order of the terminal.
 COLUMNS = (
     ColumnView("title", "stage", only=PAGE, note=why),
@@ -108,7 +115,7 @@ COLUMNS = (
         note=lambda level: f"{human(moved(level))} moved" if moved(level) else "",
         rank=5,
     ),
-    ColumnView("moved_bytes", "moved", "bytes", read=moved, only=TERMINAL),
+    MOVED,
     RECOMPUTED_SHARE,
     HFU_OVER_MFU.only_on(TERMINAL),
     PREDICTED_STEP,
@@ -156,14 +163,9 @@ def _below(staircase: Mapping[str, Any]) -> RenderableType:
     out: list[RenderableType] = [
         Prose(f"left out: {name}: {reason}", "yellow") for name, reason in staircase["left_out"].items()
     ]
-    out.append(
-        Prose(
-            "moved: bytes between device and host per call of the step; recomp: FLOPs that jax.checkpoint "
-            "recomputes, over model FLOPs; HFU/MFU: all executed FLOPs, including the recomputation inside kernels, "
-            "over model FLOPs",
-            "dim",
-        )
-    )
+    legend = [words for column, words in LEGEND.items() if any(column.text(level) for level in levels)]
+    if legend:
+        out.append(Prose("; ".join(legend), "dim"))
     out += sources_of_rates(
         "predicted s: seconds per update, with their interval", (level["rates"] for level in levels)
     )

@@ -126,6 +126,12 @@ const marks = (() => {
     if (x < view.x.from - 1 || x > view.x.to + 1) return;
     const shape = pick(one.symbol, i, "circle"), hollow = pick(one.open, i, false) || shape === "tick";
     const color = pick(one.color, i), ring = pick(one.ring, i, null);
+    const ends = pick(one.spread, i, null);
+    if (ends) {
+      const [low, high] = ends.map((end) => round(view.y.at(end)));
+      view.marks.append(svg("path", { d: `M${x - 4} ${low}h8M${x} ${low}V${high}M${x - 4} ${high}h8`, fill: "none",
+        stroke: color, "stroke-width": 1.5, class: "spread", opacity: pick(one.opacity, i) }));
+    }
     view.marks.append(svg("path", { d: symbol(shape, x, y, r), fill: hollow ? "var(--card)" : color,
       "fill-opacity": hollow ? 0.6 : null, stroke: hollow ? color : ring || "var(--card)",
       "stroke-width": hollow ? 2 : ring ? 2 : 1.2, opacity: pick(one.opacity, i) }));
@@ -150,7 +156,7 @@ const marks = (() => {
       const room = { x: edge, y: down - 11, width, height };
       const inside = edge >= view.x.from - 2 && edge + width <= view.right;
       if (!inside || room.y < view.y.to || down > view.y.from) continue;
-      if (view.taken.some((other) => meets(room, other))) continue;
+      if ([...view.taken, ...view.lines].some((other) => meets(room, other))) continue;
       view.taken.push(room);
       view.marks.append(words(text, left, down, { anchor }));
       return;
@@ -165,5 +171,5 @@ const marks = (() => {
     for (const one of all) if (one.labels) labels(one, view);
   };
 
-  return { stacked, values, series, words, tipped, pick };
+  return { stacked, values, series, words, tipped, pick, meets };
 })();

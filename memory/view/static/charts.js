@@ -26,6 +26,7 @@
 //            tips: [[lines] ...] or (i) => lines, pick: (i) => {} (called on a click or Enter) }
 //     line:   width: 2, dash: "dash" | "dot", step: true, symbol: "circle" (points on it, as below)
 //     points: symbol, size: 11, open: true (hollow), ring: "var(--ink)", labels: ["a", ...]; each a value or an array.
+//             spread: [[low, high] or null, ...] draws an interval along y
 //             A label that would cover another is left out. Symbols: circle square diamond
 //             triangle-up triangle-down cross star hexagon tick
 //     area:   stacked in order; step: true
@@ -151,6 +152,8 @@ const charts = window.charts = (() => {
           strong: true });
       view.marks.append(word);
       const width = textWidth(text);
+      view.lines.push(level ? { x: left, y: at - 3, width: right - left, height: 6 }
+        : { x: at - 3, y: top, width: 6, height: bottom - top });
       view.taken.push(level ? { x: right - width, y: at + (above ? -20 : 2), width, height: 18 }
         : { x: inRightHalf ? at - 7 - width : at + 7, y: top, width, height: 16 });
     }
@@ -164,7 +167,13 @@ const charts = window.charts = (() => {
       const half = look.anchor === "middle" ? width / 2 : 0;
       const after = look.anchor === "end" ? 0 : width - half;
       const inside = Math.max(view.left + half, Math.min(px + dx, view.right - after));
-      view.marks.append(marks.words(text, inside, py + dy - (line && dy < 0 ? 4 : 0), look));
+      const down = py + dy - (line && dy < 0 ? 4 : 0);
+      // A text on the line of a limit moves to the side of the line that is next to its point.
+      const on = view.lines.find((other) => marks.meets(
+        { x: inside - half, y: down - 11, width: half + after, height: 14 }, other));
+      const level = on && on.width > on.height;
+      const x = !on || level ? inside : px > on.x ? on.x + on.width + half + 3 : on.x - after - 3;
+      view.marks.append(marks.words(text, x, level ? on.y + on.height + 13 : down, look));
     }
   };
 
@@ -173,7 +182,7 @@ const charts = window.charts = (() => {
     const all = marks.stacked((panel.series || []).filter((one) => !state.hidden.has(one.key || one.name)));
     const [x, y] = ranged(panel, all, state.zoom), place = layout(panel, x, y, box);
     const group = svg("g"), over = svg("g"), clip = `${state.box.id}-clip-${number}`;
-    const view = { group, panel, marks: over, targets: [], taken: [], left: box.x, right: box.x + box.width,
+    const view = { group, panel, marks: over, targets: [], taken: [], lines: [], left: box.x, right: box.x + box.width,
       x: scale(x, place.left, place.right), top: place.top, bottom: place.bottom,
       y: y.type === "names" ? scale(y, place.top, place.bottom) : scale(y, place.bottom, place.top) };
     const limit = svg("clipPath", { id: clip });

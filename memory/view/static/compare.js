@@ -33,13 +33,15 @@
     if (!rows.length) { $("pareto-card").hidden = true; return; }
     const tasks = [...new Set(rows.map((row) => row.task))], sizes = rows.map(bytes);
     const shown = limitsOf(rows).filter((limit) => allocated.near(limit, sizes));
-    const x = allocated.along([...sizes, ...shown]), y = cost.along(rows.map(costOf));
+    const x = allocated.along([...sizes, ...shown]);
+    const spread = (row) => row.interval && row.interval.map(cost.at);
+    const y = cost.along(rows.flatMap((row) => row.interval || [costOf(row)]));
     // Points have labels only if there is one task, because labels of several tasks would overlap.
     const few = rows.length <= 16 && tasks.length === 1;
     const caption = charts.sharedNames(rows, place, (row) => row.rival || row.label, { x, y });
     const series = data.policies.map((policy) => {
       const mine = rows.filter((row) => row.policy === policy);
-      return { kind: "points", name: policy, ...places(mine), labels: few ? mine.map(caption) : [],
+      return { kind: "points", name: policy, ...places(mine), labels: few ? mine.map(caption) : [], spread: mine.map(spread),
         legend: few ? false : undefined, size: mine.map((row) => (row.best ? 17 : 12)), ...look(policy),
         opacity: mine.map((row) => (row.fits === false ? 0.45 : 1)),
         ring: mine.map((row) => (row.pareto ? "var(--ink)" : "var(--card)")), tips: (i) => about(mine[i]),
@@ -181,7 +183,7 @@
   const word = (row) => (row.status !== "ok" ? row.status : row.fits === null ? "ok" : row.fits ? "fits" : "exceeds");
   const verdict = (row) => {
     const cell = make("td", word(row), "text " + word(row));
-    if (row.pareto) { const star = make("span", " ★", "star"); star.title = "Pareto-optimal"; cell.append(star); }
+    if (row.pareto && data.starred) { const star = make("span", " ★", "star"); star.title = "Pareto-optimal"; cell.append(star); }
     return cell;
   };
   const why = (row, shown) => {
@@ -236,7 +238,7 @@
     $("rows").tHead.replaceChildren(head);
     $("rows").tBodies[0].replaceChildren(...rows.map((row) => lineOf(row, shown)));
     const some = rows.length === data.rows.length ? "" : rows.length + " of ";
-    const stars = data.rows.some((row) => row.pareto) ? "; ★ Pareto-optimal among those that fit" : "";
+    const stars = data.starred ? "; ★ Pareto-optimal among those that fit" : "";
     $("count").textContent = `${some}${plural(data.rows.length, "row")}${stars}; click a heading to sort`;
   };
   // A narrow page hides columns, the highest ranks first, and a button shows all columns.

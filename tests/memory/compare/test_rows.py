@@ -170,7 +170,7 @@ def test_of_a_tie_the_least_recomputation_then_the_least_memory():
     assert all(r.pareto for r in plan_rows.mark_pareto(some)), "in bytes and seconds as they are"
     text = printed(some)
     assert "tied within 3% of its predicted time: a; c; chosen for less recomputation" in text.replace("\n", " ")
-    assert "fewer bytes at no more predicted time" in text.replace("\n", " ")
+    assert "★" not in text, "all of them are Pareto-optimal"
 
 
 def test_host_memory_is_memory_and_whole_per_cents_decide():
@@ -191,6 +191,10 @@ def test_predicted_seconds_stand_with_their_spread_and_the_rates_once():
     text = printed([predicted("none", 30, 0.0, 0.7213, **more), predicted("full", 10, 0.3, 0.9, **more)])
     assert "0.721, 0.65 to 0.81" in text and "5,679" in text and "43.2%" in text
     assert text.count("measured on h100: products") == 1 and "at least" not in text
+    other = predicted("full", 10, 0.3, 0.9, **more | {"rates": "measured on a100: memory", "predicted_mfu": None})
+    text = printed([predicted("none", 30, 0.0, 0.7213, **more | {"predicted_mfu": None}), other])
+    words = "predicted s, with its spread, tokens/s: measured on h100: products; measured on a100: memory"
+    assert words in " ".join(text.split()), "one line for all devices, without the column that is missing"
 
 
 def test_rows_beyond_xlas_limit_are_named_if_others_are_below_it():
@@ -296,8 +300,8 @@ def test_residuals_are_those_of_the_highest_point_that_holds_any(peak, kept):
 # ---- the terminal -----------------------------------------------------------------------------------
 
 
-def printed(rows, **more):
-    console = Console(width=100, file=io.StringIO())
+def printed(rows, width=100, **more):
+    console = Console(width=width, file=io.StringIO())
     compare_text.show(plan_rows.mark_pareto(rows), {"name": "h200:8"}, {"jax": "9"}, console=console, **more)
     return console.file.getvalue()
 
@@ -306,10 +310,22 @@ def test_the_table(rows):
     text = printed(rows, missing=3)
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     assert "exceeds" in lines["none"] and "fits ★" in lines["dots"]
-    assert "★" not in lines["none"] + lines["worse"]
+    assert "★" not in lines["none"] + lines["worse"] and "★ Pareto-optimal: no row of the same task" in text
     assert "33.3%" in lines["full"] and "1.333" in lines["full"] and "12.00" in lines["full"]
     assert "choose another" in text and "best that fits:\n  --config.remat.policy=dots" in text
     assert "3 combinations left" in text and "GiB" in text
+
+
+def test_a_table_that_continues_below_repeats_all_keys_and_marks_only_what_differs():
+    grid = [
+        Row.from_answer({"batch.micro": micro, "data.seq_len": length}, vars(row("none", gib)) | {"overrides": {}})
+        for gib, (micro, length) in enumerate(((4, 64), (4, 128), (8, 64)), 10)
+    ]
+    for width in (40, 60):
+        text = printed(grid, width=width)
+        heads = [line.split() for line in text.splitlines() if line.startswith("micro")]
+        assert len(heads) > 1 and all(head[:2] == ["micro", "seq_len"] for head in heads)
+    assert "★" not in text and "bold" not in text, "each row is a task of its own"
 
 
 def test_long_names_are_broken_not_cut():

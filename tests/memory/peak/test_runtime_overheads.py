@@ -96,6 +96,8 @@ def test_a_report_keeps_them_in_its_json(tmp_path):
         ReportRecord.from_json({**value, "runtime_overheads": DAMAGED})
     assert overheads(report) == "predicted in use 1.01 KiB: allocated, rounding 30 B; outside the pool context 500 B"
     assert overheads(made()) == ""
+    more = made(runtime_overheads=(*ROWS, RuntimeOverhead("cuBLAS workspace", 70, POOL, "from the source")))
+    assert "allocated, cuBLAS workspace 70 B, rounding 30 B;" in overheads(more), "the largest first"
 
 
 def test_a_file_without_them_or_with_their_earlier_name():

@@ -222,6 +222,8 @@ def test_cards_that_meet_over_pcie_take_the_efficiency_of_such_cards(name):
     best = max(rate for row in found.collectives if row.hosts == 1 for _, rate in row.bus)
     assert 0.3 * CHIPS[name].in_host < best < 0.5 * CHIPS[name].in_host
     assert "collectives with the efficiency of rtx4090" in found.source
+    borrowed = [part for words in found.source.split("; ")[1:] for part in words.partition(" with ")[0].split(", ")]
+    assert len(borrowed) == len(set(borrowed)), "each kind of work is named once"
 
 
 def test_a_kernel_that_scales_tiles_is_slower_than_a_librarys_whatever_its_shape():

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from bytescope.memory.view import console as consoles
 from bytescope.memory.view.console import make_console, put, safe, shorten
+from bytescope.memory.view.figures import shares
 from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, SideBySide, blocks, wrap_command
 from bytescope.memory.view.text_table import FigureTable, figure, label, value, words
 
@@ -61,6 +62,21 @@ def test_columns_that_continue_below_repeat_all_keys_of_a_row():
         ["128", "none", "0.123", "to", "0.456"],
         ["128", "full", "0.234", "to", "0.567"],
     ]
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_source_place_is_never_broken(width):
+    table = FigureTable(label("held"), figure("bytes"), words("where"), words("until"))
+    table.add("input_multiply_reduce_fusion", "1.00 MiB", "attention_kernels_of_gpus.py:1234", "the gradient of a")
+    lines = printed(table, width)
+    assert any("attention_kernels_of_gpus.py:1234" in line for line in lines) and max(map(len, lines)) <= width
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 1], [58.6, 36.05, 5.35], [999, 1], [5], [0, 0], [1, 1e-9], range(1, 40)])
+def test_shares_add_up_to_100(sizes):
+    found = shares(sizes)
+    assert round(sum(found), 6) == (100 if sum(sizes) else 0)
+    assert all(abs(share - 100 * size / max(sum(sizes), 1e-9)) < 0.1 for share, size in zip(found, sizes))
 
 
 def test_labels_are_shortened_in_their_middle_before_anything_else():

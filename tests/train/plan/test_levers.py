@@ -135,6 +135,9 @@ def test_the_staircase_on_the_terminal(levels):
     assert "first that fits (+ flash attention):\n  --config.here=attention" in text
     assert text.rstrip().endswith("all stages (+ full remat):\n  --config.here=full")
     assert "no stage fits" in printed(levels[:1])
+    assert "moved: bytes between" in text and "HFU/MFU: all executed" in text
+    unknown = [dataclasses.replace(one, row=dataclasses.replace(one.row, model_flops=None)) for one in levels[:3]]
+    assert "moved" not in printed(unknown) and "HFU/MFU" not in printed(unknown), "no legend of a missing column"
 
 
 # ---- the page ---------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.text import Text
 
+from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.targets import Target
-from bytescope.memory.report.report_text import limit_line
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import human
 from bytescope.memory.view.console import make_console, put, safe
@@ -46,19 +46,20 @@ class Lines:
     def __init__(self, target: Target, space: Space, budget: int, console: Console | None = None):
         self._console = console or make_console()
         self._stage, self._began = "", time.monotonic()
+        basis = limit_share(target.to_json(), budget)
         put(
             Group(
                 Items(
                     [
                         f"on {target.name}",
                         f"within {human(budget)} per device,",
+                        *([f"{basis},"] if basis else []),
                         f"{space.tokens:,} tokens per update;",
                         f"levers: {', '.join(sorted(space.levers))}",
                     ],
                     gap=1,
                     title="fit",
                 ),
-                *limit_line(target.to_json(), budget),
                 Prose(
                     f"seconds per update are predicted; variants that differ by less than {TIE:.0%} are a tie: "
                     "the least recomputation wins, then the least memory",

@@ -7,16 +7,16 @@ Both show the JSON of a fit (`train.plan.fit.fit_result`). The page is one HTML 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from bytescope.memory.commands.fit_program_view import large_parts
 from bytescope.memory.compare.compare_columns import COST_AXES, PREDICTED_STEP, RECOMPUTED_SHARE, Record, command_column
 from bytescope.memory.compare.compare_rows import PREDICTED
 from bytescope.memory.compare.compare_text import as_fast
-from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import column_unit, human, plural
 from bytescope.memory.view.console import put, safe
@@ -43,6 +43,7 @@ from bytescope.memory.view.table_views import page_table, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Prose
 from bytescope.train.plan.fit.fit_progress import STAGES, describe_prediction
 
+# Explains bounds in the table of meshes.
 LOWER_BOUND_NOTE = (
     '"at least" and "at best": the mesh was compiled only with everything recomputed; the figure is how much slower it '
     "would be without any recomputation"
@@ -173,11 +174,7 @@ def render_text(out: Mapping[str, Any], config: str) -> RenderableType:
 
 
 def _render_tightest(certificate: Mapping[str, Any], out: Mapping[str, Any], effort: str) -> RenderableType:
-    large = ", ".join(
-        f"{row} {human(certificate['breakdown'][row])}"
-        for row in ROWS
-        if certificate["breakdown"].get(row, 0) > certificate["allocated_bytes"] / 100
-    )
+    large = large_parts(certificate)
     missing = " and ".join(
         f"{human(certificate[key])} {where}"
         for key, where in (("missing_bytes", "on the device"), ("host_missing_bytes", "on the host"))
@@ -248,8 +245,13 @@ def _render_layouts(out: Mapping[str, Any]) -> list[RenderableType]:
         Text("each mesh, compared with the choice", style="bold"),
         terminal_table(table),
         *reasons,
-        Prose(LOWER_BOUND_NOTE, "dim"),
+        *([Prose(LOWER_BOUND_NOTE, "dim")] if has_bounds(rows) else []),
     ]
+
+
+def has_bounds(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Returns whether the table of these meshes has a bound, which needs an explanation."""
+    return any(" at best" in slower(row) or "at least" in slower(row) for row in rows)
 
 
 # ---- the page -------------------------------------------------------------------------------------------------
@@ -284,7 +286,7 @@ def render_page(out: Mapping[str, Any]) -> str:
         answer=_command_and_breakdown(out),
         walk=_variants_page_table(out),
         layouts=compared,
-        at_least=LOWER_BOUND_NOTE,
+        at_least=LOWER_BOUND_NOTE if has_bounds(layouts) else "",
         reach=reach,
         notes=notes,
         stages=Section("Stages of the search", [(stage, why) for stage, why in STAGES.items() if stage in used]),

@@ -176,3 +176,4 @@ def test_how_much_slower_a_mesh_is_in_words():
     tie = {**mesh, "slower": fit_view.TIE / 2}
     assert fit_view.slower(tie) == "a tie" and fit_view.slower({**tie, "least_seconds": 1.0}) == "a tie at best"
     assert fit_view.slower({**mesh, "slower": 0}) == fit_view.slower({**mesh, "fits": False}) == ""
+    assert fit_view.has_bounds([mesh, {**tie, "least_seconds": 1.0}]) and not fit_view.has_bounds([mesh, tie])
