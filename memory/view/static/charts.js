@@ -172,8 +172,8 @@ const charts = window.charts = (() => {
       const on = view.lines.find((other) => marks.meets(
         { x: inside - half, y: down - 11, width: half + after, height: 14 }, other));
       const level = on && on.width > on.height;
-      const x = !on || level ? inside : px > on.x ? on.x + on.width + half + 3 : on.x - after - 3;
-      view.marks.append(marks.words(text, x, level ? on.y + on.height + 13 : down, look));
+      const left = !on || level ? inside : px > on.x ? on.x + on.width + half + 3 : on.x - after - 3;
+      view.marks.append(marks.words(text, left, level ? on.y + on.height + 13 : down, look));
     }
   };
 
