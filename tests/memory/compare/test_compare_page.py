@@ -125,6 +125,18 @@ def test_the_browser_draws_all_of_it(tmp_path):
     assert seen.count('class="stack section"') == 2 and "1 of 18 rows" in seen
 
 
+@pytest.mark.quick
+def test_the_chart_has_the_intervals_of_predictions_and_a_star_only_if_it_tells_rows_apart():
+    times = {"predicted_seconds": 1.0, "predicted_seconds_low": 0.8, "predicted_seconds_high": 1.3}
+    rows = [dataclasses.replace(each, **times, predicted_tokens_per_s=9.0) for each in growing()]
+    for some in (rows, rows[:1]):
+        out = plan_rows.to_json(plan_rows.mark_pareto(some), {"name": "h200:8"}, {"jax": "9"})
+        data = compare_page.page_data(out, Row)
+        assert {line["interval"] for line in data["rows"]} == {(0.8, 1.3)}
+        fitting = {row.pareto for row in plan_rows.mark_pareto(some) if row.fits}
+        assert data["starred"] is (len(fitting) == 2)
+
+
 def many(count):
     """Rows of so many lengths and four policies: more bars than a page shows at once."""
     return [

@@ -89,6 +89,8 @@ def test_the_header_says_what_was_compiled_and_what_it_can_reach_at_best(report)
     )
     text = report_page.render(known)
     words = " ".join(" ".join(Page(text).words).split())
+    assert re.search(r'</header>\s*<section class="card">\s*<div class="head"><h2>Findings', text), "below the verdict"
+    assert words.index("The figures in detail") > words.index("About this report")
     assert "<title>llama_8b on h200:8 · memory</title>" in text
     for expected in (
         "llama_8b",

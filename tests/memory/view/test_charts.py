@@ -79,6 +79,27 @@ def test_stacks_bars_and_the_legend(tmp_path):
     assert sorted(alone) == [[0, 1], [0, 2]] == sorted(lying_alone) and pressed == "false"
 
 
+def test_texts_stay_off_the_line_of_a_limit_and_points_have_their_intervals(tmp_path):
+    script = """
+      const series = [{ kind: "points", x: [1, 2], y: [5, 6], spread: [[4, 7], null], color: "red",
+        labels: ["", "b"] }];
+      const y = { range: [0, 10] }, note = { text: "peak of the step", anchor: "middle" };
+      charts.xy("a", { x: { range: [0, 4] }, y, series, limits: [{ y: 6, text: "limit" }],
+        notes: [{ ...note, x: 1, y: 5.95, dy: -2 }] });
+      charts.xy("b", { x: { range: [0, 4] }, y, series, limits: [{ x: 2.01, text: "budget" }],
+        notes: [{ ...note, x: 2, y: 3 }] });
+      for (const id of ["a", "b"]) {
+        const line = svg(id).querySelector("path.limit").getBoundingClientRect();
+        const named = texts(id).filter((node) => ["peak of the step", "b"].includes(node.textContent));
+        out.push(named.length, named.some((node) => {
+          const box = node.getBoundingClientRect();
+          return box.left < line.right && line.left < box.right && box.top + 2 < line.bottom
+            && line.top < box.bottom - 2;
+        }), svg(id).querySelectorAll("path.spread").length);
+      }"""
+    assert run(tmp_path, script, *"ab") == [2, False, 1, 2, False, 1]
+
+
 def test_points_answer_to_pointer_finger_and_keys_and_labels_keep_apart(tmp_path):
     """Arrows go by x through all series; a label that would cover another is left to the tip."""
     script = (
