@@ -31,7 +31,6 @@ from typing import Any
 
 import numpy as np
 
-from bytescope.configs import base
 from bytescope.memory.errors import ReportError, remedy_for
 from bytescope.memory.units import MAX_COUNT, parse_bytes
 
@@ -358,11 +357,15 @@ REMOVED: Mapping[str, RemovedKey] = {
 
 @functools.cache
 def _base_config() -> Any:
+    from bytescope.configs import base  # its library is not needed for subjects that are not configs
+
     return base.get_config()
 
 
 @functools.cache
 def _comments_of_keys() -> dict[str, str]:
+    from bytescope.configs import base
+
     source = Path(base.__file__).read_text(encoding="utf-8")
     lines = source.splitlines()
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)

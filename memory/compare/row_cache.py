@@ -45,8 +45,8 @@ def folder(env: Mapping[str, str] | None = None) -> Path:
 # cached rows invalid. A package means all its modules. Modules that show rows or predict times are not listed, because
 # they work on finished rows.
 MAKING_ROWS = (
-    *(f"bytescope.memory.{name}" for name in ("analysis", "cost", "devices", "errors", "hlo", "jaxprs", "peak")),
-    *(f"bytescope.memory.{name}" for name in ("program", "records", "units")),
+    *(f"bytescope.memory.{name}" for name in ("analysis", "cost", "devices", "environment", "errors", "hlo")),
+    *(f"bytescope.memory.{name}" for name in ("jaxprs", "peak", "program", "records", "units")),
     *(f"bytescope.memory.compare.{name}" for name in ("prepared_program", "program_factory")),
     *(f"bytescope.memory.compare.{name}" for name in ("row_cache", "worker")),
     *(f"bytescope.memory.seconds.{name}" for name in ("products", "reading")),

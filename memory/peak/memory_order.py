@@ -116,7 +116,7 @@ class _Estimate:
                     yield self.module.computations[id]
 
     def compare(self, computation: Computation, inner: dict[int, OrderEstimate]) -> OrderEstimate:
-        graph = _Graph(self.module, self.aliases, computation)
+        graph = _Dependencies(self.module, self.aliases, computation)
         before = {id: each.compiled_bytes for id, each in inner.items()}
         after = {id: each.least_bytes for id, each in inner.items()}
         peak, place = graph.peak(graph.order, before)
@@ -147,7 +147,7 @@ class _Order:
     moved: frozenset[int] = frozenset()
 
 
-class _Graph:
+class _Dependencies:
     """The instructions of one computation, their dependencies, and the buffers that they use.
 
     A buffer is a range of temporary memory that one or several values use. It is identified by a number.
@@ -307,7 +307,7 @@ class _EagerOrder:
 
     def __init__(
         self,
-        graph: _Graph,
+        graph: _Dependencies,
         base: Sequence[int],
         before: dict[int, set[int]],
         after: dict[int, set[int]],

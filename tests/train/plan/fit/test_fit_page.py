@@ -46,7 +46,7 @@ def test_the_page_is_one_file_with_the_answer_on_top(fits):
         "24.00 GiB of 24.00 GiB, 0 B left",
         pages_seconds(best["predicted_seconds"]),
         within(best["predicted_seconds_low"], best["predicted_seconds_high"]) + " s",
-        f"Rates: {best['rates'][:1].upper()}",
+        f"Rates: {best['rates']}",
         f"{8192 / best['predicted_seconds']:,.0f}",
         "12.5 %",
         "8 programs compiled, 8 tried",
