@@ -139,14 +139,15 @@ def uneven_stash(report: JudgedProgram, program: PlacedProgram) -> RuleResult | 
     less = int(held * (1 - pipeline.v_share))
     if less <= max(NOTABLE * report.peak_bytes, TOY):
         return None
+    bubbles = [f"{100 * share:.1f} %" for share in (pipeline.v_bubble, pipeline.bubble)]
+    bubble = f"stays {bubbles[0]}" if bubbles[0] == bubbles[1] else f"becomes {bubbles[0]} instead of {bubbles[1]}"
     slot = held / max(pipeline.slots)
     needed = ", ".join(f"{slot * slots / 2**30:.2f}" for slots in pipeline.slots)
     return RuleResult(
         less,
         f"the schedule needs {needed} GiB of residuals on the stages, but all stages run one program, which allocates "
         f"{human(held)} on each",
-        f"two chunks per stage, placed as a V, should free {human(less)} on each stage; the pipeline bubble becomes "
-        f"{100 * pipeline.v_bubble:.1f} % instead of {100 * pipeline.bubble:.1f} %",
+        f"two chunks per stage, placed as a V, should free {human(less)} on each stage; the pipeline bubble {bubble}",
     )
 
 

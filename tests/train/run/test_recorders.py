@@ -150,6 +150,7 @@ def test_an_offline_run_goes_on_as_the_same(tmp_path, monkeypatch):
     told = []
     (tmp_path / "run").mkdir()
     start(tmp_path / "run", upto=2, wandb="p", told=told)
+    time.sleep(1)  # wandb names the folder of an offline run by the second
     start(tmp_path / "run", step=2, wandb="p", finish="a sample", told=told)
     assert len(told) == 2 and all("wandb sync" in line for line in told)
     ids, losses, sample = set(), {}, ""
