@@ -133,10 +133,9 @@ def _precision_group() -> ConfigDict:
 
 
 def _remat_group() -> ConfigDict:
-    # `bytescope list policies` and `bytescope report --names` list the possible values.
     remat = ConfigDict()
-    # none | full | selective | megatron | minimal | dots | dots_no_batch | sqrt | offload | offload_dots | custom
-    # (remat.save, remat.offload) | auto (the least recomputation within remat.budget)
+    # a policy of bytescope list policies | custom (remat.save, remat.offload) | auto (the least recomputation within
+    # remat.budget)
     remat.policy = "none"
     remat.budget = ""  # auto: maximum bytes that the step allocates per device, such as 72GiB; empty: the limit
     remat.cost = "time"  # auto minimizes: time (predicted, transfers included) | flops (recomputed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from bytescope.memory.units import GIB, MAX_COUNT
 # Exit codes in addition to 0 (success), 1 (a check failed) and 2 (user error). INTERRUPTED is 128 + SIGINT.
 DOES_NOT_FIT, INTERRUPTED = 3, 130
 MAX_PROCESSES = 1024  # on one node
+HELP_WIDTH = 80
 _UNKNOWN_FLAG = re.compile(r"unrecognized arguments: (--[^\s=]+)")
 _UNRECOGNIZED = "unrecognized arguments: "
 
@@ -88,6 +90,16 @@ def user_path(text: str) -> Path:
     return Path(path)
 
 
+def add_forms(parser: argparse.ArgumentParser, word: str, forms: Mapping[str, str]) -> None:
+    """Adds a section to the help that lists the forms of a word. `forms`: example -> meaning."""
+    width = max(map(len, forms)) + 2
+    lines = [
+        textwrap.fill(f"{example:{width}}{meaning}", HELP_WIDTH - 2, subsequent_indent=" " * width)
+        for example, meaning in forms.items()
+    ]
+    parser.add_argument_group(f"{word} is one of", "\n".join(lines))
+
+
 def add_json(parser: argparse.ArgumentParser, result: str) -> None:
     """Adds --json, which names the file for the result of the command.
 
@@ -97,7 +109,7 @@ def add_json(parser: argparse.ArgumentParser, result: str) -> None:
         "--json",
         metavar="FILE",
         type=user_path,
-        help=f"write {result} as JSON; - for standard output, which then has nothing else",
+        help=f"write {result} as JSON to FILE; --json=- prints the JSON and nothing else",
     )
 
 
@@ -111,7 +123,8 @@ def add_compiling(parser: argparse.ArgumentParser, result: str) -> None:
     add_rates(parser)
     add_jobs(parser)
     add_json(parser, result)
-    parser.add_argument("--html", metavar="FILE", type=user_path, help=f"write {result} as a page that opens offline")
+    page = f"write {result} to FILE as an HTML page that needs no network"
+    parser.add_argument("--html", metavar="FILE", type=user_path, help=page)
 
 
 def add_no_cache(parser: argparse.ArgumentParser) -> None:
@@ -129,8 +142,8 @@ def add_jobs(parser: argparse.ArgumentParser) -> None:
         "--jobs",
         metavar="N",
         type=int,
-        help="number of programs compiled at the same time (default: one per core, within "
-        f"{CEILING // GIB} GiB of host memory)",
+        help="how many programs are compiled at the same time (default: one per CPU core, fewer if they would need "
+        f"more than {CEILING // GIB} GiB of host memory together)",
     )
 
 
@@ -140,7 +153,7 @@ def add_settings(parser: argparse.ArgumentParser, meaning: str) -> None:
         "settings",
         nargs="*",
         metavar="KEY=VALUE",
-        help=f"{meaning}; also --config.KEY=VALUE",
+        help=f"{meaning}; --config.KEY=VALUE means the same",
     )
 
 
@@ -164,8 +177,8 @@ def add_xla(parser: argparse.ArgumentParser) -> None:
         metavar="FLAG=VALUE",
         action="append",
         default=[],
-        help="compile with an option of XLA, such as xla_gpu_memory_limit_slop_factor=80; repeat the flag for several "
-        "options; in a config, the keys xla.* set the most useful ones",
+        help="compile with an option of XLA, such as --xla=xla_gpu_memory_limit_slop_factor=80; repeat the flag "
+        "for several options",
     )
 
 
@@ -175,7 +188,8 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
         "--rates",
         metavar="FILE",
         type=user_path,
-        help="rates for predicted seconds: FILE of bytescope calibrate",
+        help="predict seconds with the device speeds in FILE, which bytescope calibrate --out=FILE measured (default: "
+        "built-in speeds of the target's chip)",
     )
 
 
@@ -185,7 +199,7 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory",
         metavar="SIZE",
-        help="memory of one node, e.g. 512GiB (default: the target's)",
+        help="host memory (RAM) of one node, such as 512GiB (default: that of the target)",
     )
 
 

@@ -63,7 +63,9 @@ COLUMNS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `bytescope check`."""
-    parser.add_argument("names", nargs="*", metavar="BUDGET", help="names of the budgets to check (default: all)")
+    parser.add_argument(
+        "names", nargs="*", metavar="BUDGET", help="names of budgets in pyproject.toml to check (default: all)"
+    )
     parser.add_argument(
         "--pyproject",
         metavar="FILE",
@@ -74,8 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--baseline",
         metavar="FILE",
         type=user_path,
-        help="compare with FILE, which an earlier check wrote with --json (default: the baseline that each budget "
-        "names); growth from a budget's own baseline still fails",
+        help="also show what changed since FILE, which an earlier bytescope check --json wrote; the check fails only "
+        "for growth from the baseline file that pyproject.toml names",
     )
     parser.add_argument(
         "--update-baseline", action="store_true", help="write the reports to the baseline instead of failing on growth"

@@ -16,12 +16,6 @@ from bytescope.memory.compare.grids import TARGET
 from bytescope.memory.errors import ReportError
 from bytescope.memory.subjects.subject import Subject
 
-# Subjects of bytescope compare that are not configs, as a part of a help text.
-OTHER_SUBJECTS = (
-    "or your own programs, MODULE:FUNCTION or FILE.py:FUNCTION, as for bytescope report; parameters of the function "
-    "with defaults are the keys of --grid"
-)
-
 
 def add_what_if(parser: argparse.ArgumentParser) -> None:
     """Adds --what-if, which compares options of XLA instead of a grid."""

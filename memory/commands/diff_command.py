@@ -20,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "before",
         metavar="BEFORE.json",
-        help="first report: a file written by bytescope report --json, or a run directory",
+        help="first report: a file that bytescope report --json wrote, or the folder of a run of bytescope train",
     )
     parser.add_argument(
         "after",
         metavar="AFTER.json",
-        help="second report: a file written by bytescope report --json, or a run directory",
+        help="second report: a file that bytescope report --json wrote, or the folder of a run of bytescope train",
     )
     parser.add_argument(
         "--fail-above",

@@ -46,19 +46,13 @@ if TYPE_CHECKING:
 AS_WRITTEN = "as written"
 
 
-# Subjects of bytescope fit that are not configs, as a part of a help text.
-OTHER_SUBJECTS = (
-    "or your own step, MODULE:FUNCTION or FILE.py:FUNCTION, as for bytescope report, whose remat policy is searched"
-)
-
-
 def add_only_names(parser: argparse.ArgumentParser) -> None:
     """Adds --only-names, for a user's own program."""
     parser.add_argument(
         "--only-names",
         action="store_true",
-        help="with your own step, keep only values that the source names with checkpoint_name; then the policy is the "
-        "only line to change",
+        help="for FILE.py:FUNCTION: save only values that your code names with checkpoint_name, so that the policy of "
+        "jax.checkpoint is the only line to change",
     )
 
 

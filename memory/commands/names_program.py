@@ -20,12 +20,6 @@ from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 
-# Subjects of bytescope report --names that are not configs, as a part of a help text.
-OTHER_SUBJECTS = (
-    "or your own model, MODULE:FUNCTION or FILE.py:FUNCTION, which returns (loss, (params, batch)); the loss is "
-    "differentiated by its first argument"
-)
-
 
 def run(args: argparse.Namespace) -> int:
     """Prints the values that the layers of the loss can keep for the backward pass, and writes the file of --json.

@@ -16,14 +16,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from bytescope.memory.commands.arguments import Parser
+from bytescope.memory.commands.arguments import HELP_WIDTH, Parser
 from bytescope.memory.commands.moved import moved_command
 from bytescope.memory.errors import ReportError, did_you_mean
 from bytescope.memory.subjects.opening import load_subjects
 from bytescope.memory.view.text_layout import wrap_command
 
 # Columns after which examples in help texts continue on the next line.
-HELP_WIDTH = 80
 EXIT_CODES = """\
 exit codes: 0 done, 1 a check you asked for failed, 2 a mistake in the command
 or its files, 3 does not fit, 130 stopped by Ctrl-C"""

@@ -41,14 +41,6 @@ VERBOSE = (
 )
 
 
-# Subjects of bytescope report that are not configs, as a part of a help text.
-OTHER_SUBJECTS = (
-    "or your own step, MODULE:FUNCTION or FILE.py:FUNCTION, which returns (step, (state, batch)), optionally followed "
-    "by a dict of options of jax.jit, or returns jax.jit(step).trace(...); or an XLA dump, a file "
-    "*after_optimizations.hlo.pb (or .gz) or the folder of a dump, whose largest program is used"
-)
-
-
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds the output flags: how much of the report is printed, and which files are written."""
     parser.add_argument(
@@ -60,8 +52,8 @@ def add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allocators",
         action="store_true",
-        help="also replay the allocations of a run on models of jax's GPU allocators (bfc, cuda_async, platform), and "
-        "show which of them fit",
+        help="also simulate the allocations of a run in each of jax's GPU allocators (bfc, cuda_async, platform), and "
+        "show in which of them they fit",
     )
     parser.add_argument(
         "--try-remedies",

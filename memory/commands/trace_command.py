@@ -19,11 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "word",
         metavar="TRACE|REPORT",
-        help="a trace: a file *.xplane.pb, or a folder that bytescope train --profile or jax.profiler wrote, whose "
-        "newest trace is read. With --trace: the report of the traced program, a JSON file or a run directory; its "
-        "predicted time is shown next to the measured time, also for each kind of work (products, attention, copies)",
+        help="the trace to read: a file *.xplane.pb, or a folder that jax.profiler or bytescope train --profile wrote. "
+        "To compare a trace with a prediction, give a report here and the trace with --trace=DIR",
     )
-    parser.add_argument("--trace", metavar="DIR", help="the trace, if the first argument is a report")
+    parser.add_argument(
+        "--trace",
+        metavar="DIR",
+        help="file or folder of the trace, if the first word is a report of the traced program",
+    )
     add_rates(parser)
     add_json(parser, "the time of each operation category")
 

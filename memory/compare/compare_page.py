@@ -266,6 +266,7 @@ def _line(row: Row, entry: Mapping[str, Any], keys: Sequence[str], best: bool) -
         "task_label": label(row, [key for key in keys if key not in how]),
         "policy": row.value_text(row.policy_key) or "as configured",
         "values": {column.key: _finite(column.value(record)) for column in PAGE_COLUMNS},
+        "shown": {column.key: column.text(record, PAGE) for column in PAGE_COLUMNS if not column.is_figure},
         "notes": {column.key: column.note(record) for column in PAGE_COLUMNS if column.note},
         "breakdown": dict(row.breakdown),
         "limit": row.limit_bytes,
@@ -282,8 +283,8 @@ def _interval(row: Row) -> tuple[float, float] | None:
     return None if low is None or high is None else (low, high)
 
 
-def _finite(value: float | None) -> float | None:
-    return None if value is None or math.isinf(value) else value  # JSON has no infinity
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isinf(value) else value  # JSON has no infinity
 
 
 def _page_title(rows: Sequence[Row], config: str) -> str:

@@ -2,7 +2,7 @@
 
 Units: bytes, bytes per second, FLOP per second of dense arithmetic. Bandwidths are for one device in one direction:
 half of the NVLink and ICI bandwidths in data sheets, which count both directions. GB and TB are powers of ten, as in
-the data sheets; GIB is 2**30. To add a chip, add a row.
+the data sheets; GIB is 2**30. To add a chip, add a row here and in `NEAREST` of seconds/achieved.py.
 """
 
 import dataclasses

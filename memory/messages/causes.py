@@ -45,7 +45,7 @@ _SENTENCES: Mapping[tuple[str, str], str] = {
     ("replicated_tensor", "gpu_buffers"): "Each device creates the whole array, although it keeps only a shard.",
 }
 # Form of a message that states the cause -> the cause.
-_BY_FORM: Mapping[str, str] = {
+CAUSE_OF_FORM: Mapping[str, str] = {
     "tpu_scoped": "on_chip_memory",
     "tpu_single": "large_tensor",
     "remat_budget": "weights_and_state",
@@ -93,8 +93,8 @@ def decide(
     """
     form, own = primary.form, primary.figures
     requested = figures.get("requested")
-    if form in _BY_FORM:
-        return _BY_FORM[form], ""
+    if form in CAUSE_OF_FORM:
+        return CAUSE_OF_FORM[form], ""
     if form in ("gpu_buffers", "tpu_table"):
         return _from_program(primary, culprits)
     if form in ("cpu_request", "pinned_host", "xla_host"):

@@ -1,7 +1,7 @@
 """The forms of messages about memory that JAX, XLA, TensorFlow and PyTorch print: kind, severity, and what happened.
 
 All messages that one line of a library's code can print have the same form. The text by which a form is recognized is
-in message_readers.py.
+in message_readers.py, and a phrase of it in log_text.py.
 """
 
 from __future__ import annotations

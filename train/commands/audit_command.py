@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.audit.pass_history import with_passes
-from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import (
     add_json,
     add_xla,
@@ -21,7 +20,7 @@ from bytescope.memory.commands.arguments import (
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.devices.compiler import pass_dumps
 from bytescope.memory.records.report_record import ReportRecord
-from bytescope.train.commands.config_arguments import add_subject, require_subject
+from bytescope.train.commands.config_arguments import PROGRAM_FORMS, add_subject, require_subject
 
 # The exit code of --strict if a request was not honored.
 NOT_HONORED = 1
@@ -29,15 +28,15 @@ NOT_HONORED = 1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report --audit` to the parser."""
-    add_subject(parser, others=report_command.OTHER_SUBJECTS, needs="program")
+    add_subject(parser, forms=PROGRAM_FORMS, needs="program")
     parser.add_argument(
         "--strict", action="store_true", help="exit with code 1 if XLA does not do what the program asks for"
     )
     parser.add_argument(
         "--passes",
         action="store_true",
-        help="also name the XLA compiler pass that undid a request; XLA then writes the program after each pass to a "
-        "temporary folder",
+        help="also name the compiler pass in which XLA undid a checkpoint, offload or donation; XLA writes the program "
+        "after each pass to a temporary folder for this",
     )
     add_xla(parser)
     add_json(parser, "the audit")

@@ -9,7 +9,7 @@ import argparse
 
 from bytescope.memory.commands import compare_command
 from bytescope.memory.commands.arguments import add_compiling, add_xla
-from bytescope.train.commands.config_arguments import add_subject
+from bytescope.train.commands.config_arguments import PROGRAM_FORMS, add_subject
 from bytescope.train.plan.config_subject import ConfigSubject
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_subject(
         parser,
         "set a config key in every combination; bytescope list keys lists the keys",
-        others=compare_command.OTHER_SUBJECTS,
+        forms=PROGRAM_FORMS,
         needs="variants",
     )
     parser.add_argument(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bytescope.memory.adapters.trainers import is_adapted
 from bytescope.memory.commands import trainer_packages
-from bytescope.memory.commands.arguments import add_settings, is_setting, is_target
+from bytescope.memory.commands.arguments import add_forms, add_settings, is_setting, is_target
 from bytescope.memory.devices.platform import JAX_FRACTION
 from bytescope.memory.errors import ReportError
 from bytescope.memory.subjects.subject import Subject
@@ -18,30 +18,49 @@ from bytescope.train.source import NO_CONFIG
 from bytescope.train.user_errors import UserError
 
 LORA_RANK, LORA_DEFAULT_RANK = "lora.rank", 16
-SET_KEY = (
-    "set a config key, such as batch.micro=4 (bytescope list keys lists the keys), or a parameter of your own function"
-)
+SET_KEY = "set a key of the subject, such as batch.micro=4 (bytescope list keys) or a parameter of FUNCTION"
+CONFIG_FORMS = {
+    "NAME": "a shipped config, such as llama_8b; bytescope list configs lists them",
+    "CONFIG.py": "a Python file with a function get_config",
+}
+# The word of a form -> a line about it, for the commands that take any program.
+PROGRAM_FORMS = {
+    **CONFIG_FORMS,
+    "FILE.py:FUNCTION": "your own step, also as MODULE:FUNCTION. FUNCTION is called without arguments and returns "
+    "(step, arguments), such as (step, (state, batch)); or (step, arguments, options of jax.jit); or "
+    "jax.jit(step).trace(...)",
+    "maxtext:NAME": "a config of MaxText, if MaxText is installed",
+    "DUMP": "an XLA dump: a file *after_optimizations.hlo.pb or .hlo.pb.gz, or the folder of a dump, of which the "
+    "largest program is used",
+}
+_TARGET_FORMS = {
+    "h100:8": "8 GPUs of one host; bytescope list targets lists the chips",
+    "h100:2x8": "2 hosts with 8 GPUs each",
+    "v5e:4x4": "a TPU slice of 4 x 4 chips",
+    "cpu:8": "8 devices that jax simulates on the CPU",
+    "local": "the devices of this machine",
+    "h100:8@0.9": "GPUs on which jax may use 0.9 of the memory (default: XLA_CLIENT_MEM_FRACTION, else "
+    f"{TRAIN_FRACTION.value} for a config and {JAX_FRACTION.value} for any other program)",
+}
 
 
 def add_subject(
-    parser: argparse.ArgumentParser, overriding: str = SET_KEY, others: str = "", needs: str = "config"
+    parser: argparse.ArgumentParser,
+    overriding: str = SET_KEY,
+    forms: Mapping[str, str] = CONFIG_FORMS,
+    needs: str = "config",
 ) -> None:
     """Adds the words of a command: the subject, the target (the devices to compile for) and KEY=VALUE.
 
     Args:
         overriding: help text of KEY=VALUE.
-        others: help text of subjects other than configs; "" if the command takes only configs.
+        forms: the forms of the subject, example -> meaning.
         needs: what the command needs of its subject, one of `Subject.has`.
     """
-    add_config(parser, others, needs)
-    add_target(
-        parser,
-        "devices to compile for, such as h200:8, h100:2x8 (hosts x devices), v5e:4x4 or cpu:8 (default: local, the "
-        "devices of this machine); bytescope list targets lists the chips. h100:8@0.9 sets the fraction of each GPU's "
-        "memory in jax's pool (default: the value of XLA_CLIENT_MEM_FRACTION, otherwise "
-        f"{TRAIN_FRACTION.value} for a config and {JAX_FRACTION.value} for your own program)",
-    )
+    add_config(parser, forms, needs)
+    add_target(parser, "devices to compile for, such as h100:8 (default: local); all forms are listed below")
     add_settings(parser, overriding)
+    add_forms(parser, "TARGET", _TARGET_FORMS)
 
 
 def add_target(parser: argparse.ArgumentParser, meaning: str, default: str | None = "local") -> None:
@@ -50,20 +69,20 @@ def add_target(parser: argparse.ArgumentParser, meaning: str, default: str | Non
     parser.set_defaults(default_target=default)
 
 
-def add_config(parser: argparse.ArgumentParser, others: str = "", needs: str = "config") -> None:
-    """Adds the word CONFIG. With `others`, the help text of other subjects, the word is called SUBJECT. The parsed
-    arguments have the field `subject`, a `memory.subjects.Subject`, or None without the word.
+def add_config(parser: argparse.ArgumentParser, forms: Mapping[str, str] = CONFIG_FORMS, needs: str = "config") -> None:
+    """Adds the word CONFIG, or SUBJECT if other forms than those of configs are given, and the list of its forms. The
+    parsed arguments have the field `subject`, a `memory.subjects.Subject`, or None without the word.
 
-    needs: what the command needs of its subject, one of `Subject.has`.
+    forms: the forms of the word, example -> meaning. needs: what the command needs of its subject, one of
+    `Subject.has`.
     """
     parser.set_defaults(needs=needs)
-    configs = "config file, or name of a shipped config; bytescope list configs lists the names"
+    word, what = ("CONFIG", "config") if forms is CONFIG_FORMS else ("SUBJECT", "program")
+    example = "llama_8b" if forms is CONFIG_FORMS else "llama_8b or step.py:program"
     parser.add_argument(
-        "word",
-        nargs="?",
-        metavar="SUBJECT" if others else "CONFIG",
-        help=f"{configs}; {others}" if others else configs,
+        "word", nargs="?", metavar=word, help=f"the {what}, such as {example}; all forms are listed below"
     )
+    add_forms(parser, word, forms)
 
 
 def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str], called: str) -> argparse.Namespace:

@@ -19,7 +19,7 @@ from bytescope.memory.formulas import adapter_formulas
 from bytescope.memory.formulas.memory_estimate import Estimate, Question, check, estimate
 from bytescope.memory.formulas.transformer_formulas import RECOMPUTE
 from bytescope.memory.units import human, plural
-from bytescope.train.commands.config_arguments import SET_KEY, add_config, add_target
+from bytescope.train.commands.config_arguments import CONFIG_FORMS, SET_KEY, add_config, add_target
 from bytescope.train.pipeline.schedule import SCHEDULES, held_share, idle_fraction, make_schedule
 from bytescope.train.plan import config_facts
 from bytescope.train.plan.config_facts import question_of
@@ -48,7 +48,7 @@ UNITS = ((1e13, "TB", 1e12, "TiB", 2**40), (1e9, "GB", 1e9, "GiB", 2**30), (0, "
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope estimate` to the parser."""
-    add_config(parser, "gpt:N for a GPT with about N parameters, such as gpt:7e9, gpt:7b or gpt:350m")
+    add_config(parser, CONFIG_FORMS | {"gpt:N": "a GPT with about N parameters, such as gpt:7e9, gpt:7b or gpt:350m"})
     add_target(
         parser,
         "devices, such as h100:8: their number, over which a mesh axis of -1 shards, and their memory, in which "
@@ -63,12 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--micro-batches",
         type=int,
         metavar="M",
-        help="with stages: number of micro-batches per update (default: batch.accumulation of the config)",
+        help="number of micro-batches per update, for a model in pipeline stages (default: batch.accumulation of the "
+        "config)",
     )
     parser.add_argument(
         "--schedule",
         metavar="NAME",
-        help=f"with stages: pipeline schedule, {', '.join(SCHEDULES)} (default: pipeline.schedule of the config)",
+        help=f"pipeline schedule, for a model in pipeline stages: {', '.join(SCHEDULES)} (default: "
+        "pipeline.schedule of the config)",
     )
     add_json(parser, "the estimate")
     parser.add_argument(

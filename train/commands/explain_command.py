@@ -39,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "word",
         nargs="?",
         metavar="SUBJECT",
-        help="compare the failure with this program: a config, FILE.py:FUNCTION or MODULE:FUNCTION, an XLA dump, a run "
-        "directory or a saved report",
+        help="the program that ran out of memory, which is compared with the message of the log: a config, "
+        "FILE.py:FUNCTION or MODULE:FUNCTION, an XLA dump, a run directory or a saved report",
     )
     add_target(parser, "devices of the failed job, such as h100:8 (default: local, the devices of this machine)")
     add_settings(parser, SET_KEY)

@@ -12,7 +12,7 @@ from bytescope.memory.commands import fit_program
 from bytescope.memory.commands.arguments import add_compiling
 from bytescope.memory.errors import ReportError
 from bytescope.train.commands import fit_config
-from bytescope.train.commands.config_arguments import add_lora, add_subject, require_subject
+from bytescope.train.commands.config_arguments import PROGRAM_FORMS, add_lora, add_subject, require_subject
 from bytescope.train.plan.fit import fit_space
 
 
@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope fit` to the parser."""
     add_subject(
         parser,
-        "set a config key in all programs; the search does not change this key",
-        others=fit_program.OTHER_SUBJECTS,
+        "set a key of the subject, such as batch.micro=4, which the search then leaves alone",
+        forms=PROGRAM_FORMS,
         needs="fit",
     )
     fit_program.add_only_names(parser)
@@ -37,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens per optimizer update, summed over all devices (default: from the config)",
     )
     parser.add_argument(
-        "--vary", metavar="L,L", help=f"settings that the search may change (default: {', '.join(fit_space.LEVERS)})"
+        "--vary",
+        metavar="NAME,NAME",
+        help=f"what the search may change, such as --vary=remat,micro (default: all of {', '.join(fit_space.LEVERS)})",
     )
     add_lora(parser, "; also find the longest sequence and the largest micro-batch that fit at each rank")
     parser.add_argument(

@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=COSTS,
         default="time",
         metavar="NAME",
-        help="what to minimize at each budget: time, the predicted seconds per update, or flops, the recomputed "
-        "FLOPs (default: %(default)s)",
+        help="what a plan minimizes within each memory budget: time (predicted seconds per update) or flops "
+        "(recomputed FLOPs); default: %(default)s",
     )
     parser.add_argument("--auto-offload", action="store_true", help="allow plans to move tensors to pinned host memory")
     add_lora(parser)

@@ -30,7 +30,10 @@ from bytescope.train.plan.levers import Level
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope compare --levers` to the parser."""
-    add_subject(parser, "set a config key in all programs; memory savings that would change this key are left out")
+    add_subject(
+        parser,
+        "set a config key in all compared programs, such as batch.micro=4; savings that would change it are left out",
+    )
     parser.add_argument(
         "--savings",
         metavar="S,S",

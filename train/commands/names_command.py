@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import argparse
 
-from bytescope.memory.commands import names_program
 from bytescope.memory.commands.arguments import add_json, check_files
-from bytescope.train.commands.config_arguments import add_subject, require_subject
+from bytescope.train.commands.config_arguments import CONFIG_FORMS, add_subject, require_subject
+
+_FORMS = {
+    **CONFIG_FORMS,
+    "FILE.py:FUNCTION": "your own model, also as MODULE:FUNCTION. FUNCTION is called without arguments and returns "
+    "(loss, (params, batch)); loss is differentiated by its first argument",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report --names` to the parser."""
-    add_subject(parser, others=names_program.OTHER_SUBJECTS, needs="names")
+    add_subject(parser, forms=_FORMS, needs="names")
     add_json(parser, "the names")
 
 

@@ -11,14 +11,19 @@ from bytescope.memory.commands import report_command
 from bytescope.memory.commands.arguments import check_files
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.errors import ReportError
-from bytescope.train.commands.config_arguments import add_subject, require_subject
+from bytescope.train.commands.config_arguments import PROGRAM_FORMS, add_subject, require_subject
 from bytescope.train.generate import generate_flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command-line arguments of `bytescope report` to the parser."""
-    others = "or a training script, a run directory, a saved report or a profiler trace"
-    add_subject(parser, others=f"{report_command.OTHER_SUBJECTS}; {others}", needs="program")
+    others = {
+        "SCRIPT.py": "any other Python file: its training step is found by running it without data",
+        "RUN": "the folder of a run of bytescope train",
+        "REPORT.json": "a report that bytescope report --json wrote",
+        "TRACE": "a file *.xplane.pb, or the folder of a trace",
+    }
+    add_subject(parser, forms=PROGRAM_FORMS | others, needs="program")
     parser.add_argument(
         "--formulas",
         action="store_true",

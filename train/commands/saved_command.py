@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=user_path,
-        help="write the run as a page: loss, speed, memory, trace and config; or a saved report as its page",
+        help="write an HTML page to FILE: for a run its loss, speed, memory, trace and config; for a report the report",
     )
 
 

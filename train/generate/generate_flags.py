@@ -89,13 +89,15 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         "--sequences",
         type=int,
         metavar="N",
-        help=f"maximum number of concurrent sequences (default: {DEFAULTS['cpu'][0]} on a CPU, else {OTHERS[0]})",
+        help="largest number of sequences that are generated at the same time "
+        f"(default: {DEFAULTS['cpu'][0]} on a CPU, else {OTHERS[0]})",
     )
     parser.add_argument(
         "--length",
         type=int,
         metavar="N",
-        help="maximum tokens per sequence (default: what the requests need, up to the model's limit)",
+        help="largest number of tokens of a sequence, prompt and answer (default: the model's limit, or less if no "
+        "request needs it)",
     )
     parser.add_argument(
         "--kv",

@@ -13,6 +13,7 @@
     gap: (v) => (v < 0 ? "−" : "+") + percent(Math.abs(v)),
     seconds,
   };
+  const write = (row, id, kind) => (FORMS[kind] ? FORMS[kind](row.values[id]) : row.shown[id]);
   const look = (policy) => charts.look(data.policies.indexOf(policy));
 
   const bytes = (row) => row.values.allocated_bytes;
@@ -20,7 +21,7 @@
 
   // ---- charts ---------------------------------------------------------------------------------------
   const about = (row) => [row.label, ...data.columns.filter(([name]) => row.values[name] !== null)
-    .map(([name, title, kind]) => ({ name: title, value: [FORMS[kind](row.values[name]), row.notes[name]]
+    .map(([name, title, kind]) => ({ name: title, value: [write(row, name, kind), row.notes[name]]
       .filter(Boolean).join(", ") })),
   row.fits === false ? "exceeds the limit" : row.best ? "the best of its task that fits" : ""];
 
@@ -174,7 +175,7 @@
   { id: "fits", title: data.verdict, rank: 0, read: (row) => (row.status !== "ok" ? 2 : row.fits === false ? 1 : 0),
     text: true },
   ...data.columns.map(([id, title, kind, rank]) => ({ id, title, rank, read: (row) => row.values[id],
-    write: (row) => (row.values[id] === null ? "" : FORMS[kind](row.values[id])),
+    write: (row) => (row.values[id] === null ? "" : write(row, id, kind)),
     note: (row) => row.notes[id],
     exact: (row) => (kind === "bytes" && row.values[id] !== null ? exact(row.values[id]) : "") })),
   { id: "command", title: data.command, rank: 0.5, read: () => 0, text: true }];

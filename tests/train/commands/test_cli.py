@@ -328,7 +328,7 @@ MEANINGS = {
     "--function": "the function that (is|returns) the step",
     "--html": "page",
     "--json": "as JSON",
-    "--length": "tokens per (calibration )?sequence",
+    "--length": "tokens (per|of a) (calibration )?sequence",
     "--lora": "LoRA adapters instead of the weights",
     "--measure": "on this machine",
     "--out": "write|append|new or empty",

@@ -4,6 +4,7 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
+import time
 import types
 
 import pytest
