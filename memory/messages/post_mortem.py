@@ -316,12 +316,13 @@ def _propose_checkpoint(report: ReportRecord) -> Iterator[Remedy]:
     # The finding already names a function to checkpoint.
     if any(finding.kind == "checkpoint_saves" for finding in report.findings):
         return
+    recomputed = {row.subject for row in report.audit if row.kind == "checkpoint" and row.done == "recomputed"}
     sizes: Counter[str] = Counter()
     for buffer in report.buffers:
         if buffer.at_peak and buffer.memory == "device" and buffer.category == "residuals":
             sizes[buffer.module or buffer.component or buffer.source] += buffer.bytes
     for module, size in sizes.most_common(1):
-        if size < MIN_SHARE * report.peak_bytes:
+        if size < MIN_SHARE * report.peak_bytes or module.removesuffix("()") in recomputed:
             return
         lines = [
             b

@@ -13,7 +13,7 @@ from bytescope.memory.messages import explanation_page, explanation_text
 from bytescope.memory.messages.explanation import explain
 from bytescope.memory.messages.post_mortem import _BATCH, HeldArrays, PostMortem, memory_sum, ways_out
 from bytescope.memory.records import report_record
-from bytescope.memory.records.report_record import ROWS, Buffer, Finding, ReportRecord
+from bytescope.memory.records.report_record import ROWS, AuditRow, Buffer, Finding, ReportRecord
 from bytescope.memory.report import report_page
 from bytescope.memory.units import GIB, MIB
 from bytescope.memory.view.console import plain_text
@@ -63,6 +63,14 @@ def test_no_finding_that_takes_more_memory_and_none_said_twice():
     found = ways_out(report_of(KEPT, findings=(spare, saves)))
     assert [way.words.partition(" (")[0] for way in found] == ["wrap Decoder in jax.checkpoint", _BATCH]
     assert {spare.kind, saves.kind} <= {rule.__name__ for rule in finding_rules.RULES}, "the findings are called so"
+
+
+def test_a_function_that_is_recomputed_already_is_not_proposed_for_it():
+    kept = dataclasses.replace(KEPT, module="layer()")
+    asked = AuditRow("checkpoint", "layer", "model.py:12", "recompute", "recomputed")
+    assert [way.words for way in ways_out(report_of(kept, audit=(asked,)))] == [_BATCH]
+    merged = dataclasses.replace(asked, done="kept")
+    assert ways_out(report_of(kept, audit=(merged,)))[0].words.startswith("use jax.checkpoint for layer()")
 
 
 def test_attention_scores_are_not_computed_in_parts():
