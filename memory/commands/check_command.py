@@ -64,7 +64,10 @@ COLUMNS = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `bytescope check`."""
     parser.add_argument(
-        "names", nargs="*", metavar="BUDGET", help="names of budgets in pyproject.toml to check (default: all)"
+        "names",
+        nargs="*",
+        metavar="BUDGET",
+        help="names from [tool.bytescope.budgets] in pyproject.toml, separated by spaces (default: all)",
     )
     parser.add_argument(
         "--pyproject",

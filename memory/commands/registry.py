@@ -301,7 +301,9 @@ def make_parser(name: str) -> Parser:
     module = command.load()
     parser = module.make_parser() if hasattr(module, "make_parser") else _parser_of(name, module)
     if command.flag and command.flag not in parser._option_string_actions:
-        parser.add_argument(command.flag, action="store_true", help=f"{command.summary} (selects what this page shows)")
+        parser.add_argument(
+            command.flag, action="store_true", help=f"{command.summary}; this page shows the arguments with this flag"
+        )
     _add_abilities(parser, name)
     return parser
 

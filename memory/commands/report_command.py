@@ -68,7 +68,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
         "--processes-per-node",
         metavar="N",
         type=int,
-        help="number of processes on one node, such as 8 for one process per GPU (default 1)",
+        help="predict the host memory of a node with N processes, such as 8 for one process per GPU (default 1)",
     )
     add_json(parser, "the report")
     parser.add_argument("--html", metavar="FILE", type=user_path, help="write the report as a page that opens offline")

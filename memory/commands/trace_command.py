@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="DIR",
-        help="file or folder of the trace, if the first word is a report of the traced program",
+        help="file or folder of the trace; only needed if a REPORT is given instead of a TRACE",
     )
     add_rates(parser)
     add_json(parser, "the time of each operation category")

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,NAME",
         help=f"what the search may change, such as --vary=remat,micro (default: all of {', '.join(fit_space.LEVERS)})",
     )
-    add_lora(parser, "; also find the longest sequence and the largest micro-batch that fit at each rank")
+    add_lora(
+        parser, "; then also show the longest sequence and largest micro-batch that fit for ranks 8, 16, 64 and 256"
+    )
     parser.add_argument(
         "--max-compiles",
         metavar="N",

@@ -55,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         metavar="SIZE",
         dest="first",
-        help="smallest memory budget per device, such as 20GiB (default: the peak memory with remat policy full)",
+        help="smallest memory budget per device, such as 20GiB (default: what the step takes if each layer is recomputed)",
     )
     parser.add_argument(
         "--to",
         metavar="SIZE",
         dest="last",
-        help="largest memory budget per device, such as 40GiB (default: the peak memory with remat policy none)",
+        help="largest memory budget per device, such as 40GiB (default: what the step takes if nothing is recomputed)",
     )
     parser.add_argument(
         "--cost",
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--auto-offload", action="store_true", help="allow plans to move tensors to pinned host memory")
     add_lora(parser)
-    add_compiling(parser, "the front")
+    add_compiling(parser, "the plan of each budget")
     parser.set_defaults(measure=False)
 
 
