@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host",
         action="store_true",
-        help="also measure host memory (about a minute): of the libraries, of XLA's compilers and of a checkpoint; "
-        "predictions of host memory with --rates=FILE then use these values",
+        help="also measure how much host memory importing, compiling and saving a checkpoint take (about a minute); "
+        "with --rates=FILE, predictions use these values",
     )
 
 

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=V,V",
         action="append",
         default=[],
-        help="config values to compare; KEY is a config key, or config, or target; "
-        "repeat the flag to compare all combinations of several keys",
+        help="values of a key to compare, such as --grid=batch.micro=4,8; also --grid=config=A,B and "
+        "--grid=target=h100:8,h200:8; repeat the flag to compare all combinations",
     )
     parser.add_argument(
         "--measure",

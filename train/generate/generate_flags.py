@@ -89,7 +89,7 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         "--sequences",
         type=int,
         metavar="N",
-        help="largest number of sequences that are generated at the same time "
+        help="largest number of sequences in the model at the same time "
         f"(default: {DEFAULTS['cpu'][0]} on a CPU, else {OTHERS[0]})",
     )
     parser.add_argument(
