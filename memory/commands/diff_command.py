@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         type=_percent,
         default=None,
-        help="exit with code 1 if the live bytes at the peak, or the bytes that the runtime allocates, grew from BEFORE "
-        "to AFTER by more than PERCENT (default: never)",
+        help="exit with code 1 if the live bytes at the peak, or the bytes that the runtime allocates, grew by more "
+        "than PERCENT from BEFORE to AFTER (default: never)",
     )
     add_json(parser, "the differences")
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)

@@ -55,13 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         metavar="SIZE",
         dest="first",
-        help="smallest memory budget per device, such as 20GiB (default: what the step takes if each layer is recomputed)",
+        help="smallest memory budget per device, such as 20GiB (default: what full recomputation takes)",
     )
     parser.add_argument(
         "--to",
         metavar="SIZE",
         dest="last",
-        help="largest memory budget per device, such as 40GiB (default: what the step takes if nothing is recomputed)",
+        help="largest memory budget per device, such as 40GiB (default: what the step takes without recomputation)",
     )
     parser.add_argument(
         "--cost",
