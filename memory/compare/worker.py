@@ -161,8 +161,8 @@ def residual_bytes(report: ReportRecord) -> int:
 
 def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, float | None]:
     """Returns the FLOPs of one call of the step over all devices, as the fields of a comparison row: `model_flops`
-    (without recomputation), `hardware_flops` (with it), `kernel_recompute_flops` and `recompute_flops_fraction`
-    (recomputed / model FLOPs). Returns {} if the program has no jaxpr.
+    (without recomputation), `hardware_flops` (with it), `recomputed_flops`, `kernel_recompute_flops` and
+    `recompute_flops_fraction` (recomputed / model FLOPs). Returns {} if the program has no jaxpr.
 
     model_flops: a function from the FLOPs counted in the jaxpr without recomputation to the model FLOPs.
     """
@@ -173,6 +173,7 @@ def count_flops(jaxpr: Any, model_flops: Callable[[float], float]) -> dict[str, 
     flops = count(jaxpr)
     model = model_flops(flops.model_flops)
     return {
+        "recomputed_flops": flops.recomputed,
         "recompute_flops_fraction": flops.recomputed / model if model else 0.0,
         "kernel_recompute_flops": flops.kernel_recomputed,
         "model_flops": model,

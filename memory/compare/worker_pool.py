@@ -191,10 +191,12 @@ class Pool:
         measure: whether each step is also run. Each job then gets a new process.
 
     Attributes:
+        count: maximum number of workers.
         answers: a queue that receives (job, None) when a job begins, and (job, answer) when it ends.
     """
 
     def __init__(self, count: int, *, env: Mapping[str, str], measure: bool = False) -> None:
+        self.count = count
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._env, self._measure, self._max_rss = env, measure, CEILING // count // 2
         self._stopped, self._lock = threading.Event(), threading.Lock()

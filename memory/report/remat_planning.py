@@ -1,5 +1,5 @@
 """Finds the least recomputation within a budget, as a policy for `jax.checkpoint`: for the loss of any model
-(`plan_remat`), and for a whole training step (`plan_step`).
+(`plan_remat`), and for a whole training step (`StepCompiler`, which `bytescope fit` searches with).
 
 The loss is traced once. Its layers are found in the jaxpr (remat/layer_discovery.py), and the values that they can
 keep are read from jax's own derivative (remat/layer_values.py). The search (remat/remat_search.py) compiles the
@@ -27,7 +27,7 @@ from bytescope.memory.program.retarget import argument_shardings
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.remat.layer_discovery import find_layers
 from bytescope.memory.remat.layer_values import LayerValues, find_values, with_names
-from bytescope.memory.remat.recognition import RematPolicy
+from bytescope.memory.remat.recognition import RematPolicy, Value
 from bytescope.memory.remat.remat_problem import (
     CompiledPlan,
     LayerPlan,
@@ -115,12 +115,12 @@ def make_plan(compiler: PolicyCompiler, search: RematSearch, outcome: SearchOutc
     if outcome.best is None:
         raise _nothing_fits(outcome, budget)
     best, name = outcome.best, policy_name(outcome.best.plan)
-    built, kept = compiler.built[name or str(best.plan)], best.plan.ranges[0][0].save
+    built = compiler.of_plan(best.plan)
     figures = [search.tried[str(plan)] for plan in search.fixed]
     return RematPlan(
         policy=compiler.policy(best.plan) if name == FULL else built.policy,
         name=BUILT_IN.get(name, ""),
-        kept=tuple(sorted((compiler.values.values[label] for label in kept), key=lambda value: -value.bytes)),
+        kept=compiler.kept(best.plan),
         allocated_bytes=best.compiled.allocated_bytes,
         budget_bytes=budget,
         recomputed_flops=built.counted.recomputed,
@@ -194,6 +194,16 @@ class PolicyCompiler:
         compilation, target = compiled_for(traced, target=self._target)
         return Built(policy, Report.of(report_of(compilation, target=target)), flops.count(traced.jaxpr))
 
+    def of_plan(self, plan: LayerPlan) -> Built:
+        """Returns the compiled program of a plan. The plan was compiled before."""
+        return self.built[policy_name(plan) or str(plan)]
+
+    def kept(self, plan: LayerPlan) -> tuple[Value, ...]:
+        """Returns the values that every layer keeps, largest first."""
+        return tuple(
+            sorted((self.values.values[label] for label in plan.ranges[0][0].save), key=lambda value: -value.bytes)
+        )
+
     def __call__(self, plans: Sequence[LayerPlan]) -> Iterator[PlanFigures]:
         """Compiles the program under each plan (a choice of the values that each layer keeps). Yields allocated bytes,
         host bytes and recomputed FLOPs of each as soon as it is compiled.
@@ -247,6 +257,12 @@ class Built:
     policy: Any
     report: Report
     counted: flops.FlopCount
+
+    @classmethod
+    def of(cls, policy: Any, report: ReportRecord, compilation: Compilation) -> Built:
+        """Returns a compiled program, with its FLOPs counted."""
+        counted = flops.count(compilation.jaxpr) if compilation.jaxpr is not None else flops.FlopCount()
+        return cls(policy, Report.of(report), counted)
 
 
 def written(budget: str | float | None) -> str:
@@ -323,7 +339,7 @@ class StepCompiler(PolicyCompiler):
             if not self.built:
                 raise
             raise RuntimeError(str(error)) from error  # the search goes on without this plan
-        return Built(policy, Report.of(report), flops.count(compilation.jaxpr))
+        return Built.of(policy, report, compilation)
 
 
 def _traced_stage(program: Any) -> Any:
@@ -334,40 +350,3 @@ def _traced_stage(program: Any) -> Any:
             "arguments, (step, (state, batch)), or jax.jit(step).trace(state, batch)"
         )
     return stage
-
-
-@dataclasses.dataclass(frozen=True)
-class StepPlan:
-    """The result of a search for the least recomputation of a step.
-
-    Fields:
-        plan: the plan with the least recomputation that fits the budget; None if no plan fits.
-        tightest: the compiled plan with the fewest bytes; None if nothing compiled.
-        budget_bytes: the budget in bytes on one device.
-        compiled: number of programs that were compiled.
-    """
-
-    plan: RematPlan | None
-    tightest: CompiledPlan | None
-    budget_bytes: int
-    compiled: int
-
-
-def plan_step(compiler: StepCompiler, budget: str | float | None, tell: Callable[[CompiledPlan], None]) -> StepPlan:
-    """Searches for the values that the layers of a step keep for the backward pass, so that the step fits a budget with
-    the least recomputation.
-
-    Args:
-        compiler: compiles the step.
-        budget: bytes on one device, as a number or as text such as "72GiB"; None for all bytes that are available on a
-            device of the target.
-        tell: called with each plan after it was compiled.
-
-    Raises ReportError if the budget is not a valid size.
-    """
-    size = compiler.budget(budget)
-    search = RematSearch(compiler.problem(), compiler, tell)
-    search.compile(search.fixed)
-    outcome = search.run(size)
-    plan = None if outcome.best is None else make_plan(compiler, search, outcome, size)
-    return StepPlan(plan, outcome.tightest, size, len(search.tried))

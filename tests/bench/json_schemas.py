@@ -258,34 +258,61 @@ class FrontResult(CompiledKeys):
     interrupted: bool
 
 
-class FitBestKeys(TypedDict):
-    flags: str
-    what: str
-
-
 class StepKeys(TypedDict):
     stage: str
     what: str
     keys: Values
     allocated_bytes: int | None
     host_bytes: int | None
+    recomputed_flops: float | None
     recompute_flops_fraction: float | None
     predicted_seconds: float | None
     predicted_seconds_low: float | None
     predicted_seconds_high: float | None
+    predicted_tokens_per_s: float | None
     fits: bool
     verdict: str
 
 
-class CertificateKeys(TypedDict):
-    keys: Values
-    flags: str
+class FitBestConfigKeys(TypedDict):
+    stage: str
     what: str
-    allocated_bytes: int
-    missing_bytes: int
-    host_bytes: int
-    host_missing_bytes: int
+    keys: Values
+    recomputed_flops: float | None
+    verdict: str
+    flags: str
+
+
+class KeptValueKeys(TypedDict):
+    label: str
+    name: str
+    type: str
+    count: int
+    bytes: int
+    where: str
+
+
+class FitBestPolicyKeys(StepKeys):
+    flags: str
     breakdown: dict[str, int]
+    policy: str
+    policy_name: str
+    kept: list[KeptValueKeys]
+    code: list[str]
+
+
+class CertificateKeys(StepKeys):
+    flags: str
+    breakdown: dict[str, int]
+    missing_bytes: int
+    host_missing_bytes: int
+
+
+class LayerKeys(TypedDict):
+    name: str
+    where: str
+    times: int
+    how: str
 
 
 class MeshKeys(TypedDict):
@@ -299,84 +326,26 @@ class MeshKeys(TypedDict):
     verdict: str
 
 
-class FitResult(CompiledKeys):
-    best: Annotated[FitBestKeys, Row] | None
+class FitResult(TypedDict):
+    program: str
+    best: Annotated[FitBestConfigKeys, Row] | FitBestPolicyKeys | None
     walk: list[StepKeys]
     certificate: CertificateKeys | None
+    ties: list[str]
     budget_bytes: int
     host_budget_bytes: int | None
-    batch_tokens: int
-    ties: list[str]
-    rates: str
-    programs: int
-    seconds: float
-    stopped: str
-    reach: list[Values]
-    layouts: list[MeshKeys]
-
-
-class FitProgramRow(TypedDict):
-    stage: str
-    what: str
-    keys: dict[str, str]
-    allocated_bytes: int | None
-    host_bytes: int | None
-    predicted_seconds: float | None
-    predicted_seconds_low: float | None
-    predicted_seconds_high: float | None
-    predicted_tokens_per_s: float | None
-    recomputed_flops: int | None
-    recompute_flops_fraction: float | None
-    fits: bool
-    verdict: str
-
-
-class KeptValueKeys(TypedDict):
-    label: str
-    name: str
-    type: str
-    count: int
-    bytes: int
-    where: str
-
-
-class FitProgramBest(FitProgramRow):
-    policy: str
-    policy_name: str
-    kept: list[KeptValueKeys]
-    code: list[str]
-    breakdown: dict[str, int]
-    flags: NotRequired[str]
-
-
-class FitProgramCertificate(FitProgramRow):
-    missing_bytes: int
-    breakdown: dict[str, int]
-
-
-class LayerKeys(TypedDict):
-    name: str
-    where: str
-    times: int
-    how: str
-
-
-class FitProgramResult(TypedDict):
-    """The result of `bytescope fit MODULE:FUNCTION`, and of `bytescope fit` for a program of another trainer, such as
-    `maxtext:llama2-7b`."""
-
-    program: str
-    best: FitProgramBest | None
-    walk: list[FitProgramRow]
-    certificate: FitProgramCertificate | None
-    layers: list[LayerKeys]
-    budget_bytes: int
     target: Values
     versions: dict[str, str]
     programs: int
     seconds: float
     stopped: str
     rates: str
+    layers: NotRequired[list[LayerKeys]]
+    config: NotRequired[str]
+    given: NotRequired[str]
+    batch_tokens: NotRequired[int]
+    reach: NotRequired[list[Values]]
+    layouts: NotRequired[list[MeshKeys]]
 
 
 # ---- estimate, calibrate, quantize, score
@@ -501,7 +470,7 @@ RESULTS: Mapping[str, Any] = {
     "compare": CompareResult,
     "levers": LeversResult,
     "front": FrontResult,
-    "fit": FitResult | FitProgramResult,
+    "fit": FitResult,
     "estimate": EstimateResult,
     "calibrate": Annotated[RatesKeys, DeviceRates],
     "quantize": Annotated[PerplexityKeys, QuantizationResult],

@@ -12,6 +12,7 @@ import queue
 import re
 from types import SimpleNamespace
 
+from bytescope.memory.compare.fit_search import Limits
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, ScheduledKernel, Start, Wait
@@ -250,7 +251,7 @@ def walk(
         sources=lambda: [],
         choosing_sources=lambda resolved: [],
     )
-    one = trials.Trials("x", target, given, Pool(target, broken), None, progress, max_compiles=most, factory=factory)
+    one = trials.Trials("x", target, given, Pool(target, broken), None, progress, limits=Limits(most), factory=factory)
     space = fit_space.space_of(
         config("x", given),
         [key for key, _ in given],
@@ -267,4 +268,4 @@ def walk(
 def as_json(done, reach=None):
     """The JSON of a walk, and of what adapters reach."""
     flags = lambda keys: " ".join(f"--config.{key}={text}" for key, text in keys.items())  # noqa: E731
-    return fit_result.to_json(done, flags, {"jax": "9"}, reach=reach)
+    return {**fit_result.to_json(done, flags, reach=reach), "versions": {"jax": "9"}}

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import (
-    DOES_NOT_FIT,
-    INTERRUPTED,
-    check,
-    write,
-)
-from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
-from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.commands.arguments import check
+from bytescope.memory.commands.fit_program import limits_of, show_and_write
 from bytescope.memory.compare.compiling import Effort, compile_jobs
+from bytescope.memory.compare.fit_search import CTRL_C
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError
-from bytescope.memory.records.result_envelope import MemoryLimit
-from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.commands.config_arguments import with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import levers
@@ -28,13 +20,12 @@ from bytescope.train.plan.config_grid import given_flags
 from bytescope.train.plan.fit import fit_space
 
 if TYPE_CHECKING:
-    from bytescope.train.plan.fit import fit_progress
-    from bytescope.train.plan.fit import fit_walk as walks
-    from bytescope.train.plan.fit.fit_reach import Reach
-    from bytescope.train.plan.fit.fit_step import Step
+    from bytescope.train.plan.fit.fit_walk import Walk
 
 # Number of the fastest candidates that --measure runs.
 MAX_MEASURED = 3
+# Explains "2 x 4" in the words of a variant.
+BATCH_WORDS = '"2 x 4": micro-batches of 2 sequences on each rank, 4 of them accumulated per update'
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,11 +35,13 @@ def run(args: argparse.Namespace) -> int:
     Returns the exit code: 0 if a configuration fits, 3 if none fits, 130 after Ctrl-C. After Ctrl-C, the best
     configuration so far is printed and written.
     """
+    from bytescope.memory.compare.fit_view import Lines
+    from bytescope.memory.seconds.ranking import TIE
     from bytescope.train.plan.config_factory import check_config
-    from bytescope.train.plan.fit import fit_progress
-    from bytescope.train.plan.fit import fit_walk as walks
+    from bytescope.train.plan.fit import fit_result, fit_tables
     from bytescope.train.plan.fit.fit_reach import Reach
-    from bytescope.train.plan.trials import Trials
+    from bytescope.train.plan.fit.fit_walk import Walk
+    from bytescope.train.plan.trials import open_trials
     from bytescope.train.program import config_files as configs
 
     check(args, [args.target.strip().lower()])
@@ -71,37 +64,39 @@ def run(args: argparse.Namespace) -> int:
         args.batch_tokens,
         target.platform != "cpu",
     )
-    place = None if args.no_cache else row_cache.folder()
-    workers = worker_pool.worker_count(2**10, args.jobs)
-    lines = fit_progress.Lines(target, space, budget)
-    with worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool, progress(None) as tell:
-        trials = Trials(
-            name,
+    effort = Effort(args.jobs, not args.no_cache)
+    trials_of = open_trials(
+        name, target, overrides, effort, 2**10, lambda keys: fit_space.describe_trial(keys, space), limits_of(args)
+    )
+    with trials_of as (trials, bar):
+        lines = Lines(bar)
+        lines.show_head(
             target,
-            overrides,
-            pool,
-            place,
-            tell,
-            lambda keys: fit_space.describe_trial(keys, space),
-            args.max_compiles or math.inf,
-            args.max_seconds or math.inf,
+            budget,
+            [f"{space.tokens:,} tokens per update;", f"levers: {', '.join(sorted(space.levers))}"],
+            [
+                f"seconds per update are predicted; variants that differ by less than {TIE:.0%} are a tie: the least "
+                "recomputation wins, then the least memory",
+                BATCH_WORDS,
+            ],
         )
-        walk = walks.Walk(trials, space, budget, lambda step: _show_step(tell, lines, step))
+        walk = Walk(trials, space, budget, lines.show)
         walk.run()
         reach = Reach(walk) if args.lora else None
         if reach is not None:
             reach.run()
-    wanted = args.measure and walk.best is not None and walk.stopped != "Ctrl-C"
+    wanted = args.measure and walk.best is not None and walk.stopped != CTRL_C
     measured = _measure_finalists(args, walk) if wanted else None
-    return _show_and_write(args, walk, reach, flat, overrides, measured)
+
+    def flags(keys: Mapping[str, str]) -> str:
+        values = configs.load_flat(name, [*overrides, *keys.items()])
+        return " ".join(filter(None, (given_flags(overrides), levers.changed_flags(keys, values, flat))))
+
+    out = fit_result.to_json(walk, flags, measured, reach)
+    return show_and_write(args, out, fit_tables.tables_of(out))
 
 
-def _show_step(bar: ProgressBar, lines: fit_progress.Lines, step: Step) -> None:
-    with bar.aside():
-        lines.show(step)
-
-
-def _measure_finalists(args: argparse.Namespace, walk: walks.Walk) -> Mapping[str, Any] | None:
+def _measure_finalists(args: argparse.Namespace, walk: Walk) -> Mapping[str, Any] | None:
     """Runs the fastest configurations of a search on this machine, one after the other. The one with the highest
     measured speed becomes the best configuration of the search, `walk.best`.
 
@@ -111,9 +106,9 @@ def _measure_finalists(args: argparse.Namespace, walk: walks.Walk) -> Mapping[st
     Args:
       walk: the finished search.
     """
-    from bytescope.train.plan.fit import fit_progress
+    from bytescope.memory.compare.fit_view import show_measured
 
-    finalists = sorted((step for step in walk.steps if step.fits), key=lambda step: step.seconds)[:MAX_MEASURED]
+    finalists = sorted(walk.fitting, key=lambda step: step.seconds)[:MAX_MEASURED]
     jobs = [walk.trials.job(step.keys, target="local", measure=True) for step in finalists]
     answers = compile_jobs(jobs, Effort(cached=not args.no_cache, measured=True)).by_name
     results = []
@@ -124,32 +119,5 @@ def _measure_finalists(args: argparse.Namespace, walk: walks.Walk) -> Mapping[st
     if not results:
         return None
     walk.best, measured = max(results, key=lambda result: result[1]["tokens_per_s"])
-    fit_progress.show_measured(results)
+    show_measured(results)
     return measured
-
-
-def _show_and_write(
-    args: argparse.Namespace,
-    walk: walks.Walk,
-    reach: Reach | None,
-    flat: Mapping[str, Any],
-    overrides: Sequence[tuple[str, str]],
-    measured: Mapping[str, Any] | None,
-) -> int:
-    from bytescope.memory.devices.compiler import versions
-    from bytescope.train.plan.fit import fit_result, fit_view
-    from bytescope.train.program import config_files as configs
-
-    def flags(keys: Mapping[str, str]) -> str:
-        values = configs.load_flat(args.subject.name, [*overrides, *keys.items()])
-        return " ".join(filter(None, (given_flags(overrides), levers.changed_flags(keys, values, flat))))
-
-    out = fit_result.to_json(walk, flags, versions(), measured, reach)
-    fit_view.show(out, args.subject.name)
-    limit = MemoryLimit(out["budget_bytes"], f"the budget, --budget={args.budget}") if args.budget else None
-    write_json(args, out, limit=limit, caveats=(COMPILED, *predicted_caveat(out["rates"])))
-    if args.html:
-        write(args.html, fit_view.render_page(out))
-    if walk.stopped == "Ctrl-C":
-        return INTERRUPTED
-    return 0 if walk.best is not None else DOES_NOT_FIT

@@ -14,19 +14,18 @@ from bytescope.memory.commands.arguments import (
     write,
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
-from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.compiling import Effort
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.remat_problem import COSTS
 from bytescope.memory.units import parse_bytes
 from bytescope.memory.view.console import put
-from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.config_arguments import add_lora, add_subject, require_subject, with_lora
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.plan import frontier
 from bytescope.train.plan.config_factory import check_config
 from bytescope.train.plan.config_grid import given_flags
-from bytescope.train.plan.trials import Trials
+from bytescope.train.plan.trials import open_trials
 
 MAX_POINTS = 1000
 # Config keys that the plans set, or that the command sets by its own flags.
@@ -88,25 +87,16 @@ def run(args: argparse.Namespace) -> int:
     overrides = with_lora(args.subject.name, args.subject.keys) if args.lora else args.subject.keys
     check_config(args.subject.name, overrides)  # mistakes in it are reported before a worker starts
     compiled_for = targets.to_compile_for(target, TRAIN_FRACTION)
-    workers = worker_pool.worker_count(args.budgets, args.jobs)
-    env = worker_pool.environment_for(compiled_for)
-    with progress(None) as tell, worker_pool.Pool(workers, env=env) as pool:
-        trials = Trials(
-            args.subject.name,
-            compiled_for,
-            overrides,
-            pool,
-            None if args.no_cache else row_cache.folder(),
-            tell,
-        )
+    effort = Effort(args.jobs, not args.no_cache)
+    with open_trials(args.subject.name, compiled_for, overrides, effort, args.budgets) as (trials, bar):
 
         def show(budget: float, plan: frontier.Fixed | None) -> None:
             from bytescope.train.plan import frontier_view
 
-            with tell.aside():
+            with bar.aside():
                 put(frontier_view.line(budget, plan))
 
-        front = frontier.Front(trials, args.budgets, ends, args.cost, args.auto_offload, workers, show)
+        front = frontier.Front(trials, args.budgets, ends, args.cost, args.auto_offload, trials.pool.count, show)
         front.run()
     _show_and_write(args, front)
     return INTERRUPTED if front.stopped else 0
@@ -157,7 +147,7 @@ def _show_and_write(args: argparse.Namespace, front: frontier.Front) -> None:
         cost=args.cost,
         offload=args.auto_offload,
         programs=len(front.search.tried) if front.search else 0,
-        compiled=front.trials.compiles,
+        compiled=front.trials.limits.compiles,
         missing=front.missing,
         target=front.trials.target.to_json(),
         versions=versions(),

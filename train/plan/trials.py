@@ -6,13 +6,14 @@ A limit on compiles or seconds, or Ctrl-C, stops the search.
 from __future__ import annotations
 
 import dataclasses
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from bytescope.memory.compare import row_cache, worker_pool
+from bytescope.memory.compare.compiling import Effort
+from bytescope.memory.compare.fit_search import CTRL_C, Limits, Stopped
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
@@ -24,18 +25,12 @@ from bytescope.memory.remat.remat_search import FULL, RematSearch
 from bytescope.memory.seconds import ranking, step_prediction
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import shorten
+from bytescope.memory.view.progress_bar import ProgressBar, progress
 from bytescope.train.plan.config_factory import FACTORY
 from bytescope.train.plan.config_grid import describe_keys, plan_keys, remat_keys
 
 # Config keys as the command line gives them: dotted key -> text.
 Keys = Mapping[str, str]
-
-
-class Stopped(Exception):
-    """Raised to end a search early. The results so far are kept.
-
-    The argument is the reason: Ctrl-C, the time limit, or the maximum number of compiles.
-    """
 
 
 @dataclasses.dataclass
@@ -51,11 +46,8 @@ class Trials:
         cache: the folder with the results of finished compiles; None for no cache.
         progress: called with the labels of the running jobs and the number of jobs that are finished since the start.
         describe: function from the keys of a variant to its label.
-        max_compiles: maximum number of compiles, not counting results from the cache. At the limit, `Stopped` is
-            raised.
-        seconds: time limit in seconds. After it no compile starts, and `Stopped` is raised.
+        limits: the limits on compiles and seconds. At a limit, `Stopped` is raised.
         factory: builds the programs of configs.
-        compiles: number of programs compiled so far, not counting results from the cache.
 
     Raises:
         ReportError: the FLOP/s and bytes/s of the target's devices are unknown.
@@ -68,12 +60,10 @@ class Trials:
     cache: Path | None
     progress: worker_pool.Progress = lambda labels, done: None
     describe: Callable[[Keys], str] = describe_keys
-    max_compiles: float = math.inf
-    seconds: float = math.inf
+    limits: Limits = dataclasses.field(default_factory=Limits)
     factory: ProgramFactory = FACTORY
 
     def __post_init__(self) -> None:
-        self.compiles, self._began = 0, time.monotonic()
         self._jobs = Jobs(self.factory)
         self._done: dict[str, dict[str, Any]] = {}
         rates = ranking.large(self.target)
@@ -148,24 +138,18 @@ class Trials:
         return [self._done[job.name] for job in jobs]
 
     def _compile_within_limits(self, jobs: Sequence[worker_pool.Job]) -> None:
-        if self.compiles >= self.max_compiles:
-            raise Stopped(self._limit())
-        if time.monotonic() - self._began > self.seconds:
-            raise Stopped(f"the time limit ({self.seconds:g} s) was reached")
-        allowed = jobs[: int(min(self.max_compiles - self.compiles, len(jobs)))]
+        self.limits.check()
+        allowed = jobs[: int(min(self.limits.max_compiles - self.limits.compiles, len(jobs)))]
         before = len(self._done)
         answers, interrupted = worker_pool.ask(
             self.pool, allowed, cache=self.cache, progress=lambda labels, done: self.progress(labels, before + done)
         )
         self._done |= answers
-        self.compiles += sum(not job.method for job in allowed if job.name in answers)
+        self.limits.compiles += sum(not job.method for job in allowed if job.name in answers)
         if interrupted:
-            raise Stopped("Ctrl-C")
+            raise Stopped(CTRL_C)
         if len(allowed) < len(jobs):
-            raise Stopped(self._limit())
-
-    def _limit(self) -> str:
-        return f"the limit on compiles ({self.compiles}) was reached"
+            raise self.limits.too_many()
 
     # ---- the least recomputation of a variant -----------------------------------------------------------------
 
@@ -259,3 +243,27 @@ class Trials:
             self.predicted(answer).seconds,
             answer["recompute_flops_fraction"] * answer["model_flops"] * answer["calls_per_update"],
         )
+
+
+@contextmanager
+def open_trials(
+    config: str,
+    target: Target,
+    overrides: Sequence[tuple[str, str]],
+    effort: Effort,
+    programs: int,
+    describe: Callable[[Keys], str] = describe_keys,
+    limits: Limits | None = None,
+) -> Iterator[tuple[Trials, ProgressBar]]:
+    """Context manager with worker processes, a progress bar that says what they compile, and the trials of a config
+    that use both.
+
+    Args:
+        config, target, overrides, describe, limits: as in `Trials`.
+        effort: the number of worker processes, and whether the cache is used.
+        programs: maximum number of programs that are compiled at the same time.
+    """
+    workers = worker_pool.worker_count(programs, effort.workers)
+    place = row_cache.folder() if effort.cached else None
+    with progress(None) as bar, worker_pool.Pool(workers, env=worker_pool.environment_for(target)) as pool:
+        yield Trials(config, target, overrides, pool, place, bar, describe, limits or Limits()), bar

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the search of a fit. train/plan/fit/fit_view.py makes `data`.
+// Draws the search of a fit. memory/compare/fit_view.py makes `data`.
 (() => {
   const { $, human, percent, seconds } = base, data = base.data(), points = data.points;
   const bytes = charts.bytes(data.unit), cost = charts.cost(data.cost);

@@ -136,7 +136,7 @@ def test_what_does_not_fit_exits_with_3_and_names_the_smallest(toy, tmp_path, ca
     (only,) = found["walk"]
     assert found["best"] is None and found["certificate"]["what"] == only["what"] == "policy=full"
     assert found["certificate"]["missing_bytes"] == only["allocated_bytes"] - 100 * 1024
-    assert "smallest: policy=full" in capsys.readouterr().out
+    assert "tightest: policy=full" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

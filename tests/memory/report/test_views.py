@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from bytescope.memory.compare import compare_rows, compare_text
+from bytescope.memory.compare import compare_rows, compare_text, fit_view
+from bytescope.memory.compare.fit_search import Step
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
 from bytescope.memory.profile import profile_text
@@ -36,8 +37,6 @@ from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, list_command, names_config
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
-from bytescope.train.plan.fit import fit_progress, fit_view
-from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.frontier import Fixed, Point
 from support.rows import row
 
@@ -236,8 +235,9 @@ def predicted(seconds):
 
 def show_fit(console, name):
     target = SimpleNamespace(name=name, to_json=lambda: {"name": name, **GPU})
-    lines = fit_progress.Lines(target, SimpleNamespace(tokens=4096, levers={"remat", "micro"}), 72 * GIB, console)
-    answer = {"status": "ok", "allocated_bytes": 30 * GIB + MIB, "host_bytes": 7 * GIB}
+    lines = fit_view.Lines(None, console)
+    lines.show_head(target, 72 * GIB, ["4,096 tokens per update;", "levers: micro, remat"], [name])
+    answer = {"status": "ok", "allocated_bytes": 30 * GIB + MIB, "host_bytes": 7 * GIB, "recompute_flops_fraction": 0.1}
     lines.show(
         Step("baseline", f"zero3 fsdp 8, 1 x 16, {name}", {}, answer, True, "fits, fastest so far", predicted(0.6983))
     )
@@ -248,28 +248,27 @@ def show_fit(console, name):
         "seconds": 12.3,
         "stopped": name,
         "budget_bytes": 72 * GIB,
-        "batch_tokens": 4096,
+        "config": "llama_8b",
+        "rates": name,
         "target": {"n_devices": 8},
         "ties": [name, "one more", "and another", "and the last"],
-        "walk": [
-            {"what": what, "fits": True, "predicted_seconds": taken, "allocated_bytes": 44 * GIB}
-            for what, taken in ((name, 0.6983), (f"zero2 {name}", 0.7), ("tensor 2", 1.5))
-        ],
+        "certificate": None,
         "best": {
             "what": name,
+            "keys": {},
             "recompute_flops_fraction": 0.25,
             "predicted_seconds": 0.6983,
             "host_bytes": GIB,
             "predicted_seconds_low": 0.63,
             "predicted_seconds_high": 0.78,
             "predicted_mfu": 0.512,
-            "rates": name,
+            "predicted_tokens_per_s": 5866.0,
             "least_seconds": 0.5,
             "allocated_bytes": 44 * GIB,
             "flags": "--config.remat.policy=full " * 5,
         },
     }
-    fit_view.show(out, "llama_8b", console)
+    put(fit_view.render_text(out), console)
     lacking = {
         "what": name,
         "allocated_bytes": 90 * GIB,
@@ -278,8 +277,8 @@ def show_fit(console, name):
         "flags": "--config.x=y",
         "breakdown": {"params": 60 * GIB, "residuals": 29 * GIB},
     }
-    fit_view.show({**out, "best": None, "certificate": lacking}, name, console)
-    fit_progress.show_measured(
+    put(fit_view.render_text({**out, "best": None, "certificate": lacking}), console)
+    fit_view.show_measured(
         [
             (
                 Step("mesh", name, {}, answer, True, "fits", predicted(0.7)),
@@ -387,7 +386,7 @@ VIEWS = {
 @pytest.fixture(autouse=True)
 def no_time_passes(monkeypatch):
     """A walk tells its seconds: what is printed twice is compared to the letter."""
-    monkeypatch.setattr(fit_progress, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(fit_view, "time", SimpleNamespace(monotonic=lambda: 0.0))
 
 
 def lines_of(view, width, name=PLAIN):

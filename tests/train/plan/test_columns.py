@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text
+from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text, fit_view
 from bytescope.memory.records import report_diff
 from bytescope.memory.report import difference as report_difference
 from bytescope.memory.view.console import make_console
@@ -16,7 +16,7 @@ from bytescope.memory.view.table_model import KINDS, PAGE, TERMINAL
 from bytescope.memory.view.text_table import FigureTable
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
 from bytescope.train.plan.config_grid import ConfigRow
-from bytescope.train.plan.fit import fit_view
+from bytescope.train.plan.fit import fit_tables
 from bytescope.train.plan.fit.fit_reach import Reach
 from support.browser import Page, body, browse
 from support.fit_trials import as_json, walk
@@ -99,11 +99,12 @@ def fit():
     out = {**as_json(done, reach), "layouts": meshes}
     tables = [
         ((*fit_view.WALK_COLUMNS, COMMAND), PAGE),
-        ((*fit_view.REACH_COLUMNS, COMMAND), BOTH),
-        (fit_view.LAYOUT_COLUMNS, BOTH),
+        ((*fit_tables.REACH_COLUMNS, COMMAND), BOTH),
+        (fit_tables.LAYOUT_COLUMNS, BOTH),
     ]
-    fit_view.render_text(out, "x")
-    return tables, fit_view.render_page(out)
+    more = fit_tables.tables_of(out)
+    fit_view.render_text(out, more)
+    return tables, fit_view.render_page(out, more)
 
 
 def difference():

@@ -5,14 +5,14 @@ import re
 
 import pytest
 
-from bytescope.memory.compare import compare_page
+from bytescope.memory.compare import compare_page, fit_view
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
 from bytescope.train.plan import estimate_page, frontier_view, levers_view
 from bytescope.train.plan import frontier as front
 from bytescope.train.plan import levers as stairs
 from bytescope.train.plan.config_grid import ConfigRow
-from bytescope.train.plan.fit import fit_view
+from bytescope.train.plan.fit.fit_tables import tables_of
 from bytescope.train.plan.frontier import Fixed, Point
 from support.browser import Page, at_widths, one_file
 from support.fit_trials import as_json, walk
@@ -133,7 +133,7 @@ def pages():
         "tasks": compare_page.render(tasks(), ConfigRow),
         "levers": levers_view.render_page(staircase()),
         "front": frontier_view.render_page(fronted()),
-        "fit": fit_view.render_page(fitted()),
+        "fit": fit_view.render_page(fitted(), tables_of(fitted())),
         "fit not": fit_view.render_page(fitted(5)),
         "estimate": estimate_page.render(Question(7e9, shape_for(7e9)), "7b"),
     }

@@ -21,11 +21,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.compare.fit_search import Step
 from bytescope.memory.remat.remat_search import FULL
 from bytescope.train.plan.config_grid import remat_keys
-from bytescope.train.plan.fit.fit_step import Step, judge_variant
 from bytescope.train.plan.fit.fit_walk import Walk
-from bytescope.train.plan.trials import Stopped
 
 # Ranks that are tried in addition to the config's.
 RANKS = (8, 16, 64, 256)
@@ -102,44 +101,37 @@ class Reach:
     Attributes:
         variants: all variants that were compiled.
         answers: for each rank, the longest length and the largest micro-batch, in the order in which they were found.
-        stopped: why the search ended early; "" if it did not.
     """
 
     def __init__(self, walk: Walk):
         self.walk, self.trials, self.space = walk, walk.trials, walk.space
         self.variants: list[Reached] = []
         self.answers: list[Reached] = []
-        self.stopped = ""
 
     def run(self) -> None:
         """Finds, for each rank of the LoRA adapters, the longest sequence and the largest micro-batch that fit the
         memory budget, and stores them in `answers`.
 
         Each variant of the config (rank, sequence length, micro-batch, remat policy) is compiled to learn its bytes.
-        The search ends early at a limit on compiles or time, or with Ctrl-C; `stopped` then has the reason.
+        The search is a part of the walk: it ends early at the same limits, and the walk's `stopped` has the reason.
         """
-        if self.walk.stopped or self.walk.tightest is None:
-            return
+        if not self.walk.stopped and self.walk.tightest is not None:
+            self.walk.run_part(self._search)
+
+    def _search(self) -> None:
         flat, smallest = self.space.flat, self._keys_of_smallest_variant()
         one = {"batch.micro": "1", "batch.tokens": "0", "batch.accumulation": "1"}
         length = flat["data.seq_len"]
         grain = min(GRAIN, length)
         lengths = range(grain, flat["model.max_seq_len"] + 1, grain)
-        try:
-            if not {"micro", "accumulation"} - self.space.levers:
-                micros = self.space.micros(smallest)
+        if not {"micro", "accumulation"} - self.space.levers:
+            micros = self.space.micros(smallest)
+            self._find_largest("micro", FULL, micros, len(micros) - 1, lambda size: self.space.batch(smallest, size))
+        if "data.seq_len" not in self.space.given:
+            for policy in (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,):
                 self._find_largest(
-                    "micro", FULL, micros, len(micros) - 1, lambda size: self.space.batch(smallest, size)
+                    "length", policy, lengths, length // grain - 1, lambda size: {**one, "data.seq_len": str(size)}
                 )
-            if "data.seq_len" not in self.space.given:
-                for policy in (FULL, OFFLOAD) if "offload" in self.space.levers else (FULL,):
-                    self._find_largest(
-                        "length", policy, lengths, length // grain - 1, lambda size: {**one, "data.seq_len": str(size)}
-                    )
-        except Stopped as reason:
-            self.stopped = str(reason)
-        except KeyboardInterrupt:
-            self.stopped = "Ctrl-C"
 
     @property
     def rows(self) -> list[Reached]:
@@ -212,7 +204,7 @@ class Reach:
         if answer["status"] != "ok":
             return None
         flat = self.trials.flat(keys)
-        step = judge_variant("reach", "", keys, answer, self.walk.budget, self.trials)
+        step = self.walk.judge_answer("reach", "", dict(keys), answer)
         row = Reached(
             flat["lora.rank"],
             flat["data.seq_len"],

@@ -1,15 +1,8 @@
-"""Returns the result of `bytescope fit` as JSON values.
+"""Returns the result of `bytescope fit` for a config as JSON values.
 
 The keys (sizes are bytes on ONE device):
 
-- `best`: a row of `memory.compare.compare_rows` with `flags`, the flags to add to the command; null if nothing fits.
-- `walk`: the variants that were tried, in order: `stage`, `what`, `keys`, `allocated_bytes`, `host_bytes`,
-  `predicted_seconds` with `predicted_seconds_low` and `predicted_seconds_high`, `recompute_flops_fraction`, `fits` and
-  `verdict`. Figures are null if a variant cannot run.
-- `ties`: the `what` of the variants that fit and are predicted to be as fast as the best. `rates`: the source of the
-  rates behind the predicted seconds, in one line.
-- `certificate`: if nothing fits, the variant nearest to the budget: `keys`, `flags`, `what`, `allocated_bytes`,
-  `missing_bytes`, `host_bytes`, `host_missing_bytes`, `breakdown`; null if something fits.
+- the keys of every search (`memory.compare.fit_search`).
 - `reach`: for adapters, the longest sequence and the largest micro-batch that fit at each rank: `rank`, `length`,
   `micro`, `base`, `policy`, `most` (which one was maximized: "length" or "micro"), `beyond` (the smallest value of it
   that was tried and does not fit; 0 if the maximum of the model or the update fits), `allocated_bytes`, `host_bytes`,
@@ -18,29 +11,25 @@ The keys (sizes are bytes on ONE device):
   `allocated_bytes`, `predicted_seconds`, `fits`, `verdict`; `slower`: the additional seconds compared with the choice,
   as a fraction of the choice's seconds; `least_seconds`: a lower bound of the seconds of every variant of the mesh,
   null if unknown. If `least_seconds` is known, `slower` is a lower bound too.
-- `budget_bytes`, `host_budget_bytes`, `batch_tokens`. `config`, `given`, `target`, `versions`: as in the JSON of a
-  comparison; the flags above include the given flags. `programs`: number of programs compiled, not counting programs
-  from the cache. `seconds`: duration of the search. `stopped`: why the search ended early; "" if it did not.
+- `batch_tokens`. `config`, `given`: as in the JSON of a comparison; the flags above include the given flags.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bytescope.memory.compare.fit_search import Step
 from bytescope.train.plan.config_grid import ConfigRow, given_flags
 from bytescope.train.plan.fit.fit_reach import Reach
 from bytescope.train.plan.fit.fit_space import describe_mesh
-from bytescope.train.plan.fit.fit_step import Step
 from bytescope.train.plan.fit.fit_walk import Walk
 
 
 def to_json(
     walk: Walk,
     flags: Callable[[Mapping[str, str]], str],
-    versions: Mapping[str, str],
     measured: Mapping[str, Any] | None = None,
     reach: Reach | None = None,
 ) -> dict[str, Any]:
@@ -49,34 +38,19 @@ def to_json(
     Args:
         walk: the finished search.
         flags: (config keys, dotted key -> text) -> the command-line flags that set them.
-        versions: library -> version.
         measured: the measured seconds, tokens/s and bytes of the best variant; None if it was not run.
         reach: the longest sequences and largest micro-batches for LoRA adapters; None without adapters.
     """
-    best, certificate, host = None, None, walk.trials.host_budget
+    of_best: dict[str, Any] = {}
     if walk.best is not None:
-        best = dataclasses.asdict(ConfigRow.from_answer(dict(walk.best.keys), walk.best.answer))
-        best |= {"flags": flags(walk.best.keys), "what": walk.best.what}
+        of_best = dataclasses.asdict(ConfigRow.from_answer(dict(walk.best.keys), walk.best.answer))
         if measured:
-            best["measured"] = dict(measured)
-    elif walk.tightest is not None:
-        certificate = walk.tightest.certificate(flags(walk.tightest.keys), walk.budget, host)
+            of_best["measured"] = dict(measured)
     return {
-        "best": best,
-        "walk": [step.to_json() for step in walk.steps],
-        "certificate": certificate,
-        "budget_bytes": walk.budget,
-        "host_budget_bytes": None if host == math.inf else int(host),
+        **walk.to_json(flags, of_best),
         "batch_tokens": walk.space.tokens,
         "config": walk.trials.config,
         "given": given_flags(walk.trials.overrides),
-        "target": walk.trials.target.to_json(),
-        "versions": dict(versions),
-        "ties": [step.what for step in walk.ties],
-        "rates": next((step.prediction.rates for step in walk.steps if step.prediction), ""),
-        "programs": walk.trials.compiles,
-        "seconds": walk.seconds,
-        "stopped": walk.stopped or (reach.stopped if reach else ""),
         "reach": reach.to_json(flags) if reach else [],
         "layouts": mesh_results(walk),
     }

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from bytescope.memory.compare.compare_rows import thrift
+from bytescope.memory.compare.fit_search import FitSearch, Step
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.layer_graph import LayerGraph
 from bytescope.memory.remat.remat_problem import CompiledPlan, KeepPattern, LayerPlan, RecomputeRates
@@ -28,11 +29,10 @@ from bytescope.memory.remat.remat_search import EVEN, FULL, NONE, RematSearch
 from bytescope.memory.remat.remat_solver import pattern_keeping
 from bytescope.memory.seconds import ranking
 from bytescope.memory.seconds.ranking import TIE
-from bytescope.train.plan.config_grid import plan_keys, remat_keys
+from bytescope.train.plan.config_grid import ConfigRow, plan_keys, remat_keys
 from bytescope.train.plan.fit.fit_space import Keys, Space, Squeeze, describe_variant
-from bytescope.train.plan.fit.fit_step import Step, judge_variant
 from bytescope.train.plan.lever_catalogue import SAVINGS
-from bytescope.train.plan.trials import Stopped, Trials
+from bytescope.train.plan.trials import Trials
 
 # MAX_PLANS: maximum number of compiles in one search for a plan. MAX_NEIGHBOURS: maximum number of plans that save one
 # more tensor than the best plan.
@@ -48,7 +48,7 @@ NEAR, MAX_NEAR = 0.02, 2
 MAX_MESHES = 2
 
 
-class Walk:
+class Walk(FitSearch):
     """Searches for the fastest variant of a config that fits a memory budget. `run` starts the search.
 
     Args:
@@ -56,85 +56,58 @@ class Walk:
         space: which meshes, micro-batches and memory savings may be tried.
         budget: the bytes available on one device.
         show: called with each variant when it has been compiled.
-
-    Attributes:
-        steps: the variants that were tried, in order.
-        best: the fastest variant that fits; None if none fits.
-        tightest: the variant that exceeds the memory budgets of device and host by the fewest bytes; None before any
-            variant is compiled.
-        stopped: why the search ended early; "" if it did not.
-        seconds: the duration of the search in seconds.
     """
 
     def __init__(self, trials: Trials, space: Space, budget: int, show: Callable[[Step], None] = lambda step: None):
-        self.trials, self.space, self.budget, self._show = trials, space, budget, show
-        self.steps: list[Step] = []
-        self.best: Step | None = None
-        self.tightest: Step | None = None
-        self.stopped = ""
+        super().__init__(trials.config, trials.target, budget, trials.host_budget, trials.limits, show)
+        self.trials, self.space = trials, space
         # The smallest fraction of the recomputation time that a plan without recomputation has saved so far.
         self._saved_fraction = 1.0
-        self._search: RematSearch | None = None
+        self._remat: RematSearch | None = None
         self._plan: LayerPlan | None = None
-        self._began, self.seconds = time.monotonic(), 0.0
-
-    def run(self) -> None:
-        """Runs the search until it is finished, a limit is reached, or the user presses Ctrl-C. Sets `stopped` and
-        `seconds`."""
-        try:
-            self._walk()
-        except Stopped as reason:
-            self.stopped = str(reason)
-        except KeyboardInterrupt:  # Ctrl-C between two compiles
-            self.stopped = "Ctrl-C"
-        self.seconds = time.monotonic() - self._began
 
     # ---- one variant -------------------------------------------------------------------------------------------
 
-    def record(self, stage: str, keys: Mapping[str, str], answer: Mapping[str, Any], plan: str = "") -> Step:
-        """Adds a compiled variant to `steps`, updates `best` and `tightest`, and returns the variant as a `Step`.
+    def judge_answer(self, stage: str, what: str, keys: Keys, answer: Mapping[str, Any]) -> Step:
+        """Returns a compiled variant as a `Step`, with its predicted seconds.
 
-        A variant that is in `steps` already is not added again.
+        answer: the JSON record of the compiled program that the worker process returned: bytes, FLOPs and schedule.
+        """
+        prediction = self.trials.predicted(answer) if answer["status"] == "ok" else None
+        return self.judge(stage, what, keys, answer, prediction)
+
+    def add(self, stage: str, keys: Keys, answer: Mapping[str, Any], plan: str = "") -> Step:
+        """Records a compiled variant and updates `best`. A variant that is in `steps` already is not added again.
+        Returns the variant.
 
         Args:
-            stage: the stage of the search, a key of `fit_progress.STAGES`.
+            stage: the stage of the search, a key of `fit_view.STAGES`.
             keys: the config keys of the variant, dotted key -> text.
-            answer: the JSON record of the compiled program that the worker process returned: bytes, FLOPs and schedule.
+            answer: the JSON record of the compiled program that the worker process returned.
             plan: a description of the tensors that the variant saves.
         """
         known = next((step for step in self.steps if step.keys == keys), None)
         if known is not None:
             return known
         what = ", ".join(filter(None, (describe_variant(keys, self.space), plan)))
-        if answer["status"] != "ok":
-            step = Step(stage, what, keys, answer, False, f"cannot run: {answer['status']}")
-        else:
-            step = judge_variant(stage, what, keys, answer, self.budget, self.trials)
-            if step.fits:
-                fitting = [*(other for other in self.steps if other.fits), step]
-                tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
-                verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
-                if chosen is step:
-                    verdict = "fits, fastest so far" if len(tied) == 1 else f"{verdict}, thriftier"
-                judged = dataclasses.replace(step, verdict=verdict)
-                self.best = judged if chosen is step else chosen
-                step = judged
-            if self.tightest is None or self._excess_bytes(step) < self._excess_bytes(self.tightest):
-                self.tightest = step
-        self.steps.append(step)
-        self._show(step)
-        return step
+        step = self.judge_answer(stage, what, keys, answer)
+        if step.fits:
+            fitting = [*self.fitting, step]
+            tied, chosen = ranking.ties(fitting, _seconds), preferred(fitting)
+            verdict = "fits, a tie" if len(tied) > 1 and any(other is step for other in tied) else "fits"
+            if chosen is step:
+                verdict = "fits, fastest so far" if len(tied) == 1 else f"{verdict}, thriftier"
+            judged = dataclasses.replace(step, verdict=verdict)
+            self.best = judged if chosen is step else chosen
+            step = judged
+        return self.record(step)
 
     @property
     def ties(self) -> list[Step]:
         """The variants that fit and are predicted to be as fast as the best one. The best one is not included."""
-        fitting = [step for step in self.steps if step.fits]
-        return [step for step in ranking.ties(fitting, _seconds) if step is not self.best]
+        return [step for step in ranking.ties(self.fitting, _seconds) if step is not self.best]
 
-    def _excess_bytes(self, step: Step) -> float:
-        return max(step.allocated - self.budget, 0) + max(step.answer["host_bytes"] - self.trials.host_budget, 0)
-
-    def _compile_and_record(self, tries: Sequence[tuple[str, Mapping[str, str], str]]) -> list[Step]:
+    def _compile_and_record(self, tries: Sequence[tuple[str, Keys, str]]) -> list[Step]:
         # If the search is stopped, the variants that are finished are still recorded.
         steps = []
         try:
@@ -143,12 +116,12 @@ class Walk:
             for stage, keys, plan in tries:
                 answer = self.trials.done(keys)
                 if answer is not None:
-                    steps.append(self.record(stage, keys, answer, plan))
+                    steps.append(self.add(stage, keys, answer, plan))
         return steps
 
     # ---- the walk ----------------------------------------------------------------------------------------------
 
-    def _walk(self) -> None:
+    def _search(self) -> None:
         space, base = self.space, self.space.baseline()
         meshes = space.meshes()
         first = {**base, **meshes[0], **space.batch(meshes[0], space.micros(meshes[0])[0])}
@@ -294,13 +267,13 @@ class Walk:
 
         def record(tried: CompiledPlan) -> None:
             variant = {**keys, **plan_keys(tried.plan)}
-            self.record("remat", variant, self.trials.compile([variant])[0], str(tried.plan))
+            self.add("remat", variant, self.trials.compile([variant])[0], str(tried.plan))
 
         try:
             moves = activations and not self.space.schedule(keys)
             search = self.trials.search(keys, offload=moves, tell=record)
         except ReportError as error:  # the variant compiles, but its blocks cannot be described
-            self.record("remat", keys, {"status": str(error)}, "search for a plan")
+            self.add("remat", keys, {"status": str(error)}, "search for a plan")
             return None
         cheapest = search.run(self.budget, most=MAX_PLANS, at_once=2).best
         if cheapest is None:
@@ -310,7 +283,7 @@ class Walk:
         best = self.best.keys if self.best else None
         for tried in search.tried.values():
             if {**keys, **plan_keys(tried.plan)} == best:
-                self._search, self._plan = search, tried.plan
+                self._remat, self._plan = search, tried.plan
                 break
         full = next(one for one in self.steps if one.keys == {**keys, **remat_keys(FULL)})
         recompute = self._recompute_seconds(full)
@@ -335,7 +308,7 @@ class Walk:
     def _try_neighbour_plans(self) -> None:
         # A neighbour saves one more tensor than the best plan.
         for _ in range(MAX_NEIGHBOURS):
-            before, search, plan = self.best, self._search, self._plan
+            before, search, plan = self.best, self._remat, self._plan
             if search is None or plan is None or before is None:
                 return
             if not plan_keys(plan).items() <= before.keys.items():
@@ -356,7 +329,7 @@ class Walk:
         fitting = [other for other in cheapest if search.predict(other) <= self.budget][:MAX_NEIGHBOURS]
         variants = [{**keys, **plan_keys(other)} for other in fitting]
         for other, variant, answer in zip(fitting, variants, self.trials.compile(variants)):
-            if self.record("neighbour", variant, answer, str(other)) is self.best:
+            if self.add("neighbour", variant, answer, str(other)) is self.best:
                 self._plan = other
 
 
@@ -365,11 +338,18 @@ def preferred(steps: Sequence[Step]) -> Step | None:
 
     If predicted seconds tie, the variant with less recomputation is returned, then the variant with less memory.
     """
-    return ranking.preferred(steps, _seconds, lambda step: step.thrift)
+    return ranking.preferred(steps, _seconds, _thrift)
 
 
 def _seconds(step: Step) -> float:
     return step.seconds
+
+
+def _thrift(step: Step) -> tuple[float, int, bool]:
+    """Returns the sort key for variants whose predicted seconds are about equal, the best one first
+    (`compare_rows.thrift`)."""
+    names = ("recompute_flops_fraction", "allocated_bytes", "host_bytes")
+    return thrift(ConfigRow.from_answer(step.keys, {name: step.answer.get(name) for name in names}))
 
 
 def _same_without_remat(keys: Mapping[str, str], variant: Mapping[str, str]) -> bool:

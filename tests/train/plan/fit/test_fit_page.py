@@ -7,9 +7,10 @@ import shlex
 
 import pytest
 
+from bytescope.memory.compare import fit_view
 from bytescope.memory.view.figures import seconds as pages_seconds
 from bytescope.memory.view.prediction_text import within
-from bytescope.train.plan.fit import fit_view
+from bytescope.train.plan.fit import fit_tables
 from support.browser import HOSTILE, Page, body, browse, literally, one_file, with_style_attributes
 from support.fit_trials import GIB, as_json, walk
 
@@ -122,7 +123,7 @@ def test_what_was_measured_is_said(fits):
 def hostile(out):
     """The same fit with hostile text wherever a config, a target or a compiler can put some."""
     walk = [{**step, "what": HOSTILE, "verdict": HOSTILE, "keys": {HOSTILE: HOSTILE}} for step in out["walk"]]
-    found = {"flags": HOSTILE, "what": HOSTILE}
+    found = {"flags": HOSTILE, "what": HOSTILE, "keys": {HOSTILE: HOSTILE}}
     return {
         **out,
         "config": HOSTILE,
@@ -131,7 +132,7 @@ def hostile(out):
         "target": {"name": HOSTILE, "kind": HOSTILE},
         "versions": {HOSTILE: HOSTILE},
         "stopped": HOSTILE,
-        "best": out["best"] and {**out["best"], **found, "overrides": {HOSTILE: HOSTILE}},
+        "best": out["best"] and {**out["best"], **found},
         "certificate": out["certificate"] and {**out["certificate"], **found},
     }
 
@@ -172,8 +173,8 @@ def test_the_browser_takes_hostile_and_empty_fits(fits_not, tmp_path):
 @pytest.mark.quick
 def test_how_much_slower_a_mesh_is_in_words():
     mesh = {"fits": True, "least_seconds": None, "slower": 0.12}
-    assert fit_view.slower(mesh) == "12.0%" and fit_view.slower({**mesh, "least_seconds": 1.0}) == "at least 12.0%"
-    tie = {**mesh, "slower": fit_view.TIE / 2}
-    assert fit_view.slower(tie) == "a tie" and fit_view.slower({**tie, "least_seconds": 1.0}) == "a tie at best"
-    assert fit_view.slower({**mesh, "slower": 0}) == fit_view.slower({**mesh, "fits": False}) == ""
-    assert fit_view.has_bounds([mesh, {**tie, "least_seconds": 1.0}]) and not fit_view.has_bounds([mesh, tie])
+    assert fit_tables.slower(mesh) == "12.0%" and fit_tables.slower({**mesh, "least_seconds": 1.0}) == "at least 12.0%"
+    tie = {**mesh, "slower": fit_tables.TIE / 2}
+    assert fit_tables.slower(tie) == "a tie" and fit_tables.slower({**tie, "least_seconds": 1.0}) == "a tie at best"
+    assert fit_tables.slower({**mesh, "slower": 0}) == fit_tables.slower({**mesh, "fits": False}) == ""
+    assert fit_tables.has_bounds([mesh, {**tie, "least_seconds": 1.0}]) and not fit_tables.has_bounds([mesh, tie])

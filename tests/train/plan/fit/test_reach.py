@@ -1,12 +1,11 @@
 """Adapters: bases that a fit weighs against recomputation, and the ranks and lengths that fit besides."""
 
-import io
-
 import pytest
 
-from bytescope.memory.view.console import make_console
-from bytescope.train.plan.fit import fit_view
+from bytescope.memory.compare.fit_view import render_text
+from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.fit.fit_reach import RANKS, Reach
+from bytescope.train.plan.fit.fit_tables import tables_of
 from support.fit_trials import GIB, SEQ, as_json, walk
 
 pytestmark = pytest.mark.quick
@@ -26,9 +25,7 @@ def reached(done):
 
 
 def printed(out):
-    console = make_console(file=io.StringIO(), width=100)
-    fit_view.show(out, "x", console)
-    return console.file.getvalue()
+    return plain_text(render_text(out, tables_of(out)), 100)
 
 
 def test_the_base_is_the_fastest_that_fits():
@@ -140,12 +137,12 @@ def test_rows_are_ordered_and_printed():
     out = as_json(done, found)
     assert [(row["length"], row["beyond"]) for row in out["reach"]] == [(row.length, row.beyond) for row in rows]
     text = printed(out)
-    assert "for each rank of adapters, the longest sequence" in text and "5,120 do not fit" in text
-    assert max(map(len, text.splitlines())) <= 100 and "each rank" not in printed(as_json(done))
+    assert "Limits of each LoRA rank" in text and "5,120 do not fit" in text
+    assert max(map(len, text.splitlines())) <= 100 and "each LoRA rank" not in printed(as_json(done))
 
 
 def test_limits_hold_for_what_is_tried_besides():
-    compiles = fitted(30).trials.compiles
+    compiles = fitted(30).limits.compiles
     found = reached(fitted(30, most=compiles + 1))
-    assert found.stopped.startswith("the limit on compiles") and as_json(found.walk, found)["stopped"] == found.stopped
+    assert as_json(found.walk, found)["stopped"].startswith("the limit on compiles")
     assert not reached(fitted(30, most=2)).variants

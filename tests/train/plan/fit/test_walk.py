@@ -4,15 +4,16 @@ import json
 
 import pytest
 
+from bytescope.memory.compare.fit_search import Step, Stopped
+from bytescope.memory.compare.fit_view import render_text
 from bytescope.memory.remat.remat_search import FULL, NONE
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import plain_text
 from bytescope.train.plan.config_grid import ConfigRow as Row
-from bytescope.train.plan.fit import fit_result, fit_view
+from bytescope.train.plan.fit import fit_result, fit_tables
 from bytescope.train.plan.fit import fit_walk as walks
 from bytescope.train.plan.fit.fit_space import SQUEEZES, describe_trial
-from bytescope.train.plan.fit.fit_step import Step
-from bytescope.train.plan.trials import Stopped, Trials
+from bytescope.train.plan.trials import Trials
 from support.fit_trials import GIB, SEQ, as_json, walk
 
 pytestmark = pytest.mark.quick
@@ -210,9 +211,10 @@ def test_a_variant_that_cannot_run_is_passed_over():
         "zero3 fsdp 8, 4 x 2, full": "cannot run: too wide",
     }
     assert done.best.keys["batch.micro"] == "2"
-    said = " ".join(plain_text(fit_view.render_text(as_json(done), "llama_8b"), 200).split())
+    out = as_json(done)
+    said = " ".join(plain_text(render_text(out, fit_tables.tables_of(out)), 200).split())
     assert "zero2 fsdp 8: cannot run: no such mesh" in said
-    row = next(row for row in as_json(done)["walk"] if "zero2" in row["what"])
+    row = next(row for row in out["walk"] if "zero2" in row["what"])
     assert row["allocated_bytes"] is row["predicted_seconds"] is None and row["fits"] is False
 
 
@@ -256,7 +258,7 @@ def test_a_certificate_counts_what_is_missing_on_the_host():
 def test_it_stops_at_the_compile_that_is_not_allowed(most):
     """No program more than that, all that were compiled written down, and the best of them."""
     done = walk(84, most=most)
-    assert done.trials.compiles == most == len(done.steps)
+    assert done.limits.compiles == most == len(done.steps)
     assert done.stopped == f"the limit on compiles ({most}) was reached"
     fitting = [step for step in done.steps if step.fits]
     assert done.best.seconds == min(step.seconds for step in fitting) and as_json(done)["stopped"] == done.stopped
@@ -264,7 +266,7 @@ def test_it_stops_at_the_compile_that_is_not_allowed(most):
 
 def test_compiles_that_are_enough_are_no_stop():
     whole = walk(84)
-    again = walk(84, most=whole.trials.compiles)
+    again = walk(84, most=whole.limits.compiles)
     assert not again.stopped and whats(again) == whats(whole)
 
 
@@ -275,7 +277,7 @@ def interrupt(*args, **more):
 def test_the_bar_names_a_variant_as_its_line_does_and_counts_all_that_are_done():
     counts = []
     done = walk(24, progress=lambda labels, count: counts.append(count))
-    assert counts == sorted(counts) and counts[-1] >= done.trials.compiles > 5
+    assert counts == sorted(counts) and counts[-1] >= done.limits.compiles > 5
     assert [describe_trial(step.keys, done.space) for step in done.steps] == [step.what for step in done.steps]
 
 
@@ -339,5 +341,5 @@ def test_the_json_repeats_the_search():
 
 def test_what_was_measured_stands_in_the_best_row():
     done = walk(84)
-    out = fit_result.to_json(done, lambda keys: "", {}, {"tokens_per_s": 5.0, "step_seconds": 2.0, "peak_bytes": None})
+    out = fit_result.to_json(done, lambda keys: "", {"tokens_per_s": 5.0, "step_seconds": 2.0, "peak_bytes": None})
     assert out["best"]["measured"]["tokens_per_s"] == 5.0 and NONE in done.steps[0].what
