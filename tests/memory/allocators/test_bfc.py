@@ -5,7 +5,6 @@ The sequences restate, as sizes and results, tests of xla/tsl/framework/bfc_allo
 tensorflow/core/common_runtime/gpu/gpu_bfc_allocator_test.cc. The name of each original test is in the docstring.
 """
 
-import itertools
 import random
 
 import pytest
@@ -18,20 +17,6 @@ pytestmark = pytest.mark.quick
 
 def statistics(pool):
     return pool.allocations, pool.in_use, pool.peak_in_use, pool.largest_request
-
-
-def test_many_small_requests_get_addresses_of_their_own():
-    """NoDups."""
-    pool = BfcPool(GIB)
-    assert statistics(pool) == (0, 0, 0, 0)
-    addresses = {size: pool.allocate(size) for size in range(1, 1024)}
-    assert statistics(pool) == (1023, 654336, 654336, 1024)
-    in_order = sorted(addresses.items(), key=lambda item: item[1])
-    for (size, address), (_, following) in itertools.pairwise(in_order):
-        assert following - address >= size
-    for address in addresses.values():
-        pool.free(address)
-    assert statistics(pool) == (1023, 0, 654336, 1024)
 
 
 def test_freed_chunks_are_merged():

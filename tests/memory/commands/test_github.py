@@ -91,21 +91,6 @@ def test_what_a_name_holds_ends_no_command_and_no_cell():
     assert "<b>" not in text and "`" not in text
 
 
-@pytest.mark.parametrize(
-    ("source", "place"),
-    [
-        ("/srv/repo/a/b.py:3", ("a/b.py", "3")),
-        ("/other/b.py:3", ("/other/b.py", "3")),
-        ("b.py:3", ("b.py", "3")),
-        ("", ("", "")),
-        ("b.py", ("b.py", "")),
-    ],
-)
-def test_files_are_told_from_the_root_of_the_repository(source, place, monkeypatch):
-    monkeypatch.setenv("GITHUB_WORKSPACE", "/srv/repo")
-    assert github._split_location(source) == place
-
-
 def test_the_command_prints_them_and_adds_to_the_summary(tmp_path, monkeypatch, capsys):
     report_of(4 * MIB).save(tmp_path / "a.json")
     report_of(8 * MIB, target="h200").save(tmp_path / "b.json")

@@ -24,24 +24,6 @@ def entry(folder, key):
     return Entry(key, hit=True)
 
 
-def test_a_proto_is_kept_beside_its_entry(folder):
-    own = entry(folder, "jit_step-0a1b")
-    assert own.load_proto("text") is None
-    own.save_proto("text", b"\n\x00\n", {"stats": None})
-    assert own.load_proto("text") == (b"\n\x00\n", {"stats": None}) and own.load_proto("other") is None
-    Entry("jit_step-ffff", hit=False).save_proto("text", b"x", {})  # jax wrote none: too quick a compile
-    assert [path.name for path in folder.glob("*.buffers.gz")] == ["jit_step-0a1b-text.buffers.gz"]
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: b"", lambda content: b"text"])
-def test_a_damaged_proto_is_none(folder, damage):
-    own = entry(folder, "jit_step-0a1b")
-    own.save_proto("text", b"proto", {})
-    [path] = folder.glob("*.buffers.gz")
-    path.write_bytes(damage(path.read_bytes()))
-    assert own.load_proto("text") is None
-
-
 def test_protos_do_not_pile_up(folder):
     """Of one entry the newest four stay, of one that jax has evicted none."""
     own, other = entry(folder, "jit_step-0a1b"), entry(folder, "jit_step-0a1bc")

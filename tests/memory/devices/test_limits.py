@@ -154,15 +154,6 @@ def test_the_share_of_a_gpus_memory_in_words(target, limit, words):
     assert limits.limit_share(target, limit) == words
 
 
-def test_a_described_gpu_says_which_fraction_of_it_is_available(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    found = targets.parse("h100:8").to_json()
-    assert (
-        limits.limit_share(found, found["limit_bytes"]) == "50 % of the GPU's memory (XLA_PYTHON_CLIENT_MEM_FRACTION)"
-    )
-    assert targets.parse("v5e:2x2").to_json()["memory_fraction"] is None
-
-
 def _nodes(tmp_path, *names):
     return _root(tmp_path, {name.lstrip("/"): "" for name in names})
 

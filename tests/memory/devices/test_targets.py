@@ -264,28 +264,19 @@ def _compile(devices):
 
 
 @needs_cuda
-@pytest.mark.parametrize(
-    "name",
-    [
-        "h200:2",
-        "h100:2x2",
-        "a100-80g:2",
-        "b200:2",
-        "l40s:2",
-        "rtx4090:2",
-        "t4:2",
-        "rtx5090:2",
-        "gb300:2",
-        "b300:2",
-        "gh200-96g:2x1",
-        "h20:2",
-    ],
-)
-def test_a_program_compiles_for_gpus_that_are_not_here(name):
+def test_gpus_that_are_not_here_are_described():
+    for name in ("h200:2", "rtx4090:2", "gh200-96g:2x1", "b300:2", "h20:2"):
+        target = targets.parse(name)
+        assert len(target.devices()) == target.n_devices
+        assert target.devices()[0].device_kind == target.kind
+        assert target.devices()[0] is targets.parse(name).devices()[0]  # meshes made twice are equal
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", ["h100:2x2", "a100-80g:2", "b200:2", "l40s:2", "t4:2", "rtx5090:2", "gb300:2"])
+def test_a_program_compiles_for_each_generation_of_gpus(name):
     target = targets.parse(name)
-    assert len(target.devices()) == target.n_devices
-    assert target.devices()[0].device_kind == target.kind
-    assert target.devices()[0] is targets.parse(name).devices()[0]  # meshes made twice are equal
+    assert target.devices()[0].device_kind == target.kind and len(target.devices()) == target.n_devices
     memory = _compile(target.mesh_devices(target.n_devices)).memory_analysis()
     assert memory.argument_size_in_bytes == 64 * 32 * 4 // target.n_devices
 

@@ -39,40 +39,35 @@ ROWS = {
     "mixtral_8x7b h100:2x8": (ProgramSize(495, 5580, True), "gpu", True, 444, 874),
     "deepseek_v3 h100:256x8": (ProgramSize(667, 4724), "gpu", True, 383, 1030),
 }
-
-
 # The same for GPUs that are not present, without machine code, on 2026-11-27. Only the first four set constants.
 WITHOUT_CODE = {
-    "plain_jax.py:rnn h100": (ProgramSize(30, 101), False, 275, 396),
-    "gpt2_small h200": (ProgramSize(223, 4524, True), True, 372, 717),
-    "llama_8b h100:8": (ProgramSize(239, 1081, True), True, 369, 584),
-    "tiny_moe h100:8": (ProgramSize(327, 1814), True, 340, 660),
-    "llama_405b h100:64x8": (ProgramSize(239, 1081, True), True, 372, 591),
-    "deepseek_v3 h100:256x8": (ProgramSize(688, 4814), True, 349, 907),
+    "plain_jax.py:rnn h100": (ProgramSize(30, 101), "cuda", False, 275, 396),
+    "gpt2_small h200": (ProgramSize(223, 4524, True), "cuda", True, 372, 717),
+    "llama_8b h100:8": (ProgramSize(239, 1081, True), "cuda", True, 369, 584),
+    "tiny_moe h100:8": (ProgramSize(327, 1814), "cuda", True, 340, 660),
+    "llama_405b h100:64x8": (ProgramSize(239, 1081, True), "cuda", True, 372, 591),
+    "deepseek_v3 h100:256x8": (ProgramSize(688, 4814), "cuda", True, 349, 907),
 }
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", WITHOUT_CODE)
-def test_the_model_is_within_15_percent_of_recorded_reports_for_described_gpus(case):
-    size, trainer, traced, compiled = WITHOUT_CODE[case]
-    host = HostMemory(shared_terms(size, "cuda", trainer=trainer, orbax=False, without_code=True))
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        *((row, {}) for row in ROWS.values()),
+        *((row, {"orbax": False, "without_code": True}) for row in WITHOUT_CODE.values()),
+    ],
+    ids=[*ROWS, *(f"{name} without code" for name in WITHOUT_CODE)],
+)
+def test_the_model_is_within_15_percent_of_recorded_reports(row, options):
+    size, platform, trainer, traced, compiled = row
+    host = HostMemory(shared_terms(size, platform, trainer=trainer, **options))
     for phase, measured in (("trace", traced), ("compile", compiled)):
         assert 0.9 < host.predicted(phase) / (measured * MIB) < 1.15, phase
     assert host.peak_phase == "compile" or host.predicted("compile") > 0.95 * host.predicted("analyze")
-    if size.total < 2000:  # few kernels are repeated
-        with_code = HostMemory(shared_terms(size, "cuda", trainer=trainer, orbax=False))
+    if options and size.total < 2000:  # few kernels are repeated
+        with_code = HostMemory(shared_terms(size, platform, trainer=trainer, orbax=False))
         assert host.predicted("compile") < with_code.predicted("compile")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("case", ROWS)
-def test_the_model_is_within_15_percent_of_recorded_reports(case):
-    size, platform, trainer, traced, compiled = ROWS[case]
-    host = HostMemory(shared_terms(size, platform, trainer=trainer))
-    for phase, measured in (("trace", traced), ("compile", compiled)):
-        assert 0.9 < host.predicted(phase) / (measured * MIB) < 1.15, phase
-    assert host.peak_phase == "compile" or host.predicted("compile") > 0.95 * host.predicted("analyze")
 
 
 @pytest.mark.quick

@@ -148,20 +148,6 @@ def test_cut_and_spliced_messages():
         check(text)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", written.FORMS)
-def test_many_cuts(name):
-    for text in cuts(name, 11):
-        check(text)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(2))
-def test_many_splices(seed):
-    for text in splices(500, seed):
-        check(text)
-
-
 def large_logs(size):
     rng = random.Random(0)
     samples = [form(rng).text for form in written.FORMS.values()]

@@ -9,8 +9,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bytescope.memory.__main__ import main
 from bytescope.memory.profile import breakdown, instruction_seconds, kernel_owners, xplane
@@ -216,51 +214,3 @@ def test_missing_kernels_do_not_shift_the_others(llama):
     )
     wrong = [one for one, other in zip(named, kept, strict=True) if one.name != other.name]
     assert len(wrong) < 0.01 * len(kept)
-
-
-FAMILIES = ("cublas", "cudnn", "copy", "memset", "library")
-
-
-def slots(*families):
-    return [kernel_owners._Slot(f"{family}.{n}", family, frozenset()) for n, family in enumerate(families)]
-
-
-def names(owners):
-    return [owner and (owner.name, owner.continues_run) for owner in owners]
-
-
-def test_kernels_of_a_call_follow_its_first():
-    assign = kernel_owners._assign
-    # A memset before each product, and the sum of a split reduction after the first.
-    found = assign(["memset", "cublas", "cublas", "memset", "cublas"], slots("cublas", "cublas"))
-    assert names(found) == [
-        ("cublas.0", False),
-        ("cublas.0", True),
-        ("cublas.0", True),
-        ("cublas.1", False),
-        ("cublas.1", True),
-    ]
-    found = assign(["cudnn", "memset", "cudnn", "copy", "cublas"], slots("cudnn", "copy", "cublas"))
-    assert names(found) == [
-        ("cudnn.0", False),
-        ("cudnn.0", True),
-        ("cudnn.0", True),
-        ("copy.1", False),
-        ("cublas.2", False),
-    ]
-    assert names(assign(["cudnn"], slots("cublas", "copy"))) == [None]
-    assert names(assign(["memset"], slots("copy"))) == [("copy.0", False)]
-
-
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.sampled_from(FAMILIES), max_size=8), st.lists(st.sampled_from(FAMILIES[:3]), max_size=6))
-def test_kernels_keep_their_order_and_their_library(kernels, calls):
-    places = slots(*calls)
-    found = kernel_owners._assign(kernels, places)
-    owned = [(family, owner) for family, owner in zip(kernels, found, strict=True) if owner is not None]
-    order = [int(owner.name.rsplit(".", 1)[1]) for _, owner in owned]
-    assert order == sorted(order)
-    for family, owner in owned:
-        assert family in ("memset", "library") or owner.name.startswith(family)
-    starts = [owner.name for _, owner in owned if not owner.continues_run]
-    assert len(starts) == len(set(starts)) == len({owner.name for _, owner in owned})

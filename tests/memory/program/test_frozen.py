@@ -80,8 +80,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("base, size", [(BASE, SIZE), (CODES, SIZE // 2 + LAYERS * D * F // 2)], ids=["bf16", "codes"])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "base", "size"),
+    [*((name, BASE, SIZE) for name in PROGRAMS), ("without names", CODES, SIZE // 2 + LAYERS * D * F // 2)],
+    ids=[*PROGRAMS, "codes without names"],
+)
 def test_a_base_under_adapters_is_frozen(program, base, size):
     step, arguments = PROGRAMS[program](base)
     report = memory.analyze(step, *arguments, donate_argnums=0)
