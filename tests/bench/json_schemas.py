@@ -410,10 +410,6 @@ class RatesKeys(TypedDict):
     runs: NotRequired[RunCorrection]
 
 
-class PerplexityKeys(TypedDict):
-    perplexity: dict[str, float]
-
-
 class ScoredText(TypedDict):
     row: int
     tokens: list[int]
@@ -504,7 +500,7 @@ RESULTS: Mapping[str, Any] = {
     "fit": FitResult | FitProgramResult,
     "estimate": EstimateResult,
     "calibrate": Annotated[RatesKeys, DeviceRates],
-    "quantize": Annotated[PerplexityKeys, QuantizationResult],
+    "quantize": QuantizationResult,
     "score": ScoreResult,
     "configs": ConfigsResult,
     "keys": KeysResult,
