@@ -21,6 +21,7 @@ _SOURCE = {
     "--fix --write": "edit the source as the report's finding says: no command writes to your source",
     "--fix-sharding --small": "add the sharding constraint that the report's finding names, and report again",
 }
+_PERPLEXITY = "leave it out: bytescope generate FOLDER --score=TEXT has the perplexity of each folder"
 _LIST = {"": "use bytescope list {command}", "--grep --json": _SAME}
 
 # Command -> flags, separated by spaces -> what to write instead. The flags "" stand for the command itself.
@@ -36,6 +37,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "--min-p": "use --top-p, which also drops unlikely tokens",
         "--ignore-end": "leave it out: an answer ends with its end-of-text token",
     },
+    "export": {"--held-out": _PERPLEXITY},
     "report": _SUBJECT | _CHUNK | _SOURCE,
     "explain": {
         "--config --program --hlo --report": "give the subject after the log: bytescope explain LOG SUBJECT TARGET",
@@ -92,13 +94,15 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     | _LIMIT
     | _CHUNK,
     "quantize": {
-        "": "use bytescope export RUN_OR_FOLDER OUT --awq=TEXT",
+        "": "use bytescope export FOLDER OUT --awq=TEXT; bytescope export writes a run as a folder",
+        "--held-out": _PERPLEXITY,
+        "--step": "bytescope export RUN FOLDER --step=N, then quantize FOLDER",
         "--target --plan": "leave it out: one layer is on the device at a time, and the bytes are printed first",
         "--html": "--json=FILE has the figures",
         "--calibrate": "--awq=TEXT",
         "--bits": "leave it out: weights have 4 bits",
         "--method": "leave it out: rounding without scales is only compared in our benchmarks",
-        "--held-out --group --format --samples --length --dtype --step --budget --shard-size --json --force": _SAME,
+        "--group --format --samples --length --dtype --budget --shard-size --json --force": _SAME,
     }
     | _LIMIT,
     "init-program": {

@@ -379,10 +379,6 @@ class RatesKeys(TypedDict):
     runs: NotRequired[RunCorrection]
 
 
-class PerplexityKeys(TypedDict):
-    perplexity: dict[str, float]
-
-
 class ScoredText(TypedDict):
     row: int
     tokens: list[int]
@@ -473,7 +469,7 @@ RESULTS: Mapping[str, Any] = {
     "fit": FitResult,
     "estimate": EstimateResult,
     "calibrate": Annotated[RatesKeys, DeviceRates],
-    "quantize": Annotated[PerplexityKeys, QuantizationResult],
+    "quantize": QuantizationResult,
     "score": ScoreResult,
     "configs": ConfigsResult,
     "keys": KeysResult,

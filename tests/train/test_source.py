@@ -33,7 +33,7 @@ pytestmark = pytest.mark.quick
 TAKES = {
     "generate": ((RunPath, WeightsPath), ["--prompt=x"]),
     "score": ((RunPath, WeightsPath), ["--score=text.txt"]),
-    "quantize": ((RunPath, WeightsPath), ["out", "--awq=text.txt"]),
+    "quantize": ((WeightsPath,), ["out", "--awq=text.txt"]),
     "export": ((RunPath,), ["out"]),
 }
 # Kind -> (its path, how the reader of the kind refuses it).
@@ -48,6 +48,11 @@ REFUSED = {
         WeightsPath: "weights is not a run directory",
         ConfigPath: "config.py",
         None: "other is not a run directory",
+    },
+    (WeightsPath,): {
+        RunPath: "run is a run: write its weights with bytescope export run FOLDER, and give FOLDER",
+        ConfigPath: "config.py is neither a run nor a folder of weights: ",
+        None: "other is neither a run nor a folder of weights: ",
     },
     (RunPath, WeightsPath): {
         ConfigPath: "config.py is neither a run nor a folder of weights: ",

@@ -1,15 +1,16 @@
-"""`bytescope export --awq`: writes the model of a run or a folder with 4-bit weights."""
+"""`bytescope export --awq`: writes the model of a folder with 4-bit weights."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Sequence
 
 from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.host.process_memory import return_large_arrays
-from bytescope.memory.view.progress_bar import ProgressBar, progress
+from bytescope.memory.view.progress_bar import progress
 from bytescope.train.commands.export_command import add_shard_size, parse_size
 from bytescope.train.generate.generate_flags import add_budget, add_dtype, start_devices
 from bytescope.train.source import model_path
@@ -18,13 +19,11 @@ from bytescope.train.user_errors import UserError
 EPILOG = """\
 examples:
   bytescope export smollm/ smollm-awq/ --awq=text.txt --group=64
-  bytescope export runs/mine mine-4bit/ --awq=rows.jsonl
   bytescope export big/ out/ --awq=text.txt --format=compressed-tensors
 
-Calibrate on text like the text that the model will read. Without --held-out,
-the end of the text is used to measure perplexity instead of to calibrate. Only
-one layer is on the device at a time. Run the same command again to resume an
-interrupted one. bytescope generate, transformers and vLLM read the folder.
+Calibrate on text like the text that the model will read. Only one layer is on
+the device at a time. bytescope generate, transformers and vLLM read the folder.
+bytescope export writes a run as a folder; generate --score has the perplexity.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 GROUPS, FORMATS = (32, 64, 128), ("awq", "compressed-tensors")
 
@@ -35,16 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
         prog="bytescope export --awq",
         allow_abbrev=False,
         epilog=EPILOG,
-        usage="bytescope export RUN_OR_FOLDER OUT --awq=TEXT [...]",
+        usage="bytescope export FOLDER OUT --awq=TEXT [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Write a model with 4-bit weights, scaled by the activations of a calibration\ntext (AWQ).",
     )
-    parser.add_argument(
-        "source",
-        type=model_path,
-        metavar="RUN_OR_FOLDER",
-        help="run directory that bytescope train wrote, or a folder of Hugging Face weights",
-    )
+    parser.add_argument("source", type=model_path, metavar="FOLDER", help="folder of Hugging Face weights")
     parser.add_argument("out", type=user_path, metavar="OUT", help="folder to write, new or empty")
     parser.add_argument(
         "--awq",
@@ -55,12 +49,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="quantize to 4 bits, with scales that the activations of this text determine: each row of a .jsonl file "
         "is a text, any other file is one text",
-    )
-    parser.add_argument(
-        "--held-out",
-        type=user_path,
-        metavar="TEXT",
-        help="text to measure perplexity on (default: the end of the text of --awq)",
     )
     parser.add_argument(
         "--group",
@@ -92,17 +80,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="tokens per calibration sequence (default %(default)s; at most the model's maximum)",
     )
     add_dtype(parser)
-    parser.add_argument(
-        "--step", type=int, metavar="N", help="for a run: read the checkpoint of step N (default: the newest)"
-    )
     add_budget(parser)
     add_shard_size(parser)
     add_json(parser, "the results, with the error of each layer,")
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace OUT if it already contains a model, and restart an interrupted run from the beginning",
-    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it already contains a model")
     return parser
 
 
@@ -133,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     return_large_arrays()
     args.fsdp = args.tensor = 1  # one layer is on one device at a time
     start_devices(args)
-    with disk_errors_explained(args.out, "finished layers are kept, and the same command resumes"):
+    with disk_errors_explained(args.out):
         quantize(args)
     return 0
 
@@ -145,29 +126,44 @@ def quantize(args: argparse.Namespace) -> None:
       UserError: an argument or an input file is wrong.
       DoesNotFit: one layer does not fit in the memory of the device.
     """
+    from bytescope.memory.host.host_ledger import ledger
     from bytescope.memory.host.process_memory import host_phase
     from bytescope.memory.report.host_notice import host_line, warn_if_too_large
     from bytescope.memory.view.console import put
     from bytescope.memory.view.text_layout import Prose
     from bytescope.train.export.model_folder import refuse_used
-    from bytescope.train.quantize.quantize_result import memory_view, result_view
-    from bytescope.train.quantize.quantize_setup import make_result, open_quantization
+    from bytescope.train.quantize.output import bytes_by_component
+    from bytescope.train.quantize.quantize_result import QuantizationResult, result_view
+    from bytescope.train.quantize.quantize_setup import open_quantization
 
     refuse_used(args.out, args.force)
     if os.path.realpath(args.source) == os.path.realpath(args.out):
         raise UserError(f"{args.out} is the folder to quantize: give another folder for OUT")
     with progress(None, "opening", "share") as bar:
-        prepared = open_quantization(args, _progress_callback(bar))
-        put(memory_view(prepared.memory))
+        prepared = open_quantization(args, lambda done, total, what: bar.show(done, total or None, what))
+        work = prepared.quantization
+        put(Prose(prepared.memory.line))
         put(Prose(host_line(prepared.host)))
         warn_if_too_large(prepared.host, "give fewer --samples, or a shorter --length")
-        with host_phase("quantize"):
-            outcome = prepared.quantization.run()
-            prepared.quantization.output.finish()
-    result = make_result(args, prepared, outcome)
+        try:
+            with host_phase("quantize"):
+                layers = work.run()
+                work.output.finish()
+        finally:
+            shutil.rmtree(work.output.folder, ignore_errors=True)
+    result = QuantizationResult(
+        title=work.origin.source.title,
+        out=str(args.out),
+        facts=(
+            f"4 bits, groups of {args.group}, activation-aware scales and clipped groups (AWQ); {args.format}",
+            f"calibrated on {prepared.tokens:,} tokens of {args.calibrate.name} in windows of "
+            f"{work.programs.sizes.length:,}",
+        ),
+        memory=prepared.memory,
+        components=bytes_by_component(work.output.tensors, work.origin),
+        tokens=prepared.tokens,
+        layers=layers,
+        host_memory=ledger(prepared.host),
+    )
     put(result_view(result))
-    write_json(args, result.to_json(), caveats=("Perplexity and errors were measured on the given texts.",))
-
-
-def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:
-    return lambda done, total, what: bar.show(done, total or None, what)
+    write_json(args, result.to_json(), caveats=("Errors were measured on the given text.",))

@@ -104,13 +104,12 @@ class Files:
       folder: the folder of the files.
       tensors: the tensors, in the order in which they are stored.
       most: maximum bytes of tensors per file. A larger tensor has a file of its own.
-      begin: True to create the files, False if they exist already, as in `open_existing`.
 
     Raises:
       OSError: the disk is full or cannot be written.
     """
 
-    def __init__(self, folder: Path, tensors: Sequence[TensorToWrite], most: int, begin: bool = True):
+    def __init__(self, folder: Path, tensors: Sequence[TensorToWrite], most: int):
         self._folder = folder
         self._places: dict[str, tuple[str, int]] = {}  # tensor -> (file, offset of its first byte)
         shards = _split_into_files(tensors, most)
@@ -120,19 +119,14 @@ class Files:
             else [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         )
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._begins = {name: self._assign_to_file(name, shard) for name, shard in zip(self.names, shards)}
-        if begin:
-            self._begin(tensors)
-
-    @classmethod
-    def open_existing(cls, folder: Path, tensors: Sequence[TensorToWrite], most: int) -> Files | None:
-        """Returns the files of these tensors if all files exist in `folder` with the expected headers and sizes,
-        otherwise None.
-
-        `most`: maximum bytes of tensors per file.
-        """
-        files = cls(folder, tensors, most, begin=False)
-        return files if all(_has_header(folder / name, *begin) for name, begin in files._begins.items()) else None
+        for name, shard in zip(self.names, shards):
+            self._create(name, *self._assign_to_file(name, shard))
+        if len(self.names) > 1:
+            index = {
+                "metadata": {"total_size": self.nbytes},
+                "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _assign_to_file(self, name: str, shard: Sequence[TensorToWrite]) -> tuple[bytes, int]:
         """Assigns the tensors in `shard` to the file `name` and records the offset of each. Returns the file's header,
@@ -153,21 +147,14 @@ class Files:
             self._places[tensor.name] = name, 8 + len(header) + entries[tensor.name]["data_offsets"][0]
         return len(header).to_bytes(8, "little") + header, 8 + len(header) + end
 
-    def _begin(self, tensors: Sequence[TensorToWrite]) -> None:
-        for name, (header, size) in self._begins.items():
-            with open(self._folder / name, "wb") as file:
-                file.write(header)
-                file.flush()
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, size)
-                else:
-                    file.truncate(size)
-        if len(self.names) > 1:
-            index = {
-                "metadata": {"total_size": self.nbytes},
-                "weight_map": {tensor.name: self._places[tensor.name][0] for tensor in tensors},
-            }
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    def _create(self, name: str, header: bytes, size: int) -> None:
+        with open(self._folder / name, "wb") as file:
+            file.write(header)
+            file.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
 
     def write(self, tensor: TensorToWrite, pieces: Iterable[np.ndarray]) -> None:
         """Writes a tensor into its file, from consecutive pieces. Raises OSError if the disk cannot be written."""
@@ -182,25 +169,11 @@ class Files:
                     "pass all pieces of the tensor"
                 )
 
-    def read(self, tensor: TensorToWrite) -> np.ndarray:
-        """Returns a tensor that was written before. Raises OSError if the disk cannot be read."""
-        name, start = self._places[tensor.name]
-        with open(self._folder / name, "rb") as file:
-            file.seek(start)
-            return np.frombuffer(file.read(tensor.nbytes), DTYPES[tensor.dtype]).reshape(tensor.shape)
-
     def sync(self) -> None:
         """Waits until the operating system has written all weight files of the folder to disk (fsync)."""
         for name in self.names:
             with open(self._folder / name, "rb") as file:
                 os.fsync(file.fileno())
-
-
-def _has_header(path: Path, begin: bytes, size: int) -> bool:
-    if not path.is_file() or path.stat().st_size != size:
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(begin)) == begin
 
 
 def _split_into_files(tensors: Sequence[TensorToWrite], most: int) -> list[list[TensorToWrite]]:

@@ -1,4 +1,4 @@
-"""The device programs of a quantization: embedding, one block, head, and scale search. Each is compiled once.
+"""The device programs of a quantization: embedding, one block, and scale search. Each is compiled once.
 
 `peak_bytes` predicts their memory before anything is run.
 """
@@ -136,16 +136,6 @@ class Programs:
 
         return self._compiled(("embed",), run, self.shell_shapes, self._tokens)
 
-    def block(self) -> Compilation:
-        """Compiles the program that runs a block.
-
-        It takes the parameters of the block, the layer number and x [B, L, D], which is donated. It returns the output
-        of the block, [B, L, D].
-        """
-        return self._compiled(
-            ("block",), self._run_block, self.block_shapes, self._array(dtype=jnp.int32), self._x, donate_argnums=2
-        )
-
     def watch(self) -> Compilation:
         """Compiles the program that runs a block and adds statistics of its tokens to sums. The statistics of each
         weight input X [tokens, I] are the sum of |x| [I] and X'X [I, I].
@@ -156,7 +146,7 @@ class Programs:
 
         def run(params, layer, x_BLD, sums):
             with collect_tagged() as named:
-                y_BLD = self._run_block(params, layer, x_BLD)
+                y_BLD = nnx.merge(self._block, params).set(layer, regather=False)(x_BLD)[0]
             added = {}
             for name, (size_I, gram_II) in sums.items():
                 x_TI = named[name].reshape(-1, size_I.size)
@@ -173,25 +163,6 @@ class Programs:
             self._sum_shapes,
             donate_argnums=(2, 3),
         )
-
-    def _run_block(self, params: Any, layer: jax.Array, x_BLD: jax.Array) -> jax.Array:
-        block = nnx.merge(self._block, params).set(layer, regather=False)
-        return block(x_BLD)[0]
-
-    def head(self) -> Compilation:
-        """Compiles the program that computes the loss.
-
-        It takes the parameters outside the layers, the output of the last block [B, L, D] and the tokens [B, L]. It
-        returns the sum of -log p over all tokens except the first of each row.
-        """
-
-        def run(params, x_BLD, tokens_BL):
-            model = nnx.merge(self._shell, params)
-            logits_BLV = model.logits(model.finish(x_BLD), jnp.float32)[:, :-1]
-            chosen_BL = jnp.take_along_axis(logits_BLV, tokens_BL[:, 1:, None], axis=-1)[..., 0]
-            return (jax.nn.logsumexp(logits_BLV, axis=-1) - chosen_BL).sum()
-
-        return self._compiled(("head",), run, self.shell_shapes, self._x, self._tokens)
 
     def search(self, fold: Fold) -> Compilation:
         """Compiles the program that finds the scales of the input channels that the weights of `fold` share. The best
@@ -254,7 +225,6 @@ class Programs:
                 peaks[f"scales of {fold.name}"] = measure(f"scales of {fold.name}", self.search(fold), beside)
             name = f"rounding of {fold.name}"
             peaks[name] = max(measure(name, self.quantize(fold, path), beside) for path in fold.weights)
-        peaks["head"] = measure("head", self.head())
         return peaks
 
 
