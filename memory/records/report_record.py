@@ -34,8 +34,7 @@ All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1
 - `limit_bytes`: bytes that are available on the device; null without a target.
 - `fits`: true if `predicted_bytes` are at most `limit_bytes`, and if the rest of the GPU holds what is outside of its
   pool; null without a target.
-- `verdict`: the same as a word: fits, tight (just below the limit, by `verdicts.TIGHT`), exceeds; unknown without a
-  target.
+- `verdict`: the same as a word: fits, tight (above 95 % of the limit), exceeds; unknown without a target.
 - `host_memory`: the host memory of a process by phase, and the memory of a node (`HostMemory`); null if unknown.
 - `host_bytes`, `on_chip_bytes`: bytes in host memory and in on-chip memory; no figure above includes them.
 - `breakdown`: row of `ROWS` -> bytes at the peak. The rows without fragmentation sum to `peak_bytes`, with

@@ -59,7 +59,7 @@ OF_MODELS = {
         ("missing notes.md --awq=text.txt", "is not a folder"),
         (f"{LONG} out --awq=text.txt", "is neither a run nor"),
         ("missing out --awq=text.txt --budget=0", "--budget=0"),
-        ("missing out --awq=x --hled-out=y", "did you mean --held-out?"),
+        ("missing out --awq=x --smaples=8", "did you mean --samples?"),
         ("missing out --awq=x --config.model.n_layers=1", "unrecognized"),
     ],
     "export": [
