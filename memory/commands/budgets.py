@@ -27,8 +27,8 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError, check_readable, one_line, remedy_for
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
-from bytescope.memory.records.report_json import parse
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.result import parse
 from bytescope.memory.records.result_envelope import unwrap
 from bytescope.memory.units import human, parse_bytes
 

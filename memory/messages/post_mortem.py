@@ -24,8 +24,8 @@ from bytescope.memory.messages.explanation import Explanation, explain
 from bytescope.memory.messages.message_record import ArrayType
 from bytescope.memory.messages.remedies import REMEDIES, Remedy
 from bytescope.memory.messages.report_match import NOT_THE_SIZE
-from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.report_record import ReportRecord, RowName
+from bytescope.memory.records.result import plain
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import row_name
 

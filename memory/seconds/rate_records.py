@@ -13,8 +13,7 @@ from bytescope.memory.cost import roofline
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.host.host_terms import RATES
-from bytescope.memory.records import report_json
-from bytescope.memory.records.report_json import is_count, is_number
+from bytescope.memory.records.result import is_count, is_number, plain
 
 FORMAT = 1
 WAYS = ("forward", "forward_causal", "backward", "backward_causal")
@@ -198,7 +197,7 @@ class DeviceRates:
 
     def to_json(self) -> dict[str, Any]:
         """Returns every field as plain JSON values, with the version of the format. `from_json` reads this JSON."""
-        return {"format": FORMAT, **report_json.plain(self)}
+        return {"format": FORMAT, **plain(self)}
 
 
 # Numeric field -> whether it must be above 0.

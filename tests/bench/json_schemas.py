@@ -9,49 +9,23 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, NotRequired, TypedDict, Union
 
+from bytescope.memory.commands.report_command import ReportResult
 from bytescope.memory.compare.compare_rows import Row
 from bytescope.memory.cost.named_tensors import NamedTensor
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.report_diff import Change, Measure
-from bytescope.memory.records.report_record import KEYS, ReportRecord
+from bytescope.memory.records.result import json_keys, schema
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
 from bytescope.memory.seconds.rate_records import DeviceRates
-from bytescope.train.generate.budget import GenerationMemory
+from bytescope.train.generate.budget import GenerationReport
 from bytescope.train.quantize.quantize_result import QuantizationResult
 from bytescope.train.run.run_correction import RunCorrection
 
 Values = dict[str, Any]
-
-
-# ---- report
-
-
-class GenerationKeys(TypedDict):
-    """The result of `bytescope report --generate`, in addition to the fields of `GenerationMemory`."""
-
-    config: str
-    pool_bytes: int
-    peak_bytes: int
-    token_bytes: int
-    positions: int
-    sequences_of_length: dict[str, int]
-    reports: dict[str, Values]
-
-
-def report_schema() -> dict[str, Any]:
-    """Returns the JSON Schema of a report's keys."""
-    hints = typing.get_type_hints(ReportRecord)
-    keys: dict[str, Any] = {key: hints[key] for key in KEYS} | {"schedule": list[Any]}
-    keys |= {"predicted_bytes": int, "unplaced_bytes": int}
-    keys["xla_limit_bytes"] = int | None
-    keys |= {"command_memory": NotRequired[hints["host_memory"]]}
-    keys |= {"batch": NotRequired[str], "formula": NotRequired[Values | None]}
-    keys |= {"run": NotRequired[dict[str, int]], "allocators": NotRequired[list[Values]]}
-    return object_schema(keys)
 
 
 # ---- explain, diff, audit, names, trace
@@ -489,9 +463,9 @@ class CheckResult(TypedDict):
     budgets: dict[str, BudgetEntry]
 
 
-# Command -> the annotation of its result. `report` has a schema of its own, since its keys are those of a record that
-# has more fields.
+# Command -> the annotation of its result.
 RESULTS: Mapping[str, Any] = {
+    "report": ReportResult | GenerationReport,
     "explain": Annotated[ExplanationKeys, ExplanationRecord],
     "diff": DiffResult,
     "audit": AuditResult,
@@ -511,17 +485,14 @@ RESULTS: Mapping[str, Any] = {
     "policies": PoliciesResult,
     "targets": TargetsResult,
 }
-COMMANDS_WITH_JSON = ("report", *RESULTS)
+COMMANDS_WITH_JSON = tuple(RESULTS)
 
 
 def json_schema(command: str) -> dict[str, Any]:
     """Returns the JSON Schema (draft 2020-12) of the JSON that a command writes with --json."""
-    schema = schema_of(ResultEnvelope)
-    if command == "report":
-        result = {"anyOf": [report_schema(), schema_of(Annotated[GenerationKeys, GenerationMemory])]}
-    else:
-        result = schema_of(RESULTS[command])
-    schema["properties"] |= {
+    envelope = schema(ResultEnvelope)
+    result = schema_of(RESULTS[command])
+    envelope["properties"] |= {
         "schema": {"const": ENVELOPE_SCHEMA},
         "command": {"const": command},
         "result": result,
@@ -529,76 +500,31 @@ def json_schema(command: str) -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"bytescope {command} --json",
-        **schema,
+        **envelope,
     }
 
 
-# ---- annotations as JSON Schema
-
-_PLAIN: Mapping[Any, Mapping[str, Any]] = {
-    str: {"type": "string"},
-    bool: {"type": "boolean"},
-    int: {"type": "integer"},
-    float: {"type": "number"},
-    None: {"type": "null"},
-    type(None): {"type": "null"},
-    Any: {},
-    object: {},
-}
-
-
 def schema_of(hint: Any) -> dict[str, Any]:
-    """Returns the JSON Schema of the values that have the type annotation `hint`. Supported annotations: str, bool,
-    int, float, None, Any, unions, lists, tuples, mappings from str, dataclasses and TypedDicts. A dataclass or a
-    TypedDict becomes an object with exactly its keys; `COMPUTED_KEYS` of a dataclass (key -> annotation) are keys that
-    its JSON has in addition to its fields. `Annotated[Keys, Record]` becomes an object with the keys of
-    the TypedDict `Keys` and of the dataclass `Record`. Raises TypeError for an unsupported annotation.
-    """
-    if hint in _PLAIN:
-        return dict(_PLAIN[hint])
+    """Returns the JSON Schema of a result that is declared as TypedDicts."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return {"type": "string"}
-    if origin is typing.NotRequired:
+    if origin is NotRequired:
         return schema_of(args[0])
-    if origin is typing.Annotated:
-        own, *others = args
-        keys: dict[str, Any] = {}
-        for record in (*others, own):
-            keys |= _keys_of(record)
-        return object_schema(keys)
     if origin in (Union, types.UnionType):
         return {"anyOf": [schema_of(each) for each in args]}
-    if origin is tuple and args[-1] is not Ellipsis:
-        return {
-            "type": "array",
-            "prefixItems": [schema_of(each) for each in args],
-            "minItems": len(args),
-            "maxItems": len(args),
-        }
-    if origin in (list, tuple, Sequence):
-        return {"type": "array", "items": schema_of(args[0])}
-    if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": schema_of(args[1])}
-    if typing.is_typeddict(hint) or dataclasses.is_dataclass(hint):
-        return object_schema(_keys_of(hint))
-    raise TypeError(f"{hint!r} has no JSON Schema: use a record, a list or a mapping")
-
-
-def _keys_of(record: Any) -> dict[str, Any]:
-    hints = typing.get_type_hints(record, include_extras=True)
-    if dataclasses.is_dataclass(record):
-        own = {field.name: hints[field.name] for field in dataclasses.fields(record)}
-        return own | getattr(record, "COMPUTED_KEYS", {})
-    return hints
-
-
-def object_schema(hints: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the JSON Schema of an object with these keys: key -> annotation, `NotRequired[...]` for an optional
-    key."""
+    if origin in (list, dict, Mapping):
+        inner = schema_of(args[-1])
+        return (
+            {"type": "array", "items": inner} if origin is list else {"type": "object", "additionalProperties": inner}
+        )
+    if origin is not Annotated and not typing.is_typeddict(hint):
+        return schema(hint)
+    hints: dict[str, Any] = {}
+    for record in (*args[1:], args[0]) if args else (hint,):
+        own = dataclasses.is_dataclass(record)
+        hints |= json_keys(record) if own else typing.get_type_hints(record, include_extras=True)
     return {
         "type": "object",
-        "properties": {name: schema_of(hint) for name, hint in hints.items()},
-        "required": [name for name, hint in hints.items() if typing.get_origin(hint) is not typing.NotRequired],
+        "properties": {name: schema_of(each) for name, each in hints.items()},
+        "required": [name for name, each in hints.items() if typing.get_origin(each) is not NotRequired],
         "additionalProperties": False,
     }

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from json_schemas import COMMANDS_WITH_JSON, json_schema
 
+from bytescope.memory.records.result import descriptions, json_keys
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "<!-- Written by tests/bench/reference.py: change the code, then run it. -->\n"
 
@@ -101,8 +103,7 @@ def json_section() -> list[str]:
     """The keys that the JSON of all commands has, and a link to the JSON Schema of each command."""
     from bytescope.memory.records.result_envelope import ResultEnvelope
 
-    fields = inspect.cleandoc(ResultEnvelope.__doc__ or "").partition("Fields:\n")[2]
-    rows = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", fields, flags=re.M)
+    rows = descriptions(ResultEnvelope).items()
     links = ", ".join(f"[{name}](schemas/{name}.json)" for name in COMMANDS_WITH_JSON)
     return [
         "`--json=FILE` writes an object with these keys. With `--json=-` it is alone on standard output. Files of",
@@ -183,8 +184,10 @@ def targets_page() -> str:
 def report_page() -> str:
     """Every key of a report's JSON, from the docstrings of its records."""
     from bytescope.memory.records import buffer_records, parallel_records, report_record
+    from bytescope.memory.records.buffer_records import PeakAccount
 
-    _, _, keys = inspect.cleandoc(report_record.__doc__ or "").partition("(schema 1):\n")
+    record = report_record.ReportRecord
+    keys = [(f"`{name}`", descriptions(record)[name]) for name in json_keys(record)]
     lines = [
         "# Fields of a report",
         "",
@@ -192,15 +195,16 @@ def report_page() -> str:
         "writes them under `result` ([JSON of commands](../../train/reference/commands.md#json)). `memory.load(FILE)`",
         "reads both. A `Report` has an attribute of the same name for each. All sizes are bytes on one device.",
         "",
-        keys.strip(),
+        *table(("key", "meaning"), keys),
     ]
     for module in (report_record, buffer_records, parallel_records):
         for name, record in vars(module).items():
-            if not dataclasses.is_dataclass(record) or record.__module__ != module.__name__ or name == "ReportRecord":
+            own = dataclasses.is_dataclass(record) and record.__module__ == module.__name__
+            if not own or issubclass(record, PeakAccount):
                 continue
-            fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(record))
-            meaning = re.sub(r"^    (?=\S)", "- ", inspect.cleandoc(record.__doc__ or ""), flags=re.M)
-            lines += ["", f"## {name}", "", meaning, "", f"Keys: {fields}."]
+            meaning, *_ = re.split(r"\n+(?:Fields|Attributes)\b", inspect.cleandoc(record.__doc__ or ""))
+            rows = [(f"`{key}`", text) for key, text in descriptions(record).items()]
+            lines += ["", f"## {name}", "", meaning, "", *table(("key", "meaning"), rows)]
     return HEADER + "\n".join(lines) + "\n"
 
 

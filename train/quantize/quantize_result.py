@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.records.host_record import HostMemory
+from bytescope.memory.records.result import plain
 from bytescope.memory.units import human
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
@@ -94,7 +95,7 @@ class QuantizationResult:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as JSON values."""
-        fields = dataclasses.asdict(self) | {"host_memory": self.host_memory.to_json()}
+        fields = dataclasses.asdict(self) | {"host_memory": plain(self.host_memory)}
         return {**fields, "perplexity": {"before": self.before, "after": self.after}}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from bytescope.memory import cli
 from bytescope.memory.records.host_record import HostMemory
+from bytescope.memory.records.result import read
 from bytescope.train.generate.request import Request
 from bytescope.train.quantize import quantize_work
 from bytescope.train.quantize.output import Output
@@ -100,7 +101,7 @@ def test_perplexities_are_those_of_the_folders(made, capsys):
 
 def test_host_memory_is_predicted_and_measured(made):
     for result in made.values():
-        host = HostMemory.from_json(result["host_memory"])
+        host = read(HostMemory, result["host_memory"])
         counted = {term.name: term.bytes for term in host.terms_of("quantize")}
         assert counted["activations between two layers"] == result["memory"]["streams"]
         assert counted["a layer, or the tables"] == result["memory"]["layer"]
