@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NotRequired, TypedDict, Union
 
 from bytescope.memory.commands.report_command import ReportResult
-from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.compare.compare_rows import CompareResult, Row
 from bytescope.memory.cost.named_tensors import NamedTensor
 from bytescope.memory.messages.explanation_record import ExplanationRecord
-from bytescope.memory.records.audit_record import AuditRow
-from bytescope.memory.records.report_diff import Change, Measure
+from bytescope.memory.records.audit_record import AuditResult
+from bytescope.memory.records.report_diff import DiffResult
 from bytescope.memory.records.result import json_keys, schema
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
 from bytescope.memory.seconds.rate_records import DeviceRates
@@ -41,32 +41,6 @@ class RemedyWords(TypedDict):
 class ExplanationKeys(TypedDict):
     happened: str
     remedies: list[RemedyWords]
-
-
-class ChangeKeys(TypedDict):
-    growth: int
-
-
-class DiffResult(TypedDict):
-    changes: list[Annotated[ChangeKeys, Change]]
-    measures: list[Measure]
-    version_changes: dict[str, tuple[str, str]]
-    failed: list[str]
-
-
-class HonoredKeys(TypedDict):
-    honored: bool | None
-    inferred: bool
-
-
-class AuditResult(TypedDict):
-    program: str
-    target: Values
-    versions: dict[str, str]
-    honored: int
-    not_honored: int
-    unknown: int
-    requests: list[Annotated[HonoredKeys, AuditRow]]
 
 
 class NameKeys(TypedDict):
@@ -156,29 +130,11 @@ class TraceResult(TypedDict):
 # ---- compare, levers, front, fit
 
 
-class FlagKeys(TypedDict):
-    flags: str
-
-
-class BestKeys(TypedDict):
-    flags: str
-    task: str
-
-
 class CompiledKeys(TypedDict):
     config: str
     given: str
     target: Values
     versions: dict[str, str]
-
-
-class CompareResult(CompiledKeys):
-    rows: list[Row]
-    best: Annotated[FlagKeys, Row] | None
-    best_of_each: list[Annotated[BestKeys, Row]]
-    interrupted: bool
-    unchanged: list[str]
-    left_out: dict[str, str]
 
 
 class LevelKeys(TypedDict):
