@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NotRequired, TypedDict, Union
 
 from bytescope.memory.commands.report_command import ReportResult
+from bytescope.memory.commands.trace_command import TraceResult
 from bytescope.memory.compare.compare_rows import CompareResult, Row
 from bytescope.memory.cost.named_tensors import NamedTensor
 from bytescope.memory.messages.explanation_record import ExplanationRecord
@@ -61,70 +62,6 @@ class ValueKeys(TypedDict):
 class NamesResult(TypedDict):
     names: NotRequired[list[Annotated[NameKeys, NamedTensor]]]
     values: NotRequired[list[ValueKeys]]
-
-
-class CellKeys(TypedDict):
-    phase: str
-    component: str
-    seconds: float
-
-
-class HostKeys(TypedDict):
-    name: str
-    seconds: float
-    device_idle_seconds: float
-    count: int
-
-
-class KindSecondsKeys(TypedDict):
-    kind: str
-    measured_seconds: float
-    predicted_seconds: float
-
-
-class PhaseSecondsKeys(TypedDict):
-    phase: str
-    measured_seconds: float
-    predicted_seconds: float
-
-
-class InstructionSecondsKeys(TypedDict):
-    name: str
-    kind: str
-    phase: str
-    component: str
-    measured_seconds: float
-    predicted_seconds: float
-    flops: int
-    bytes: int
-    size: list[int]
-
-
-class ComparisonKeys(TypedDict):
-    by_kind: list[KindSecondsKeys]
-    by_phase: list[PhaseSecondsKeys]
-    instructions: list[InstructionSecondsKeys]
-
-
-class TraceResult(TypedDict):
-    program: str
-    steps: list[int]
-    updates: int
-    devices: int
-    calls_per_update: int
-    total: float
-    without_pauses: float | None
-    busy: float
-    idle: float
-    cells: list[CellKeys]
-    hidden: dict[str, float]
-    host: list[HostKeys]
-    instructions: list[Values]
-    predicted_seconds: float | None
-    predicted_seconds_low: float | None
-    predicted_seconds_high: float | None
-    at_least_seconds: float | None
-    comparison: ComparisonKeys | None
 
 
 # ---- compare, levers, front, fit
