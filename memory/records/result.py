@@ -39,6 +39,15 @@ class Absent(enum.Enum):
 ABSENT = Absent.ABSENT
 
 
+class Internal(enum.Enum):
+    """Marks a field that is not in the JSON: `Annotated[str, INTERNAL]`."""
+
+    INTERNAL = "internal"
+
+
+INTERNAL = Internal.INTERNAL
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
     """A condition on a field's value, in addition to its type: `Annotated[int, Check(lambda value: value >= 0)]`."""
@@ -161,10 +170,11 @@ def _json_form(hint: Any) -> JsonForm | None:
 
 @functools.cache
 def json_keys(record: Any) -> dict[str, Any]:
-    """Returns the keys of a record's JSON with their type annotations: the fields of the dataclass `record`, then its
-    `COMPUTED_KEYS`."""
+    """Returns the keys of a record's JSON with their type annotations: the fields of the dataclass `record` that
+    are not `INTERNAL`, then its `COMPUTED_KEYS`."""
     hints = typing.get_type_hints(record, include_extras=True)
-    keys = {field.name: hints[field.name] for field in dataclasses.fields(record)}
+    names = [field.name for field in dataclasses.fields(record)]
+    keys = {name: hints[name] for name in names if INTERNAL not in getattr(hints[name], "__metadata__", ())}
     for name in getattr(record, "COMPUTED_KEYS", ()):
         keys[name] = typing.get_type_hints(getattr(record, name).fget, include_extras=True)["return"]
     return keys

@@ -12,56 +12,22 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, NotRequired, TypedDict, Union
 
+from bytescope.memory.commands.names_program import SavableValues
 from bytescope.memory.commands.report_command import ReportResult
 from bytescope.memory.commands.trace_command import TraceResult
 from bytescope.memory.compare.compare_rows import CompareResult, Row
-from bytescope.memory.cost.named_tensors import NamedTensor
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.records.audit_record import AuditResult
 from bytescope.memory.records.report_diff import DiffResult
 from bytescope.memory.records.result import json_keys, schema
 from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
 from bytescope.memory.seconds.rate_records import DeviceRates
+from bytescope.train.commands.names_config import NamedTensors
 from bytescope.train.generate.budget import GenerationReport
 from bytescope.train.quantize.quantize_result import QuantizationResult
 from bytescope.train.run.run_correction import RunCorrection
 
 Values = dict[str, Any]
-
-
-# ---- explain, diff, audit, names, trace
-
-
-class RemedyWords(TypedDict):
-    words: str
-    uses: list[str]
-    bytes: int | None
-    flags: str
-
-
-class ExplanationKeys(TypedDict):
-    happened: str
-    remedies: list[RemedyWords]
-
-
-class NameKeys(TypedDict):
-    sharding: str
-    bytes_per_layer: int
-    bytes: int
-
-
-class ValueKeys(TypedDict):
-    name: str
-    label: str
-    type: str
-    copies: int
-    bytes: int
-    where: str
-
-
-class NamesResult(TypedDict):
-    names: NotRequired[list[Annotated[NameKeys, NamedTensor]]]
-    values: NotRequired[list[ValueKeys]]
 
 
 # ---- compare, levers, front, fit
@@ -359,11 +325,11 @@ class CheckResult(TypedDict):
 # Command -> the annotation of its result.
 RESULTS: Mapping[str, Any] = {
     "report": ReportResult | GenerationReport,
-    "explain": Annotated[ExplanationKeys, ExplanationRecord],
+    "explain": ExplanationRecord,
     "diff": DiffResult,
     "audit": AuditResult,
     "check": CheckResult,
-    "names": NamesResult,
+    "names": NamedTensors | SavableValues,
     "trace": TraceResult,
     "compare": CompareResult,
     "levers": LeversResult,
