@@ -144,7 +144,8 @@ def plain(value: Any) -> Any:
     their `str`. Fields with the value `ABSENT` are left out.
     """
     if _is_record(value):
-        values = {name: (write, getattr(value, name)) for name, write in _writers(type(value)).items()}
+        kind: Any = type(value)
+        values = {name: (write, getattr(value, name)) for name, write in _writers(kind).items()}
         return {name: write(own) for name, (write, own) in values.items() if own is not ABSENT}
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
@@ -199,9 +200,8 @@ def read(record: type[Record], value: Any, where: str = "") -> Record:
 
 @functools.cache
 def _readers(record: Any) -> dict[str, Callable[[Any], Any]]:
-    hints = typing.get_type_hints(record, include_extras=True)
-    names = [field.name for field in dataclasses.fields(record)]
-    return {name: _reader(hints[name], f"{record.__name__}.{name}") for name in names}
+    keys, names = json_keys(record), [field.name for field in dataclasses.fields(record)]
+    return {name: _reader(keys[name], f"{record.__name__}.{name}") for name in names if name in keys}
 
 
 def _reader(hint: Any, where: str) -> Callable[[Any], Any]:
@@ -213,16 +213,29 @@ def _reader(hint: Any, where: str) -> Callable[[Any], Any]:
     if _is_record(hint):
         return functools.partial(read, hint, where=where)
     if origin in (Union, types.UnionType):
-        (inner,) = (_reader(each, where) for each in args if each is not type(None))
+        (inner,) = (_reader(each, where) for each in args if each not in (type(None), Absent))
         return lambda value: None if value is None else inner(value)
+    if origin is tuple and args[-1] is not Ellipsis:
+        parts = [_reader(each, where) for each in args]
+
+        def read_parts(value: Any) -> tuple[Any, ...]:
+            _checked(isinstance(value, (list, tuple)) and len(value) == len(parts), value, where)
+            return tuple(part(each) for part, each in zip(parts, value))
+
+        return read_parts
     if origin in (tuple, Sequence):
         inner = _reader(args[0], where)
         return lambda value: tuple(map(inner, _checked(isinstance(value, (list, tuple)), value, where)))
     if origin is Mapping:
-        inner = _reader(args[1], where)
-        return lambda value: {key: inner(each) for key, each in _checked(isinstance(value, dict), value, where).items()}
+        key, inner = int if args[0] is int else _reader(args[0], where), _reader(args[1], where)
+
+        def read_mapping(value: Any) -> dict[Any, Any]:
+            _checked(isinstance(value, dict), value, where)
+            return {key(name): inner(each) for name, each in value.items()}
+
+        return read_mapping
     if origin is Annotated:
-        inner, checks = _reader(args[0], where), [each.holds for each in args[1:]]
+        inner, checks = _reader(args[0], where), [each.holds for each in args[1:] if isinstance(each, Check)]
         return lambda value: _checked(all(holds(inner(value)) for holds in checks), inner(value), where)
     is_valid = _SCALARS[str if origin is Literal else hint][0]
     return lambda value: _checked(is_valid(value), value, where)

@@ -18,13 +18,54 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from json_schemas import COMMANDS_WITH_JSON, json_schema
+from search_schemas import FitProgramResult, FitResult, FrontResult, LeversResult
 
-from bytescope.memory.records.result import descriptions, json_keys
+from bytescope.memory.commands.budgets import CheckResult
+from bytescope.memory.commands.names_program import SavableValues
+from bytescope.memory.commands.report_command import ReportResult
+from bytescope.memory.commands.trace_command import TraceResult
+from bytescope.memory.compare.compare_rows import CompareResult
+from bytescope.memory.formulas.memory_estimate import EstimateResult
+from bytescope.memory.messages.explanation_record import ExplanationRecord
+from bytescope.memory.records.audit_record import AuditResult
+from bytescope.memory.records.report_diff import DiffResult
+from bytescope.memory.records.result import descriptions, json_keys, schema
+from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
+from bytescope.train.commands.list_command import Configs, Keys, Policies, Targets
+from bytescope.train.commands.names_config import NamedTensors
+from bytescope.train.commands.score_command import ScoreResult
+from bytescope.train.generate.budget import GenerationReport
+from bytescope.train.quantize.quantize_result import QuantizationResult
+from bytescope.train.run.run_correction import CalibrateResult
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "<!-- Written by tests/bench/reference.py: change the code, then run it. -->\n"
+
+
+# Command -> the record of its result.
+RESULTS: Mapping[str, Any] = {
+    "report": ReportResult | GenerationReport,
+    "explain": ExplanationRecord,
+    "diff": DiffResult,
+    "audit": AuditResult,
+    "check": CheckResult,
+    "names": NamedTensors | SavableValues,
+    "trace": TraceResult,
+    "compare": CompareResult,
+    "levers": LeversResult,
+    "front": FrontResult,
+    "fit": FitResult | FitProgramResult,
+    "estimate": EstimateResult,
+    "calibrate": CalibrateResult,
+    "quantize": QuantizationResult,
+    "score": ScoreResult,
+    "configs": Configs,
+    "keys": Keys,
+    "policies": Policies,
+    "targets": Targets,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,10 +142,8 @@ def rows_of(name: str) -> list[tuple[str, str]]:
 
 def json_section() -> list[str]:
     """The keys that the JSON of all commands has, and a link to the JSON Schema of each command."""
-    from bytescope.memory.records.result_envelope import ResultEnvelope
-
     rows = descriptions(ResultEnvelope).items()
-    links = ", ".join(f"[{name}](schemas/{name}.json)" for name in COMMANDS_WITH_JSON)
+    links = ", ".join(f"[{name}](schemas/{name}.json)" for name in RESULTS)
     return [
         "`--json=FILE` writes an object with these keys. With `--json=-` it is alone on standard output. Files of",
         "schema 1, which have only the keys of `result`, are still read.",
@@ -117,7 +156,17 @@ def json_section() -> list[str]:
 
 def schema_file(command: str) -> str:
     """The JSON Schema of what a command writes with --json."""
-    return json.dumps(json_schema(command), separators=(",", ":")) + "\n"
+    envelope = schema(ResultEnvelope)
+    envelope["properties"] |= {
+        "schema": {"const": ENVELOPE_SCHEMA},
+        "command": {"const": command},
+        "result": schema(RESULTS[command]),
+    }
+    about = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"bytescope {command} --json",
+    }
+    return json.dumps(about | envelope, separators=(",", ":")) + "\n"
 
 
 def argument_name(action: argparse.Action) -> str:
@@ -232,7 +281,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     ROOT / "memory" / "reference" / "report_json.md": report_page,
     **{
         ROOT / "train" / "reference" / "schemas" / f"{name}.json": functools.partial(schema_file, name)
-        for name in COMMANDS_WITH_JSON
+        for name in RESULTS
     },
 }
 

@@ -166,7 +166,7 @@ def quantize(args: argparse.Namespace) -> None:
             prepared.quantization.output.finish()
     result = make_result(args, prepared, outcome)
     put(result_view(result))
-    write_json(args, result.to_json(), caveats=("Perplexity and errors were measured on the given texts.",))
+    write_json(args, result, caveats=("Perplexity and errors were measured on the given texts.",))
 
 
 def _progress_callback(bar: ProgressBar) -> Callable[[int, int, str], None]:

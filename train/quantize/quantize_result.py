@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.records.host_record import HostMemory
-from bytescope.memory.records.result import plain
 from bytescope.memory.units import human
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, label, words
@@ -76,6 +75,8 @@ class QuantizationResult:
       host_memory: the host memory of this process by phase, predicted and measured.
     """
 
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("perplexity",)
+
     title: str
     out: str
     facts: Sequence[str]
@@ -93,10 +94,10 @@ class QuantizationResult:
         """Pair (bytes of all weights in 16 bits, bytes of all weights in the quantized folder)."""
         return tuple(sum(sizes) for sizes in zip(*self.components.values()))
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the result as JSON values."""
-        fields = dataclasses.asdict(self) | {"host_memory": plain(self.host_memory)}
-        return {**fields, "perplexity": {"before": self.before, "after": self.after}}
+    @property
+    def perplexity(self) -> dict[str, float]:
+        """Perplexity of the held-out text, `before` and `after`."""
+        return {"before": self.before, "after": self.after}
 
 
 def memory_view(memory: Memory) -> RenderableType:
