@@ -27,13 +27,13 @@ from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError, check_readable, one_line, remedy_for
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_diff import Change
-from bytescope.memory.records.report_json import parse
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.result import ABSENT, Absent, parse, plain
 from bytescope.memory.records.result_envelope import unwrap
 from bytescope.memory.units import human, parse_bytes
 
 PYPROJECT, TABLE = "pyproject.toml", "tool.bytescope.budgets"
-# Version of the JSON layout that `to_json` writes.
+# Version of the JSON layout of the results and of a baseline.
 SCHEMA = 1
 _EXAMPLE = f'[{TABLE}.NAME] with program = "module:function" and target = "h100:8"'
 # Key of a budget -> (types of its value in TOML, what to give, for messages).
@@ -289,26 +289,72 @@ def judged(budget: Budget, report: ReportRecord) -> ReportRecord:
 # ---- the JSON file ---------------------------------------------------------------------------------------------------
 
 
-def to_json(results: Iterable[BudgetResult], *, for_baseline: bool = False) -> dict[str, Any]:
-    """Returns results as JSON values. for_baseline: True for the baseline file, which has fewer keys of each report,
-    and only the programs that were compiled."""
-    out: dict[str, Any] = {}
-    for result in results:
-        budget = result.budget
-        entry: dict[str, Any] = {"config": budget.config} if budget.config else {"program": budget.program}
-        entry |= {"keys": dict(budget.keys), "target": budget.target}
-        report = result.report.to_json() if result.report else None
-        if not for_baseline:
-            entry |= {"limit": budget.limit, "verdict": result.verdict, "error": result.error, "report": report}
-        elif report is not None:
-            entry["report"] = {key: report[key] for key in _BASELINE_KEYS} | {"target": {"name": budget.target}}
-        if "report" in entry:
-            out[budget.name] = entry
-    return {"schema": SCHEMA, "budgets": out}
+@dataclasses.dataclass(frozen=True)
+class CheckedProgram:
+    """The check of one program.
+
+    Fields:
+        program, config: the function that returns the program, or else the config.
+        keys: parameter of the function or key of the config -> value.
+        target: the devices that were compiled for, such as "h100:8".
+        limit: bytes that one device may use, as text; "" means the available memory.
+        verdict: the verdict in a word, as in `BudgetResult.verdict`.
+        error: why the program could not be compiled; "" if it was compiled.
+        report: the report, judged by the budget's limit; None if the program could not be compiled.
+    """
+
+    program: str | Absent
+    config: str | Absent
+    keys: Mapping[str, Any]
+    target: str
+    limit: str
+    verdict: str
+    error: str
+    report: ReportRecord | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+    """The result of bytescope check.
+
+    Fields:
+        schema: the version number of this layout.
+        budgets: name of a budget -> the check of its program.
+    """
+
+    schema: int
+    budgets: Mapping[str, CheckedProgram]
+
+
+def make_result(results: Iterable[BudgetResult]) -> CheckResult:
+    """Returns the result of a check of budgets."""
+    checked = {}
+    for each in results:
+        budget = each.budget
+        checked[budget.name] = CheckedProgram(
+            ABSENT if budget.config else budget.program,
+            budget.config or ABSENT,
+            budget.keys,
+            budget.target,
+            budget.limit,
+            each.verdict,
+            each.error,
+            each.report,
+        )
+    return CheckResult(SCHEMA, checked)
+
+
+def _baseline(checked: CheckedProgram) -> dict[str, Any]:
+    """Returns the entry of a compiled program in a baseline file, with a part of its report."""
+    entry = plain(checked)
+    report = {key: entry["report"][key] for key in _BASELINE_KEYS} | {"target": {"name": checked.target}}
+    kept = {key: value for key, value in entry.items() if key in ("program", "config", "keys", "target")}
+    return {**kept, "report": report}
 
 
 def read_reports(path: Path) -> dict[str, ReportRecord]:
-    """Reads a file that `to_json` wrote. Returns name of a budget -> its report, for programs that were compiled.
+    """Reads a baseline, or a file that `bytescope check --json` wrote. Returns name of a budget -> its report, for
+    programs that were compiled.
 
     Raises ReportError if the file is missing or damaged.
     """
@@ -341,6 +387,7 @@ def baseline_text(path: Path, results: Sequence[BudgetResult], names: Iterable[s
     if path.is_file():
         read_reports(path)
         kept = unwrap(json.loads(path.read_text(encoding="utf-8")), "check")["budgets"]
-    new = to_json(results, for_baseline=True)
     known = {name: entry for name, entry in kept.items() if name in set(names)}
-    return json.dumps(new | {"budgets": known | new["budgets"]}, indent=1) + "\n"
+    compiled = make_result(result for result in results if result.report)
+    new = {name: _baseline(checked) for name, checked in compiled.budgets.items()}
+    return json.dumps({"schema": SCHEMA, "budgets": known | new}, indent=1) + "\n"

@@ -95,14 +95,14 @@ def write_rates(
     rates: DeviceRates,
     target: Mapping[str, Any] | None,
     caveat: str,
-    more: Mapping[str, Any] | None = None,
+    result: DeviceRates | None = None,
 ) -> None:
     """Writes rates to the files of --json and --out.
 
     target: the JSON of the devices; None if they are not those of one target. caveat: a sentence on the origin of the
-    rates, for the JSON. more: further keys of the JSON.
+    rates, for the JSON. result: the record to write to --json, if it has more fields than the rates.
     """
-    write_json(args, {**rates.to_json(), **(more or {})}, target=target, caveats=(caveat,))
+    write_json(args, result or rates, target=target, caveats=(caveat,))
     if args.out:
         rows = ",\n".join(f" {json.dumps(name)}: {json.dumps(value)}" for name, value in rates.to_json().items())
         write(args.out, f"{{\n{rows}\n}}\n")

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         results, interrupted = _compile(args, chosen, outputs)
     results = [_compared(result, before, {} if args.update_baseline else accepted) for result in results]
     show(results)
-    write_json(args, budgets.to_json(results), caveats=(COMPILED,))
+    write_json(args, budgets.make_result(results), caveats=(COMPILED,))
     written = [args.json]
     if args.update_baseline:
         names = [budget.name for budget in entries]

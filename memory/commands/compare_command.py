@@ -10,10 +10,11 @@ import argparse
 from bytescope.memory.commands.arguments import INTERRUPTED, check, write
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.compare import comparison, grids, what_if
-from bytescope.memory.compare.comparison import Compared, CompareResult
+from bytescope.memory.compare.comparison import Compared, FinishedComparison
 from bytescope.memory.compare.compiling import Effort
 from bytescope.memory.compare.grids import TARGET
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.result import plain
 from bytescope.memory.subjects.subject import Subject
 
 
@@ -49,15 +50,16 @@ def run(args: argparse.Namespace) -> int:
     asked = asked_grids(args)
     names = [name.strip().lower() for key, values in asked if key == TARGET for name in values]
     check(args, names or [args.target.strip().lower()])
-    result = comparison.compare_what_if(what) if args.what_if else comparison.compare(what, asked)
-    show_and_write(args, result)
+    finished = comparison.compare_what_if(what) if args.what_if else comparison.compare(what, asked)
+    show_and_write(args, finished)
+    result = finished.result
     if result.interrupted:
         return INTERRUPTED
     if not any(row.ok for row in result.rows):
         raise ReportError(
             f"no combination of the grid could be compiled: fix the error of the first one: {result.rows[0].status}"
         )
-    return 1 if result.has_dead_worker else 0
+    return 1 if finished.has_dead_worker else 0
 
 
 def refuse_grid(args: argparse.Namespace) -> None:
@@ -79,22 +81,22 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     return asked if args.remat is None else [*asked, *args.subject.policies(args.remat)]
 
 
-def show_and_write(args: argparse.Namespace, result: CompareResult) -> None:
+def show_and_write(args: argparse.Namespace, finished: FinishedComparison) -> None:
     """Prints a comparison and writes the requested files."""
     from bytescope.memory.compare import compare_text
 
-    more = [*what_if.sentences(result.unchanged, result.left_out), *(f"note: {note}" for note in result.notes)]
+    result = finished.result
+    more = [*what_if.sentences(result.unchanged, result.left_out), *(f"note: {note}" for note in finished.notes)]
     compare_text.show(
-        result.rows, result.target, result.versions, cached=result.from_cache, missing=result.missing, more=more
+        result.rows, result.target, result.versions, cached=finished.from_cache, missing=finished.missing, more=more
     )
     if args.formulas:
         compare_text.show_row_formulas(result.rows)
-    out = result.to_json()
     caveats = (COMPILED, *predicted_caveat(next((row.rates for row in result.rows if row.rates), "")))
     if args.measure:
         caveats += ("The values of `measured` were measured on this machine.",)
-    write_json(args, out, caveats=caveats)
+    write_json(args, result, caveats=caveats)
     if args.html:
         from bytescope.memory.compare import compare_page
 
-        write(args.html, compare_page.render(out, result.what.factory.row))
+        write(args.html, compare_page.render(plain(result), finished.factory.row))

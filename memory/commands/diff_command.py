@@ -62,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
         github.add_summary(
             github.summary_of_difference(before, after, changes, _distinguish_names(args.before, args.after))
         )
-    write_json(args, report_diff.to_json(before, after, changes, failed), target=after.target, caveats=(COMPILED,))
+    result = report_diff.DiffResult(
+        changes,
+        report_diff.measures(before, after),
+        {name: (old, new) for name, old, new in report_diff.version_changes(before, after)},
+        tuple(change.name for change in failed),
+    )
+    write_json(args, result, target=after.target, caveats=(COMPILED,))
     for change in failed:
         percent = "from zero" if math.isinf(change.percent) else f"by {change.percent:.2f} %"
         put(Prose(f"{change.name} grew {percent}, above {args.fail_above:g} %", "bold red"))

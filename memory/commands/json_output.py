@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from bytescope.memory.commands.arguments import write
 from bytescope.memory.errors import ReportError
+from bytescope.memory.records.result import plain
 from bytescope.memory.records.result_envelope import MemoryLimit, ResultEnvelope
 from bytescope.memory.units import human
 
@@ -69,21 +70,21 @@ def _is_descriptor_1(stream: TextIO) -> bool:
 
 def write_json(
     args: argparse.Namespace,
-    result: Mapping[str, Any],
+    result: Any,
     *,
     target: Mapping[str, Any] | None = None,
     limit: MemoryLimit | None = None,
     caveats: Sequence[str] = (),
 ) -> None:
     """Writes the result of a command, in its envelope, to the file of --json, or to standard output with --json=-. Does
-    nothing without the flag. The arguments are those of `make_envelope`.
+    nothing without the flag. result: the result as a record. The other arguments are those of `make_envelope`.
 
     Raises ReportError if the file cannot be written.
     """
     if args.json is None:
         return
-    envelope = make_envelope(args.command, result, target=target, limit=limit, caveats=caveats)
-    text = json.dumps(envelope.to_json(), indent=1) + "\n"
+    envelope = make_envelope(args.command, plain(result), target=target, limit=limit, caveats=caveats)
+    text = json.dumps(plain(envelope), indent=1) + "\n"
     if not to_stdout(args):
         write(args.json, text)
         return

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bytescope.memory.commands.arguments import show_written
 from bytescope.memory.commands.json_output import TRACED, write_json
@@ -19,6 +19,38 @@ from bytescope.memory.units import human
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
+
+
+@dataclasses.dataclass(frozen=True)
+class SavableValue:
+    """A value that a layer can keep for the backward pass.
+
+    Fields:
+        name: the checkpoint name, "" for none.
+        label: the text that identifies the value in a plan.
+        type: the type in one layer, such as "bfloat16[8,1024,4096]".
+        copies: number of these values in all layers.
+        bytes: bytes of all copies on one device.
+        where: "file:line" of the equation.
+    """
+
+    name: str
+    label: str
+    type: str
+    copies: int
+    bytes: int
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SavableValues:
+    """The result of bytescope report --names for a function.
+
+    Fields:
+        values: the values that remat policies can save.
+    """
+
+    values: Sequence[SavableValue]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
             raise ReportError(f"{subject.name}: {error}; {remedy}") from None
     values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards).values.values()
     show(list(values))
-    write_json(args, to_json(list(values)), caveats=(TRACED,))
+    rows = [
+        SavableValue(value.name, value.label, value.type, value.count, value.bytes, value.where) for value in values
+    ]
+    write_json(args, SavableValues(rows), caveats=(TRACED,))
     show_written(args.json)
     return 0
 
@@ -69,20 +104,3 @@ def show(values: Sequence[Value]) -> None:
                 "dim",
             )
         )
-
-
-def to_json(values: Sequence[Value]) -> dict[str, Any]:
-    """Returns the values as {"values": [{"name", "label", "type", "copies", "bytes", "where"}, ...]}. `bytes` are the
-    bytes of all copies on one device."""
-    rows = [
-        {
-            "name": value.name,
-            "label": value.label,
-            "type": value.type,
-            "copies": value.count,
-            "bytes": value.bytes,
-            "where": value.where,
-        }
-        for value in values
-    ]
-    return {"values": rows}

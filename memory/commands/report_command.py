@@ -24,7 +24,9 @@ from bytescope.memory.commands.arguments import (
 )
 from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
 from bytescope.memory.host.host_ledger import ledger
+from bytescope.memory.records.host_record import HostMemory
 from bytescope.memory.records.report_record import Finding, ReportRecord
+from bytescope.memory.records.result import ABSENT, Absent
 from bytescope.memory.subjects.subject import Subject, make_report
 
 if TYPE_CHECKING:
@@ -129,6 +131,25 @@ def _compile_and_report(args: argparse.Namespace, name: str) -> int:
     return _finish(args, report, compilation.proto, more)
 
 
+@dataclasses.dataclass(frozen=True)
+class ReportResult(ReportRecord):
+    """The result of bytescope report: the report of the program, and what the flags of the command ask for.
+
+    Fields, in addition to those of `ReportRecord`:
+        command_memory: the host memory of this process by phase, predicted and measured.
+        batch: the sizes that make up the batch, in words.
+        formula: the memory that published formulas predict (--formulas); None if they do not support the model.
+        run: program of a run -> peak bytes, state included (--run).
+        allocators: the outcome with each of jax's allocators (--allocators).
+    """
+
+    command_memory: HostMemory | Absent = ABSENT
+    batch: str | Absent = ABSENT
+    formula: Mapping[str, Any] | Absent | None = ABSENT
+    run: Mapping[str, int] | Absent = ABSENT
+    allocators: Sequence[Mapping[str, Any]] | Absent = ABSENT
+
+
 def _finish(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> int:
     _write_files(args, report, proto, more)
     if args.github:
@@ -213,14 +234,12 @@ def _show_allocators(report: ReportRecord, calls: Sequence[tuple[ProgramCall, in
 def _write_files(args: argparse.Namespace, report: ReportRecord, proto: bytes, more: Mapping[str, Any]) -> None:
     """Writes the files that the flags --json, --html and --export request.
 
-    proto: the compiled program as a serialized HloProto (XLA's format). more: further keys for the JSON file; the page
-    also shows the rows of "allocators". The JSON file also gets the key `command_memory`: the host memory of this
-    process by phase, predicted and measured, with the keys of `host_memory`.
+    proto: the compiled program as a serialized HloProto (XLA's format). more: further fields of `ReportResult`; the
+    page also shows the rows of "allocators".
     """
     rates = report.prediction.get("rates", "")
     caveats = (COMPILED, *predicted_caveat(rates), *report.notes)
-    more = {**more, "command_memory": ledger().to_json()}
-    write_json(args, {**report.to_json(), **more}, caveats=caveats)
+    write_json(args, ReportResult(**vars(report), **more, command_memory=ledger()), caveats=caveats)
     if args.html:
         from bytescope.memory.report import report_page
 

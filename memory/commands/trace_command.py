@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from bytescope.memory.commands.arguments import add_json, add_rates, check_files
 from bytescope.memory.commands.json_output import PROFILED, predicted_caveat, write_json
@@ -42,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     predicted = prediction(report) if report else None
     compared = instruction_seconds.compare(measured, op_scopes.main_attribution(), report) if report else None
     profile_text.show(measured, predicted=predicted, comparison=compared)
-    answer = to_json(measured, predicted, compared)
+    result = make_result(measured, predicted, compared)
     caveats = (PROFILED, *predicted_caveat((predicted or {}).get("rates") or ""))
-    write_json(args, answer, target=report.target if report else None, caveats=caveats)
+    write_json(args, result, target=report.target if report else None, caveats=caveats)
     return 0
 
 
@@ -74,29 +77,151 @@ def prediction(report: report_record.ReportRecord) -> dict | None:
     }
 
 
-# Key in the JSON of a trace -> key of `prediction`.
-_PREDICTED = {
-    "predicted_seconds": "seconds",
-    "predicted_seconds_low": "low",
-    "predicted_seconds_high": "high",
-    "at_least_seconds": "at_least",
-}
+@dataclasses.dataclass(frozen=True)
+class CellSeconds:
+    """Seconds of one phase and one component, per update and device.
+
+    Fields:
+        phase: the phase of the step, or "other".
+        component: the part of the model, or a kind of work.
+        seconds: seconds in which its instructions ran; instructions that run at the same time share them.
+    """
+
+    phase: str
+    component: str
+    seconds: float
 
 
-def to_json(
+@dataclasses.dataclass(frozen=True)
+class HostSeconds:
+    """Annotated work of the host (the CPU that runs Python), per update.
+
+    Fields:
+        name: the annotation of the work.
+        seconds: seconds of the work, without nested annotated work.
+        device_idle_seconds: part of `seconds` during which the devices were idle, averaged over devices.
+        count: number of annotated intervals.
+    """
+
+    name: str
+    seconds: float
+    device_idle_seconds: float
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedInstruction:
+    """All runs of one instruction, in seconds per update and device.
+
+    Fields:
+        name: the name of the instruction.
+        phase, component, path, opcode: the part of the step and of the model to which it belongs, as in `OpScope`.
+        seconds: seconds without the shares of other instructions that ran at the same time.
+        kernel_seconds: seconds in which at least one of its kernels ran, whether or not others ran too.
+        count: number of runs.
+    """
+
+    name: str
+    phase: str
+    component: str
+    path: str
+    opcode: str
+    seconds: float
+    kernel_seconds: float
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceResult:
+    """The times measured in a trace, in seconds per update and device, with the predicted times. Unknown values are
+    None.
+
+    Fields:
+        program: the name of the main program.
+        steps: numbers of the traced updates.
+        updates: number of traced updates.
+        devices: number of devices that ran the program.
+        calls_per_update: number of calls of the program per update.
+        total: seconds of an update, the sum of `busy` and `idle`.
+        without_pauses: the same without evaluations and checkpoints between updates.
+        busy: seconds in which a device ran anything.
+        idle: seconds in which a device ran nothing.
+        cells: seconds by phase and component.
+        hidden: component -> seconds of its operations during which other work ran too.
+        host: the host's annotated work, the longest first.
+        instructions: the instructions with their total times, the longest first.
+        predicted_seconds, predicted_seconds_low, predicted_seconds_high: predicted seconds of an update, and the ends
+            of their interval.
+        at_least_seconds: lower bound of the seconds of an update, from the data sheet.
+        comparison: measured and predicted seconds of each instruction.
+    """
+
+    program: str
+    steps: tuple[int, ...]
+    updates: int
+    devices: int
+    calls_per_update: int
+    total: float
+    without_pauses: float | None
+    busy: float
+    idle: float
+    cells: tuple[CellSeconds, ...]
+    hidden: Mapping[str, float]
+    host: tuple[HostSeconds, ...]
+    instructions: tuple[TracedInstruction, ...]
+    predicted_seconds: float | None
+    predicted_seconds_low: float | None
+    predicted_seconds_high: float | None
+    at_least_seconds: float | None
+    comparison: instruction_seconds.Comparison | None
+
+
+def make_result(
     measured: breakdown.Breakdown,
-    predicted: dict | None,
+    predicted: Mapping[str, Any] | None,
     compared: instruction_seconds.Comparison | None = None,
-) -> dict:
-    """Returns the times measured in a trace as JSON values, with the predicted seconds of an update, the ends of their
-    interval and their lower bound. Unknown values are null.
+) -> TraceResult:
+    """Returns the times measured in a trace, with the predicted seconds of an update, the ends of their interval and
+    their lower bound.
 
     predicted: result of `prediction`, for one call of the step. compared: measured and predicted seconds of each
     instruction; None if unknown.
     """
-    once = {key: (predicted or {}).get(name) for key, name in _PREDICTED.items()}
-    return {
-        **measured.to_json(),
-        **{key: value and value * measured.calls for key, value in once.items()},
-        "comparison": compared.to_json() if compared else None,
-    }
+
+    def of_update(name: str) -> float | None:
+        once = (predicted or {}).get(name)
+        return once and once * measured.calls
+
+    per_update = breakdown.PICO / measured.updates
+    instructions = [
+        TracedInstruction(
+            row.name,
+            **dataclasses.asdict(row.scope),
+            seconds=measured.seconds(row.taken),
+            kernel_seconds=measured.seconds(row.running),
+            count=row.count,
+        )
+        for row in measured.instructions
+    ]
+    return TraceResult(
+        program=measured.program,
+        steps=measured.steps,
+        updates=measured.updates,
+        devices=measured.devices,
+        calls_per_update=measured.calls,
+        total=measured.wall * per_update,
+        without_pauses=measured.measured,
+        busy=measured.seconds(measured.busy),
+        idle=measured.seconds(measured.idle),
+        cells=tuple(CellSeconds(*place, measured.seconds(taken)) for place, taken in measured.cells.items()),
+        hidden={name: measured.seconds(taken) for name, taken in measured.hidden.items()},
+        host=tuple(
+            HostSeconds(row.name, row.taken * per_update, row.idle * per_update, row.count) for row in measured.host
+        ),
+        instructions=tuple(instructions),
+        predicted_seconds=of_update("seconds"),
+        predicted_seconds_low=of_update("low"),
+        predicted_seconds_high=of_update("high"),
+        at_least_seconds=of_update("at_least"),
+        comparison=compared,
+    )

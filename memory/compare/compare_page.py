@@ -115,7 +115,7 @@ BEST_COLUMNS = (
 def render(comparison: Mapping[str, Any], row_type: type[Row] = Row) -> str:
     """Returns the HTML page of a comparison of programs.
 
-    comparison: the JSON of the comparison, as `memory.compare.compare_rows.to_json` returns it. row_type: the class of
+    comparison: the JSON of a `memory.compare.compare_rows.CompareResult`. row_type: the class of
     its rows; a program factory may use a subclass of Row.
     """
     rows = [row_type.from_answer(entry["overrides"], entry) for entry in comparison["rows"]]

@@ -1,17 +1,4 @@
-"""The rows of a comparison: one per combination of keys. Finds the Pareto-optimal rows and the best row. Pure.
-
-The JSON of a comparison has these keys (sizes are bytes on ONE device, null if unknown):
-
-- `rows`: one object per combination, with the fields of `Row`.
-- `best`: the best row that fits, with `flags`, the command-line flags that select it. It is null if no row fits, or if
-  the rows are of several tasks, because rows of different tasks cannot be compared.
-- `best_of_each`: the best row of each task that has a fitting row, with `task`, the keys that identify the task.
-- `config`, `given`: the name of the config, and the keys set on the command line, as flags.
-- `target`: the devices that were compiled for; `versions`: package name -> version used for compiling.
-- `interrupted`: whether combinations are missing because the run was interrupted.
-- `unchanged`, `left_out`: of a what-if, the variants that are the program as given, or nearly, and variant -> the
-  reason why it was not compiled; [] and {} in other comparisons.
-"""
+"""The rows of a comparison: one per combination of keys. Finds the Pareto-optimal rows and the best row. Pure."""
 
 from __future__ import annotations
 
@@ -73,7 +60,8 @@ class Row:
         batch, policy: texts that describe the batch of an update, and the residuals that layers keep for the backward
             pass.
         breakdown: category of buffers -> bytes at the peak.
-        limit_bytes: memory available on the device. fits: whether the allocated bytes are within the limit.
+        limit_bytes: memory available on the device.
+        fits: whether the allocated bytes are within the limit.
         xla_recomputes: whether XLA's own rematerialization pass recomputes values, because the program exceeds XLA's
             memory limit. Its FLOPs are in the predicted time, but not in `recompute_flops_fraction`.
         xla_margin_bytes: bytes by which the program is below XLA's memory limit; negative above it, None if unknown.
@@ -176,6 +164,58 @@ class Row:
         """Returns whether the row selects its remat policy by name alone, such as "full", and lists no tensors or
         layers. Among rows with equal time, recomputation and memory, a row with a named policy is preferred."""
         return True
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaggedRow(Row):
+    """A row of a comparison with the command-line flags that select it.
+
+    Fields, in addition to those of `Row`:
+        flags: the flags that set this row's config keys, quoted for a shell.
+    """
+
+    flags: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskRow(FlaggedRow):
+    """The best row of a task.
+
+    Fields, in addition to those of `FlaggedRow`:
+        task: the keys that identify the task; "" if there is one task.
+    """
+
+    task: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CompareResult:
+    """The result of bytescope compare. Sizes are bytes on ONE device, None if unknown.
+
+    Fields:
+        rows: one per combination of keys, or per option of XLA.
+        best: the best row that fits. None if no row fits, or if the rows are of several tasks, because rows of
+            different tasks cannot be compared.
+        best_of_each: the best row of each task that has a fitting row.
+        config: the name of the config or program.
+        given: the keys set on the command line, as flags.
+        target: the devices that were compiled for, with only the key `name` if there are several targets.
+        versions: package -> version used for compiling.
+        interrupted: whether combinations are missing because Ctrl-C stopped the comparison.
+        unchanged: variants of a what-if whose program is the program as given, or nearly; () in other comparisons.
+        left_out: variant of a what-if -> the reason why it was not compiled; {} in other comparisons.
+    """
+
+    rows: Sequence[Row]
+    best: FlaggedRow | None
+    best_of_each: Sequence[TaskRow]
+    config: str
+    given: str
+    target: Mapping[str, Any]
+    versions: Mapping[str, str]
+    interrupted: bool
+    unchanged: Sequence[str]
+    left_out: Mapping[str, str]
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
@@ -327,7 +367,7 @@ def flags(row: Row) -> str:
     return shlex.join(row.flag(key, value) for key, value in row.overrides.items() if key not in (CONFIG, TARGET))
 
 
-def to_json(
+def make_result(
     rows: Sequence[Row],
     target: Mapping[str, Any],
     versions: Mapping[str, str],
@@ -336,36 +376,25 @@ def to_json(
     given: str = "",
     unchanged: Sequence[str] = (),
     left_out: Mapping[str, str] = {},
-) -> dict[str, Any]:
-    """Returns a comparison as JSON values. The module's docstring lists the keys.
-
-    Args:
-        rows: the rows of the comparison.
-        target: the target as JSON.
-        versions: package -> version.
-        interrupted: whether Ctrl-C stopped the comparison.
-        config: the name of the program or config.
-        given: the command-line flags that set keys outside the grid.
-        unchanged: variants of a what-if that are the program as given, or nearly.
-        left_out: variant of a what-if -> the reason why it was not compiled.
-    """
+) -> CompareResult:
+    """Returns the result of a comparison, with the best of its rows. The arguments are fields of `CompareResult`."""
     rows = mark_pareto(rows)
     winner, keys = best(rows), task_keys(rows)
-    return {
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "best": dataclasses.asdict(winner) | {"flags": flags(winner)} if winner else None,
-        "best_of_each": [
-            dataclasses.asdict(row) | {"flags": flags(row), "task": label(row, keys) if keys else ""}
-            for row in best_of_each(rows)
-        ],
-        "config": config,
-        "given": given,
-        "target": dict(target),
-        "versions": dict(versions),
-        "interrupted": interrupted,
-        "unchanged": list(unchanged),
-        "left_out": dict(left_out),
-    }
+    of_each = [
+        TaskRow(**vars(row), flags=flags(row), task=label(row, keys) if keys else "") for row in best_of_each(rows)
+    ]
+    return CompareResult(
+        rows=rows,
+        best=FlaggedRow(**vars(winner), flags=flags(winner)) if winner else None,
+        best_of_each=of_each,
+        config=config,
+        given=given,
+        target=target,
+        versions=versions,
+        interrupted=interrupted,
+        unchanged=unchanged,
+        left_out=left_out,
+    )
 
 
 def workload(row: Row) -> str:

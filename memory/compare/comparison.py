@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.compare import compare_rows, grids, what_if
-from bytescope.memory.compare.compare_rows import Row
+from bytescope.memory.compare.compare_rows import CompareResult, Row
 from bytescope.memory.compare.compiling import DEFAULT, CompiledJobs, Effort, compile_jobs
 from bytescope.memory.compare.grids import TARGET
 from bytescope.memory.compare.jobs import Jobs, with_cpu_devices
@@ -40,50 +40,27 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompareResult:
-    """The result of a comparison.
+class FinishedComparison:
+    """A comparison with the facts about its run.
 
     Attributes:
-        rows: one per compiled program.
-        target: the target as JSON, with only the key `name` if there are several.
-        versions: package -> version used for compiling.
-        what: what was compared.
+        result: the compared rows.
+        factory: the factory that made the programs.
         from_cache: number of rows that were in the cache.
         missing: number of programs without a row, because Ctrl-C stopped the comparison.
-        interrupted: whether Ctrl-C stopped the comparison.
         has_dead_worker: whether a worker process died.
-        unchanged: options of XLA with which the program is the same.
-        left_out: option of XLA -> why there is no row for it.
         notes: sentences about the programs.
     """
 
-    rows: Sequence[Row]
-    target: Mapping[str, Any]
-    versions: Mapping[str, str]
-    what: Compared
-    from_cache: int = 0
-    missing: int = 0
-    interrupted: bool = False
-    has_dead_worker: bool = False
-    unchanged: Sequence[str] = ()
-    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    notes: Sequence[str] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the comparison as JSON values. The docstring of `compare_rows` lists the keys."""
-        return compare_rows.to_json(
-            self.rows,
-            self.target,
-            self.versions,
-            self.interrupted,
-            self.what.source,
-            self.what.given,
-            self.unchanged,
-            self.left_out,
-        )
+    result: CompareResult
+    factory: ProgramFactory
+    from_cache: int
+    missing: int
+    has_dead_worker: bool
+    notes: Sequence[str]
 
 
-def compare(what: Compared, asked: Sequence[tuple[str, Sequence[str]]]) -> CompareResult:
+def compare(what: Compared, asked: Sequence[tuple[str, Sequence[str]]]) -> FinishedComparison:
     """Compiles every combination of the values in a grid. Combinations of the same program are compiled once.
 
     asked: the grid, as (key, values) pairs.
@@ -95,7 +72,7 @@ def compare(what: Compared, asked: Sequence[tuple[str, Sequence[str]]]) -> Compa
     jobs = make_jobs(what, Jobs(what.factory), asked)
     answers = _compile(what, jobs)
     rows = [_row_of(what, job, answers.by_name[job.name]) for job in jobs if job.name in answers.by_name]
-    return _result(what, compare_rows.mark_pareto(rows), answers, jobs)
+    return _finish(what, rows, answers, jobs)
 
 
 def make_jobs(what: Compared, jobs: Jobs, asked: Sequence[tuple[str, Sequence[str]]]) -> list[Job]:
@@ -117,7 +94,7 @@ def make_jobs(what: Compared, jobs: Jobs, asked: Sequence[tuple[str, Sequence[st
     return list(unique.values())
 
 
-def compare_what_if(what: Compared) -> CompareResult:
+def compare_what_if(what: Compared) -> FinishedComparison:
     """Compiles one program with several options of XLA. The rows are ranked, the best first.
 
     Raises ReportError if the program as given cannot be compiled.
@@ -160,8 +137,7 @@ def compare_what_if(what: Compared) -> CompareResult:
     if given_row is not None:
         rows = [dataclasses.replace(row, effect=what_if.effect(row, given_row)) for row in rows]
     ranked = what_if.ranked(compare_rows.mark_pareto(rows))
-    result = _result(what, ranked, answers, list(distinct.values()))
-    return dataclasses.replace(result, unchanged=unchanged, left_out=left_out)
+    return _finish(what, ranked, answers, list(distinct.values()), unchanged, left_out)
 
 
 def _compile(what: Compared, jobs: Sequence[Job]) -> CompiledJobs:
@@ -177,18 +153,32 @@ def _row_of(what: Compared, job: Job, answer: Mapping[str, Any]) -> Row:
     return dataclasses.replace(row, formula=what.factory.formula(job.resolved, answer))
 
 
-def _result(what: Compared, rows: Sequence[Row], answers: CompiledJobs, jobs: Sequence[Job]) -> CompareResult:
+def _finish(
+    what: Compared,
+    rows: Sequence[Row],
+    answers: CompiledJobs,
+    jobs: Sequence[Job],
+    unchanged: Sequence[str] = (),
+    left_out: Mapping[str, str] = {},
+) -> FinishedComparison:
     from bytescope.memory.devices.compiler import versions
 
     done, names = answers.compiled, dict.fromkeys(job.target for job in jobs)
-    return CompareResult(
+    result = compare_rows.make_result(
         rows,
         done[0]["target"] if done and len(names) == 1 else {"name": ", ".join(names)},
         done[0]["versions"] if done else versions(),
-        what,
+        answers.interrupted,
+        what.source,
+        what.given,
+        unchanged,
+        left_out,
+    )
+    return FinishedComparison(
+        result,
+        what.factory,
         from_cache=answers.from_cache,
         missing=len({job.name for job in jobs}) - len(answers.by_name),
-        interrupted=answers.interrupted,
         has_dead_worker=answers.has_dead_worker,
         notes=list(dict.fromkeys(note for answer in done for note in answer.get("notes", ()))),
     )

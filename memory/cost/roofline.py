@@ -34,8 +34,8 @@ from typing import Any
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host.host_ledger import expect
 from bytescope.memory.records.host_record import HostTerm
-from bytescope.memory.records.report_json import is_count, is_number
 from bytescope.memory.records.report_record import STEP_PHASES, ReportRecord
+from bytescope.memory.records.result import is_count, is_number
 
 TERMS = ("products", "memory", "collectives", "host_link")
 LINKS = ("in_host", "between_hosts")

@@ -16,6 +16,7 @@ from bytescope.memory.formulas import (
 )
 from bytescope.memory.formulas.model_shape import TARGETS, Adapters, ModelShape, StepLayout, gpt, matrices
 from bytescope.memory.formulas.training_state import OptimizerBytes, PrecisionBytes
+from bytescope.memory.records.result import ABSENT, Absent, plain
 
 ASPECT = 128  # width / layers, as in GPT-3 175B and Llama 7B
 
@@ -115,29 +116,78 @@ class Estimate:
         """Returns the total bytes on a device under a recomputation policy ("none", "selective" or "full")."""
         return sum(self.state.values()) + self.activations[policy].total
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the estimate as JSON values: `question`, `parameters` {total, active}, `per_parameter` {role:
-        bytes}, `policies` {policy: {role: bytes, ..., host, total}}, FLOPs and notes."""
+    def result(self) -> EstimateResult:
+        """Returns the estimate with its sums, as bytescope estimate writes it."""
         q = self.question
         policies = {
-            policy: {
+            policy: PolicyEstimate(
                 **self.state,
-                **dataclasses.asdict(activations),
-                "activations": activations.total,
-                "host": self.host,
-                "total": self.total(policy),
-                "hardware_flops": self.hardware_flops[policy],
-            }
+                **vars(activations),
+                activations=activations.total,
+                host=self.host,
+                total=self.total(policy),
+                hardware_flops=self.hardware_flops[policy],
+            )
             for policy, activations in self.activations.items()
         }
-        return {
-            "question": {**dataclasses.asdict(q), "precision": q.precision.name, "optimizer": q.optimizer.name},
-            "parameters": {"total": q.parameters, "active": q.active},
-            "model_flops": self.model_flops,
-            "policies": policies,
-            "per_parameter": {role: size / q.parameters for role, size in self.state.items()},
-            "notes": list(self.notes),
-        }
+        return EstimateResult(
+            question={**plain(q), "precision": q.precision.name, "optimizer": q.optimizer.name},
+            parameters={"total": q.parameters, "active": q.active},
+            model_flops=self.model_flops,
+            policies=policies,
+            per_parameter={role: size / q.parameters for role, size in self.state.items()},
+            notes=self.notes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyEstimate:
+    """Bytes on one device under one recomputation policy.
+
+    Fields:
+        params, gradients, optimizer: bytes of the training state in device memory.
+        kept: bytes that all layers together keep for the backward pass.
+        recomputed: additional bytes that exist only while one layer is recomputed.
+        outside: bytes outside the layers: embedding, final norm, head and logits.
+        activations: the sum of the three.
+        host: bytes of training state in host memory, which no other field includes.
+        total: bytes of training state and activations.
+        hardware_flops: FLOPs of one micro-step over all replicas, with recomputation.
+        frozen: bytes of the weights that are not trained, with adapters.
+    """
+
+    params: float
+    gradients: float
+    optimizer: float
+    kept: float
+    recomputed: float
+    outside: float
+    activations: float
+    host: float
+    total: float
+    hardware_flops: float
+    frozen: float | Absent = ABSENT
+
+
+@dataclasses.dataclass(frozen=True)
+class EstimateResult:
+    """The result of bytescope estimate.
+
+    Fields:
+        question: the step that is estimated: the fields of `Question`.
+        parameters: number of parameters over all devices: `total`, and `active`, which process one token.
+        model_flops: FLOPs of one micro-step over all replicas, without recomputation.
+        policies: recomputation policy ("none", "selective" or "full") -> estimate.
+        per_parameter: role, such as "params" -> bytes on a device per parameter.
+        notes: sentences about what the estimate does not include.
+    """
+
+    question: Mapping[str, Any]
+    parameters: Mapping[str, float]
+    model_flops: float
+    policies: Mapping[str, PolicyEstimate]
+    per_parameter: Mapping[str, float]
+    notes: tuple[str, ...]
 
 
 def estimate(question: Question) -> Estimate:

@@ -19,7 +19,7 @@ from typing import Any
 from bytescope.memory.errors import ReportError
 from bytescope.memory.jaxprs import bodies, distinct_jaxprs, inner_jaxpr
 from bytescope.memory.records.host_record import HostTerm
-from bytescope.memory.records.report_json import is_number
+from bytescope.memory.records.result import is_number
 from bytescope.memory.units import KIB, MIB
 
 _GPUS = ("cuda", "rocm", "gpu")

@@ -126,7 +126,7 @@ def remedy_columns(explanation: ExplanationRecord) -> tuple[ColumnView, ...]:
             "saves",
             "frees up to",
             "bytes",
-            read=explanation.saving,
+            read=lambda remedy: remedy.bytes,
             page=lambda remedy: remedy_saving(explanation, remedy, short=True),
         ),
     )

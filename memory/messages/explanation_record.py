@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from bytescope.memory.messages import causes
 from bytescope.memory.messages.culprits import Culprit
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.remedies import Remedy
 from bytescope.memory.messages.report_match import ReportMatch
+from bytescope.memory.records.result import plain
 from bytescope.memory.units import human
 
 
@@ -48,6 +49,8 @@ class ExplanationRecord:
         call: the failed call, such as "step, call 3, on NVIDIA H200"; "" for a log.
     """
 
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("happened",)
+
     recognized: bool = False
     kind: str = "unknown"
     form: str = ""
@@ -69,14 +72,15 @@ class ExplanationRecord:
     match: ReportMatch | None = None
     call: str = ""
 
+    def __post_init__(self) -> None:
+        sizes = (self.savings.get(remedy.saves) if remedy.bytes is None else remedy.bytes for remedy in self.remedies)
+        remedies = tuple(dataclasses.replace(remedy, bytes=size) for remedy, size in zip(self.remedies, sizes))
+        object.__setattr__(self, "remedies", remedies)
+
     @property
     def place(self) -> str:
         """Where the failure was: the line of the log, or the failed call."""
         return self.call or (f"line {self.line:,} of the log" if self.recognized else "no message")
-
-    def saving(self, remedy: Remedy) -> int | None:
-        """Returns the bytes that a remedy can free at most; None if they are unknown."""
-        return remedy.bytes if remedy.bytes is not None else self.savings.get(remedy.saves)
 
     @property
     def happened(self) -> str:
@@ -99,8 +103,4 @@ class ExplanationRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the explanation as a dictionary that can be written as JSON."""
-        remedies = [
-            {"words": remedy.words, "uses": list(remedy.uses), "bytes": self.saving(remedy), "flags": remedy.flags}
-            for remedy in self.remedies
-        ]
-        return {**dataclasses.asdict(self), "happened": self.happened, "remedies": remedies}
+        return plain(self)

@@ -295,7 +295,7 @@ def _remedies(explanation: ExplanationRecord) -> RenderableType | None:
 
 def remedy_saving(explanation: ExplanationRecord, remedy: Remedy, short: bool = False) -> str:
     """Returns a sentence with the bytes that a remedy can free, "" if they are unknown. `short`: only the bytes."""
-    size, missing = explanation.saving(remedy), explanation.figures.get("missing")
+    size, missing = remedy.bytes, explanation.figures.get("missing")
     if not size:
         return ""
     if short:

@@ -24,8 +24,8 @@ from bytescope.memory.messages.explanation import Explanation, explain
 from bytescope.memory.messages.message_record import ArrayType
 from bytescope.memory.messages.remedies import REMEDIES, Remedy
 from bytescope.memory.messages.report_match import NOT_THE_SIZE
-from bytescope.memory.records.report_json import plain
 from bytescope.memory.records.report_record import ReportRecord, RowName
+from bytescope.memory.records.result import plain
 from bytescope.memory.units import human
 from bytescope.memory.view.elements import row_name
 
@@ -202,7 +202,7 @@ def _explain_call(post_mortem: PostMortem) -> Explanation:
 def _as_sentence(remedy: Remedy) -> Remedy:
     first = remedy.words.split(" ", 1)[0]
     words = remedy.words[:1].upper() + remedy.words[1:] if first.isalpha() and not remedy.flags else remedy.words
-    return remedy._replace(words=words if words.endswith(".") else f"{words}.")
+    return dataclasses.replace(remedy, words=words if words.endswith(".") else f"{words}.")
 
 
 def _describe_held(held: Sequence[HeldArrays], arguments_too: bool) -> Iterator[Culprit]:
@@ -267,7 +267,7 @@ def ways_out(report: ReportRecord | None, held: Sequence[HeldArrays] = (), pool:
         scores = [culprit for culprit in describe_report(report) if culprit.identity == "scores"]
         size = sum(culprit.bytes or 0 for culprit in scores)
         if scores and size >= MIN_SHARE_IN_PARTS * report.peak_bytes:
-            remedies.append(REMEDIES["flash"]._replace(bytes=size))
+            remedies.append(dataclasses.replace(REMEDIES["flash"], bytes=size))
         remedies += [*_propose_checkpoint(report), *_propose_to_compute_in_parts(report, scores)]
         rows = report.breakdown
         size = (rows["residuals"] + rows["workspace"] + rows["logits_loss"] + rows["batch"]) // 2

@@ -6,14 +6,17 @@ A remedy names only functions, variables and flags that exist in the jax and jax
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Container, Mapping
-from typing import NamedTuple
+from typing import Annotated
 
 from bytescope.memory.allocators.pinned_pool import DEFAULT_GIB
 from bytescope.memory.devices.platform import JAX_FRACTION, MEMORY_FRACTION
+from bytescope.memory.records.result import INTERNAL
 
 
-class Remedy(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Remedy:
     """A remedy for a failed allocation.
 
     Fields:
@@ -21,13 +24,13 @@ class Remedy(NamedTuple):
         uses: names of the functions, environment variables and flags of JAX and XLA that occur in `words`.
         saves: key of `Explanation.savings` for the bytes that the remedy can free, such as "logits"; "" if the message
             does not show how many bytes the remedy frees.
-        bytes: maximum bytes on one device that the remedy frees, for a remedy for one program; otherwise None.
+        bytes: maximum bytes on one device that the remedy frees; None if unknown.
         flags: the command-line flags that apply the remedy, "" if there are none.
     """
 
     words: str
     uses: tuple[str, ...] = ()
-    saves: str = ""
+    saves: Annotated[str, INTERNAL] = ""
     bytes: int | None = None
     flags: str = ""
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile.kernel_owners import name_kernels
@@ -135,46 +134,6 @@ class Breakdown:
     def seconds(self, taken: int) -> float:
         """Converts a time in picoseconds that is summed over updates and devices to seconds per update and device."""
         return taken * PICO / (self.updates * self.devices)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the times as JSON values in seconds per update and device. The keys are `cells` (time by phase and
-        component), `busy`, `idle`, their sum `total`, and the other fields.
-        """
-        return {
-            "program": self.program,
-            "steps": list(self.steps),
-            "updates": self.updates,
-            "devices": self.devices,
-            "calls_per_update": self.calls,
-            "total": self.wall * PICO / self.updates,
-            "without_pauses": self.measured,
-            "busy": self.seconds(self.busy),
-            "idle": self.seconds(self.idle),
-            "cells": [
-                {"phase": phase, "component": component, "seconds": self.seconds(taken)}
-                for (phase, component), taken in self.cells.items()
-            ],
-            "hidden": {name: self.seconds(taken) for name, taken in self.hidden.items()},
-            "host": [
-                {
-                    "name": row.name,
-                    "seconds": row.taken * PICO / self.updates,
-                    "device_idle_seconds": row.idle * PICO / self.updates,
-                    "count": row.count,
-                }
-                for row in self.host
-            ],
-            "instructions": [
-                {
-                    "name": row.name,
-                    **dataclasses.asdict(row.scope),
-                    "seconds": self.seconds(row.taken),
-                    "kernel_seconds": self.seconds(row.running),
-                    "count": row.count,
-                }
-                for row in self.instructions
-            ],
-        }
 
 
 def find(trace: ProfilerTrace, calls_per_update: int = 1, op_scopes: OpScopes | None = None) -> Breakdown:

@@ -9,8 +9,7 @@ to the seconds of an update only if nothing runs at the same time and the device
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from bytescope.memory.cost.flops import FlopCount
 from bytescope.memory.peak.buffer_rules import Attribution
@@ -52,17 +51,17 @@ _COPYING = ("copy", "copy-start", "async-start")
 _SAME_BYTES = 0.02
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class InstructionSeconds:
     """Measured and predicted seconds of one instruction, per update and device.
 
     Fields:
         name: the name of the instruction, or of the kernel if its instruction is unknown.
         kind: the kind of its work, one of `KINDS`.
-        scope: the phase and the component to which it belongs.
-        measured: seconds in which its kernels ran, whether or not others ran at the same time. For a loop, the seconds
-            between its instructions.
-        predicted: predicted seconds of the same kernels; 0 for an instruction without predicted work.
+        phase, component: the phase and the component to which it belongs, as in `OpScope`.
+        measured_seconds: seconds in which its kernels ran, whether or not others ran at the same time. For a loop, the
+            seconds between its instructions.
+        predicted_seconds: predicted seconds of the same kernels; 0 for an instruction without predicted work.
         flops, bytes: FLOPs of its kernels, and bytes that they move, per update and device. Copies over the host link
             and collectives count the bytes of the array.
         size: size of its kernel as in `records.schedule_records.ScheduledKernel`: (batch, m, n, k) of a product;
@@ -71,26 +70,42 @@ class InstructionSeconds:
 
     name: str
     kind: str
-    scope: OpScope
-    measured: float
-    predicted: float
+    phase: str
+    component: str
+    measured_seconds: float
+    predicted_seconds: float
     flops: int = 0
     bytes: int = 0
     size: tuple[int, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values; `scope` as the keys `phase` and `component`."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "phase": self.scope.phase,
-            "component": self.scope.component,
-            "measured_seconds": self.measured,
-            "predicted_seconds": self.predicted,
-            "flops": self.flops,
-            "bytes": self.bytes,
-            "size": list(self.size),
-        }
+
+@dataclasses.dataclass(frozen=True)
+class KindSeconds:
+    """Measured and predicted seconds of one kind of work, per update and device.
+
+    Fields:
+        kind: the kind of work, one of `KINDS`.
+        measured_seconds, predicted_seconds: sums over the instructions of this kind.
+    """
+
+    kind: str
+    measured_seconds: float
+    predicted_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseSeconds:
+    """Measured and predicted seconds of one phase, per update and device.
+
+    Fields:
+        phase: the phase of the step, or "other".
+        measured_seconds: the share of the busy time, as in the table of phases and components.
+        predicted_seconds: the predicted seconds, which include waiting for transfers.
+    """
+
+    phase: str
+    measured_seconds: float
+    predicted_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,30 +113,14 @@ class Comparison:
     """Measured and predicted seconds per update and device of a traced program.
 
     Fields:
+        by_kind: the sums by kind of work.
+        by_phase: the sums by phase.
         instructions: the instructions, the longest measured first.
-        by_kind: kind of work (`KINDS`) -> (measured, predicted) seconds of its instructions.
-        by_phase: phase -> (measured, predicted) seconds. The measured seconds are shares of the busy time, as in the
-            table of phases and components; the predicted seconds include waiting for transfers.
     """
 
+    by_kind: tuple[KindSeconds, ...]
+    by_phase: tuple[PhaseSeconds, ...]
     instructions: tuple[InstructionSeconds, ...]
-    by_kind: Mapping[str, tuple[float, float]]
-    by_phase: Mapping[str, tuple[float, float]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, in seconds per update and device."""
-
-        def rows(name: str, sums: Mapping[str, tuple[float, float]]) -> list[dict[str, Any]]:
-            return [
-                {name: key, "measured_seconds": measured, "predicted_seconds": predicted}
-                for key, (measured, predicted) in sums.items()
-            ]
-
-        return {
-            "by_kind": rows("kind", self.by_kind),
-            "by_phase": rows("phase", self.by_phase),
-            "instructions": [row.to_json() for row in self.instructions],
-        }
 
 
 def compare(breakdown: Breakdown, attribution: Attribution | None, report: ReportRecord) -> Comparison | None:
@@ -154,28 +153,24 @@ def compare(breakdown: Breakdown, attribution: Attribution | None, report: Repor
         elif kind in ("", "memory"):
             kind = _moving_kind(row.scope)
         measured = breakdown.seconds(row.taken if row.scope.component == LOOPS else row.running)
-        rows.append(
-            InstructionSeconds(row.name, kind, row.scope, measured, work.seconds, work.flops, work.bytes, work.size)
-        )
+        rows.append(_row(row.name, kind, row.scope, measured, work))
     for name, work in predicted.items():  # no kernel of these instructions is in the trace
         if work.seconds:
-            scope = OpScope(work.phase)
-            rows.append(
-                InstructionSeconds(name, work.kind, scope, 0.0, work.seconds, work.flops, work.bytes, work.size)
-            )
-    rows.sort(key=lambda row: (-row.measured, -row.predicted, row.name))
+            rows.append(_row(name, work.kind, OpScope(work.phase), 0.0, work))
+    rows.sort(key=lambda row: (-row.measured_seconds, -row.predicted_seconds, row.name))
     kinds, phases = dict.fromkeys(KINDS, (0.0, 0.0)), dict.fromkeys((*STEP_PHASES, OTHER), (0.0, 0.0))
     for each in rows:
-        kinds[each.kind] = kinds[each.kind][0] + each.measured, kinds[each.kind][1] + each.predicted
+        measured, predicted_seconds = kinds[each.kind]
+        kinds[each.kind] = measured + each.measured_seconds, predicted_seconds + each.predicted_seconds
     for (phase, _), taken in breakdown.cells.items():
         phases[phase] = phases[phase][0] + breakdown.seconds(taken), 0.0
     for phase, seconds in schedule_walk.walk(schedule.steps, rates).by_phase.items():
         if phase in phases:
             phases[phase] = phases[phase][0], seconds * breakdown.calls
     return Comparison(
+        tuple(KindSeconds(kind, *pair) for kind, pair in kinds.items() if any(pair)),
+        tuple(PhaseSeconds(phase, *pair) for phase, pair in phases.items() if any(pair)),
         tuple(rows),
-        {kind: pair for kind, pair in kinds.items() if any(pair)},
-        {phase: pair for phase, pair in phases.items() if any(pair)},
     )
 
 
@@ -189,6 +184,12 @@ class _Work:
     flops: int = 0
     bytes: int = 0
     size: tuple[int, ...] = ()
+
+
+def _row(name: str, kind: str, scope: OpScope, measured: float, work: _Work) -> InstructionSeconds:
+    return InstructionSeconds(
+        name, kind, scope.phase, scope.component, measured, work.seconds, work.flops, work.bytes, work.size
+    )
 
 
 def _add_predictions(

@@ -155,7 +155,9 @@ def _host(breakdown: Breakdown, format_seconds: Callable[[float], str]) -> Rende
 def _comparison(comparison: Comparison, unit: str, format_seconds: Callable[[float], str]) -> RenderableType:
     """Returns two tables of measured and predicted seconds with their ratio, by kind of work and by phase."""
     tables = []
-    for title, sums in (("kind of work", comparison.by_kind), ("phase", comparison.by_phase)):
+    kinds = [(row.kind, row) for row in comparison.by_kind]
+    phases = [(row.phase, row) for row in comparison.by_phase]
+    for title, rows in (("kind of work", kinds), ("phase", phases)):
         table = FigureTable(
             label(Text(title, style="bold")),
             figure(f"measured {unit}"),
@@ -163,7 +165,8 @@ def _comparison(comparison: Comparison, unit: str, format_seconds: Callable[[flo
             figure("ratio"),
             heading="dim",
         )
-        for name, (measured, predicted) in sums.items():
+        for name, row in rows:
+            measured, predicted = row.measured_seconds, row.predicted_seconds
             ratio = f"{measured / predicted:.2f}" if measured and predicted else ""
             table.add(name, format_seconds(measured), format_seconds(predicted), ratio)
         tables.append(table)

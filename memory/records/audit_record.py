@@ -8,6 +8,8 @@ device.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 # Kind of a request -> what the request is about.
 KINDS = {
@@ -99,3 +101,44 @@ class AuditRow:
         step undid it. False if the jaxpr shows the step, or if `compiler_pass` names the pass of XLA."""
         steps = ("", *_IN_JAXPR)
         return self.honored is False and self.undone_by not in steps and not self.compiler_pass
+
+
+@dataclasses.dataclass(frozen=True)
+class JudgedRequest(AuditRow):
+    """A request of a program with the outcome."""
+
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("honored", "inferred")
+
+
+@dataclasses.dataclass(frozen=True)
+class AuditResult:
+    """The result of an audit.
+
+    Fields:
+        program: the name of the program.
+        target: the device that the program was compiled for; {} if unknown.
+        versions: package -> version for the packages that compiled the program.
+        requests: what the program asks jax and XLA to do, and what the compiled program does.
+    """
+
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("honored", "not_honored", "unknown")
+
+    program: str
+    target: Mapping[str, Any]
+    versions: Mapping[str, str]
+    requests: tuple[JudgedRequest, ...]
+
+    @property
+    def honored(self) -> int:
+        """Number of requests that the compiled program honors."""
+        return sum(row.honored is True for row in self.requests)
+
+    @property
+    def not_honored(self) -> int:
+        """Number of requests that the compiled program does not honor."""
+        return sum(row.honored is False for row in self.requests)
+
+    @property
+    def unknown(self) -> int:
+        """Number of requests of which the outcome is unknown."""
+        return sum(row.honored is None for row in self.requests)

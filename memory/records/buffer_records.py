@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
+from bytescope.memory.records.result import Count
+
 # Rows of the breakdown of the peak, in the order in which reports show them.
 RowName = Literal[
     "params",
@@ -156,15 +158,22 @@ class PeakAccount:
     are computed from the program's buffers.
 
     Fields:
-        peak_bytes: the maximum number of bytes that are live at one time.
-        allocated_bytes: bytes that the runtime allocates for the program: arguments, outputs, constants, temporaries.
-        breakdown: every row of `ROWS`, such as "params" -> bytes at the peak; 0 for a row that is not given.
-        timeline: the live bytes at each instruction.
-        buffers: all buffers of the program.
-        ledger: the training state by role and dtype.
-        residuals_by_name: checkpoint name -> bytes at the peak of the values kept for the backward pass. Unnamed values
-            are under "(component/operation)".
-        workspace_by_scope: "phase/component" -> bytes of workspace at the peak.
+        peak_bytes: the maximum number of bytes that are live at one time in device memory, as XProf counts it.
+        allocated_bytes: bytes that the runtime allocates for the program: arguments, outputs without an alias,
+            constants, packed temporaries.
+        breakdown: row of `ROWS` -> bytes at the peak; 0 for a row that is not given. The rows without fragmentation sum
+            to `peak_bytes`, with fragmentation to `allocated_bytes`. Rows of arguments: params, the trained parameters;
+            frozen, parameters that a step reads and never updates, such as weights under LoRA adapters; optimizer, the
+            optimizer's state; accumulator, sums of gradients; cache, state without a gradient that a step passes on (KV
+            caches, recurrent state, batch statistics); rng, random keys; batch, all other arguments.
+        timeline: the live bytes at each instruction (`TimelinePoint`).
+        buffers: all buffers of the program (`Buffer`).
+        ledger: the training state by role and dtype (`LedgerRow`).
+        residuals_by_name: checkpoint name -> bytes at the peak of the values kept for the backward pass, which sum to
+            the residuals row. A residual without a name is listed in parentheses by component and operation,
+            "(attention/exp)". The activations that a loop of blocks carries from one block to the next are "(blocks
+            input)".
+        workspace_by_scope: "phase/component" -> bytes at the peak, which sum to the workspace row.
         host_bytes, on_chip_bytes: bytes in host memory and in on-chip memory, which no other field includes.
         peak_index: the index of the peak in `timeline`.
         program: the name of the compiled module.
@@ -172,17 +181,17 @@ class PeakAccount:
         notes: sentences about figures that are not exact.
     """
 
-    peak_bytes: int
-    allocated_bytes: int
+    peak_bytes: Count
+    allocated_bytes: Count
     breakdown: Mapping[RowName, int]
     timeline: tuple[TimelinePoint, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     ledger: tuple[LedgerRow, ...] = ()
     residuals_by_name: Mapping[str, int] = dataclasses.field(default_factory=dict)
     workspace_by_scope: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    host_bytes: int = 0
-    on_chip_bytes: int = 0
-    peak_index: int = 0
+    host_bytes: Count = 0
+    on_chip_bytes: Count = 0
+    peak_index: Count = 0
     program: str = ""
     method: str = "heap_trace"
     notes: tuple[str, ...] = ()

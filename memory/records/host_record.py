@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from bytescope.memory.errors import type_phrase
-from bytescope.memory.records.report_json import is_count, plain, read_item
 from bytescope.memory.records.verdicts import verdict_word
 
 # Phase of a command -> what happens in it. The order is that of a run.
@@ -60,13 +58,7 @@ class HostMemory:
         measured: phase -> maximum of the resident bytes of one process in this phase; {} if nothing was measured.
     """
 
-    # Keys of the JSON that are computed from the fields -> their types.
-    COMPUTED_KEYS: ClassVar[Mapping[str, type]] = {
-        "peak_phase": str,
-        "process_bytes": int,
-        "predicted_node_bytes": int,
-        "verdict": str,
-    }
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("peak_phase", "process_bytes", "predicted_node_bytes", "verdict")
 
     terms: tuple[HostTerm, ...] = ()
     processes: int = 1
@@ -110,30 +102,3 @@ class HostMemory:
         if not self.node_bytes or not self.terms:
             return "unknown"
         return verdict_word(self.predicted_node_bytes, self.node_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values, and the four properties `peak_phase`, `process_bytes`,
-        `predicted_node_bytes` and `verdict`."""
-        return {**plain(self), **{name: getattr(self, name) for name in self.COMPUTED_KEYS}}
-
-    @classmethod
-    def from_json(cls, value: Any) -> HostMemory:
-        """Returns the record for a JSON value that `to_json` returned. Raises TypeError if a value has the wrong
-        type."""
-        if not isinstance(value, dict):
-            raise TypeError(f"the value of host_memory must be a JSON object, but it is {type_phrase(value)}")
-        measured = value.get("measured", {})
-        if not isinstance(measured, dict) or not all(is_count(number) for number in measured.values()):
-            raise TypeError(f"HostMemory.measured must map phases to bytes, but it is {measured!r:.40}")
-        counts = value.get("processes", 1), value.get("node_bytes")
-        if not is_count(counts[0]) or not (counts[1] is None or is_count(counts[1])):
-            raise TypeError(
-                f"HostMemory.processes is {counts[0]!r:.40} and node_bytes is {counts[1]!r:.40}, but both must be "
-                "integers"
-            )
-        return cls(
-            tuple(read_item(HostTerm, term) for term in value.get("terms", ())),
-            *counts,
-            str(value.get("node_source", "")),
-            measured,
-        )

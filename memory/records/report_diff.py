@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import ClassVar
 
 from bytescope.memory.records.report_record import ROWS, Buffer, ReportRecord
 
@@ -18,6 +18,8 @@ class Change:
         name: the name of the total, breakdown row, checkpoint name, scope or buffer.
         before, after: bytes in the first and in the second report.
     """
+
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("growth",)
 
     kind: str
     name: str
@@ -129,20 +131,21 @@ def _bytes_sent_by_collective(report: ReportRecord) -> dict[str, int]:
     return out
 
 
-def to_json(
-    before: ReportRecord, after: ReportRecord, changes: Iterable[Change], failed: Iterable[Change]
-) -> dict[str, Any]:
-    """Returns the differences between two reports as JSON values.
+@dataclasses.dataclass(frozen=True)
+class DiffResult:
+    """The differences between two reports.
 
-    `changes` has the changes of bytes, `measures` those of seconds, FLOPs and sent bytes, `version_changes` the
-    packages whose version differs, and `failed` the names of the totals that grew above a limit.
+    Fields:
+        changes: the changes of bytes.
+        measures: the seconds, FLOPs and sent bytes of both reports.
+        version_changes: package whose version differs -> (version before, version after).
+        failed: the names of the totals that grew above a limit.
     """
-    return {
-        "changes": [{**dataclasses.asdict(change), "growth": change.growth} for change in changes],
-        "measures": [dataclasses.asdict(measure) for measure in measures(before, after)],
-        "version_changes": {name: [old, new] for name, old, new in version_changes(before, after)},
-        "failed": [change.name for change in failed],
-    }
+
+    changes: tuple[Change, ...]
+    measures: tuple[Measure, ...]
+    version_changes: Mapping[str, tuple[str, str]]
+    failed: tuple[str, ...]
 
 
 def grew_above(changes: Iterable[Change], percent: float) -> tuple[Change, ...]:

@@ -1,69 +1,6 @@
 """The report of a program as plain records: analysis fills them, and text, pages and commands read them.
 
-All sizes are bytes on ONE device. The JSON of a report has these keys (schema 1):
-
-- `schema`: the version number of this layout. It rises if a key changes its meaning or is removed.
-- `versions`: package -> version for the packages that compiled the program (jax, jaxlib, plugin, python).
-- `target`: the device that the program was compiled for (`name`, `platform`, memory sizes ...); {} if unknown.
-- `config`: the configuration that the caller passed; {} if there is none.
-- `subject`: the trainer's description of the program (`Description`): the config's name, its batch, its policy; empty
-  for other programs.
-- `parameters`: parameter counts over all devices: `total`, which includes frozen parameters, and `active`, the
-  parameters that one token uses; {} if unknown.
-- `program`: the name of the compiled module.
-- `method`: how live ranges were computed (`METHODS`).
-- `xla`: the compiler's own statistics (`XlaStats`); a field that the backend does not give is null.
-- `compiler_options`: option of XLA -> value, for the options with which the program was compiled in addition to
-  XLA_FLAGS; {} if there are none.
-- `xla_budget`: the memory that XLA:GPU plans with, and what it is made of (`XlaBudget`); null fields if unknown.
-- `xla_limit_bytes`: bytes of temporary values that this budget allows; null if unknown.
-- `audit`: the requests of the program to jax and XLA (recompute, save, offload, donate, divide), each with what the
-  compiled program does (`AuditRow`).
-- `xla_recomputed`: the instructions that XLA's rematerialization pass added to compute values again
-  (`RecomputedValue`).
-- `scheduler_held`: the buffers that XLA's schedule keeps alive at the peak, and that an order of least memory would not
-  (`HeldBuffer`).
-- `peak_bytes`: the maximum number of bytes that are live at one time in device memory, as XProf counts it.
-- `peak_index`: the index of the peak in `timeline`.
-- `allocated_bytes`: bytes that the runtime allocates for the program: arguments, outputs without an alias, constants,
-  packed temporaries.
-- `runtime_overheads`: memory that the runtime takes and the compiler's report does not contain: CUDA context, NCCL
-  buffers, rounding of the allocator and others (`RuntimeOverhead`; the table is in peak/runtime_overheads.py).
-  `peak_bytes` and `allocated_bytes` do not include them.
-- `predicted_bytes`: allocated bytes plus the runtime overheads inside the allocator's pool.
-- `limit_bytes`: bytes that are available on the device; null without a target.
-- `fits`: true if `predicted_bytes` are at most `limit_bytes`, and if the rest of the GPU holds what is outside of its
-  pool; null without a target.
-- `verdict`: the same as a word: fits, tight (above 95 % of the limit), exceeds; unknown without a target.
-- `host_memory`: the host memory of a process by phase, and the memory of a node (`HostMemory`); null if unknown.
-- `host_bytes`, `on_chip_bytes`: bytes in host memory and in on-chip memory; no figure above includes them.
-- `breakdown`: row of `ROWS` -> bytes at the peak. The rows without fragmentation sum to `peak_bytes`, with
-  fragmentation to `allocated_bytes`. Rows of arguments: params, the trained parameters; frozen, parameters that a step
-  reads and never updates, such as weights under LoRA adapters; optimizer, the optimizer's state; accumulator, sums of
-  gradients; cache, state without a gradient that a step passes on (KV caches, recurrent state, batch statistics); rng,
-  random keys; batch, all other arguments.
-- `residuals_by_name`: checkpoint name -> bytes at the peak, which sum to the residuals row. A residual without a name
-  is listed in parentheses by component and operation, "(attention/exp)". The activations that a loop of blocks carries
-  from one block to the next are "(blocks input)".
-- `workspace_by_scope`: "phase/component" -> bytes at the peak, which sum to the workspace row.
-- `unplaced_bytes`: bytes at the peak, without arguments, of buffers that have neither a source line nor a module path.
-- `communication`: bytes per step by kind of collective and mesh axes, with the bytes that a formula expects
-  (`Communication`).
-- `collectives`: every collective of the program, with the compute that overlaps it (`Collective`).
-- `transfers`: bytes per step between device and host memory, with their seconds at the rate of the host link
-  (`Transfer`).
-- `work`: phase -> FLOPs, bytes and messages of one call (`cost.roofline` lists the keys); {} for a program that was
-  not traced.
-- `roofline`: the minimum seconds of this work at the rates of the data sheet (`cost.roofline`); {} if unknown, and only
-  the key `unknown` with the reason if the prediction is less, because its rates exceed the data sheet.
-- `prediction`: predicted seconds of an update with their spread (`seconds.step_prediction`); {} if unknown.
-- `schedule`: the operations that one device runs in a call, in order: kernels with their sizes, collectives and copies
-  over the host link from start to wait, and loops. The format is a list of lists (`to_json` in
-  records/schedule_records.py); [] if no schedule is known.
-- `zero`: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); [] without a trainer's facts.
-- `ledger`, `timeline`, `buffers`: records of records/buffer_records.py.
-- `findings`: problems with their remedies (`Finding`).
-- `notes`: sentences about figures that are not exact.
+All sizes are bytes on ONE device. The JSON of a report (schema 1) has the fields of `ReportRecord`.
 """
 
 from __future__ import annotations
@@ -73,9 +10,9 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from bytescope.memory.errors import ReportError, check_readable, one_line, type_phrase
+from bytescope.memory.errors import ReportError, check_readable, one_line
 from bytescope.memory.records.audit_record import AuditRow
 from bytescope.memory.records.buffer_records import (
     CARD,
@@ -96,7 +33,7 @@ from bytescope.memory.records.buffer_records import (
 )
 from bytescope.memory.records.host_record import HostMemory
 from bytescope.memory.records.parallel_records import Collective, Communication, ZeroRow
-from bytescope.memory.records.report_json import is_count, is_number, parse, plain, read_item
+from bytescope.memory.records.result import Check, Count, JsonForm, is_number, parse, plain, read
 from bytescope.memory.records.result_envelope import unwrap
 from bytescope.memory.records.schedule_records import Steps
 from bytescope.memory.records.schedule_records import from_json as read_schedule
@@ -108,7 +45,6 @@ __all__ = [
     "CARD",
     "CATEGORIES",
     "IN_RUN",
-    "KEYS",
     "MEMORIES",
     "METHODS",
     "PHASES",
@@ -251,30 +187,53 @@ class XlaStats:
         return (self.temp_bytes or 0) + (self.output_bytes or 0) - (self.alias_bytes or 0)
 
 
+def _is_prediction(value: Mapping[str, Any]) -> bool:
+    # The fields that StepPrediction.to_json writes.
+    amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
+    amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
+    parts = [value.get(key) for key in ("by_phase", "by_term")]
+    return not value or (
+        all(is_number(amount) and amount > 0 for amount in amounts)
+        and all(
+            isinstance(part, dict) and all(is_number(taken) and taken >= 0 for taken in part.values()) for part in parts
+        )
+        and all(isinstance(value.get(key), str) for key in ("bound_by", "rates"))
+    )
+
+
+def _is_target(value: Mapping[str, Any]) -> bool:
+    return all(isinstance(value.get(key, ""), str) for key in ("name", "kind", "platform"))
+
+
 @dataclasses.dataclass(frozen=True)
 class JudgedProgram(PeakAccount):
     """The memory, the collectives and the work of a program, and the verdict on whether it fits. The rules that find
     problems read this record.
 
     Fields, in addition to those of `PeakAccount`:
-        collectives: every collective of the program.
-        work: phase -> FLOPs, bytes and messages of one call; {} for a program that was not traced.
-        target: the device that the program was compiled for (name, platform, memory sizes ...); {} if unknown.
-        runtime_overheads: memory that the runtime takes and the compiler's report does not contain, such as the CUDA
-            context.
+        collectives: every collective of the program, with the compute that overlaps it (`Collective`).
+        work: phase -> FLOPs, bytes and messages of one call (`cost.roofline` lists the keys); {} for a program that was
+            not traced.
+        target: the device that the program was compiled for (`name`, `platform`, memory sizes ...); {} if unknown.
+        runtime_overheads: memory that the runtime takes and the compiler's report does not contain: CUDA context, NCCL
+            buffers, rounding of the allocator and others (`RuntimeOverhead`; the table is in
+            peak/runtime_overheads.py). `peak_bytes` and `allocated_bytes` do not include them.
         limit_bytes: bytes that are available on the device; None without a target.
-        fits: whether the predicted bytes are at most `limit_bytes`; None without a target.
-        verdict: "fits", "tight" or "exceeds"; "unknown" without a target.
-        xla: the compiler's own memory statistics.
-        xla_budget: the memory that XLA:GPU plans with.
-        xla_recomputed: the instructions that XLA's rematerialization pass added.
+        fits: true if `predicted_bytes` are at most `limit_bytes`, and if the rest of the GPU holds what is outside of
+            its pool; None without a target.
+        verdict: the same as a word: fits, tight (above 95 % of the limit), exceeds; unknown without a target.
+        xla: the compiler's own statistics (`XlaStats`); a field that the backend does not give is None.
+        xla_budget: the memory that XLA:GPU plans with, and what it is made of (`XlaBudget`); its fields are None if
+            unknown.
+        xla_recomputed: the instructions that XLA's rematerialization pass added to compute values again
+            (`RecomputedValue`).
         scheduler_held: the buffers that XLA's schedule keeps alive at the peak, and that an order of least memory would
-            not.
+            not (`HeldBuffer`).
     """
 
     collectives: tuple[Collective, ...] = ()
     work: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    target: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    target: Annotated[Mapping[str, Any], Check(_is_target)] = dataclasses.field(default_factory=dict)
     runtime_overheads: tuple[RuntimeOverhead, ...] = ()
     limit_bytes: int | None = None
     fits: bool | None = None
@@ -298,26 +257,36 @@ class JudgedProgram(PeakAccount):
 
 @dataclasses.dataclass(frozen=True)
 class ReportRecord(JudgedProgram):
-    """The memory report of a program. The module's docstring explains the JSON keys, which have the names of the
-    fields.
+    """The memory report of a program.
 
     Fields, in addition to those of `JudgedProgram`:
-        findings: problems with their remedies.
-        host_memory: the host memory of a process by phase, and the memory of a node; None if unknown.
-        audit: the requests of the program to jax and XLA, each with what the compiled program does.
-        communication: bytes per step by kind of collective and mesh axes.
-        zero: bytes per parameter compared with the ZeRO paper.
-        transfers: bytes per step between device and host memory.
-        parameters: parameter counts over all devices: `total` and `active` (used by one token); {} if unknown.
-        schedule: the operations that one device runs in a call, in order.
-        roofline: the minimum seconds of the work at the rates of the data sheet; {} if unknown.
-        prediction: predicted seconds of an update with their spread; {} if unknown.
-        subject: the trainer's description of the program.
-        versions: package -> version for the packages that compiled the program.
-        compiler_options: option of XLA -> value, for the options with which the program was compiled.
-        config: the configuration that the caller passed.
-        schema: version number of the JSON layout.
+        findings: problems with their remedies (`Finding`).
+        host_memory: the host memory of a process by phase, and the memory of a node (`HostMemory`); None if unknown.
+        audit: the requests of the program to jax and XLA (recompute, save, offload, donate, divide), each with what the
+            compiled program does (`AuditRow`).
+        communication: bytes per step by kind of collective and mesh axes, with the bytes that a formula expects
+            (`Communication`).
+        zero: bytes per parameter compared with ZeRO's accounting (`ZeroRow`); () without a trainer's facts.
+        transfers: bytes per step between device and host memory, with their seconds at the rate of the host link
+            (`Transfer`).
+        parameters: parameter counts over all devices: `total`, which includes frozen parameters, and `active`, the
+            parameters that one token uses; {} if unknown.
+        schedule: the operations that one device runs in a call, in order: kernels with their sizes, collectives and
+            copies over the host link from start to wait, and loops. The JSON is a list of lists (`to_json` in
+            records/schedule_records.py); () if no schedule is known.
+        roofline: the minimum seconds of this work at the rates of the data sheet (`cost.roofline`); {} if unknown, and
+            only the key `unknown` with the reason if the prediction is less, because its rates exceed the data sheet.
+        prediction: predicted seconds of an update with their spread (`seconds.step_prediction`); {} if unknown.
+        subject: the trainer's description of the program (`Description`): the config's name, its batch, its policy;
+            empty for other programs.
+        versions: package -> version for the packages that compiled the program (jax, jaxlib, plugin, python).
+        compiler_options: option of XLA -> value, for the options with which the program was compiled in addition to
+            XLA_FLAGS; {} if there are none.
+        config: the configuration that the caller passed; {} if there is none.
+        schema: the version number of this layout. It rises if a key changes its meaning or is removed.
     """
+
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("predicted_bytes", "xla_limit_bytes", "unplaced_bytes")
 
     findings: tuple[Finding, ...] = ()
     host_memory: HostMemory | None = None
@@ -326,14 +295,19 @@ class ReportRecord(JudgedProgram):
     zero: tuple[ZeroRow, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    schedule: Steps = ()
+    schedule: Annotated[Steps, JsonForm(list[Any], schedule_json, read_schedule)] = ()
     roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prediction: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prediction: Annotated[Mapping[str, Any], Check(_is_prediction)] = dataclasses.field(default_factory=dict)
     subject: Description = Description()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    schema: int = SCHEMA
+    schema: Count = SCHEMA
+
+    @property
+    def xla_limit_bytes(self) -> int | None:
+        """Bytes of temporary values that XLA's memory budget allows; None if unknown."""
+        return self.xla_budget.limit_bytes
 
     @property
     def title(self) -> str:
@@ -358,15 +332,7 @@ class ReportRecord(JudgedProgram):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as plain JSON values. The order of the keys is always the same."""
-        out = {}
-        for key in KEYS:
-            out[key] = schedule_json(self.schedule) if key == "schedule" else plain(getattr(self, key))
-            if key == "host_memory" and self.host_memory is not None:
-                out[key] = self.host_memory.to_json()
-        out["predicted_bytes"] = self.predicted_bytes
-        out["xla_limit_bytes"] = self.xla_budget.limit_bytes
-        out["unplaced_bytes"] = self.unplaced_bytes
-        return out
+        return plain(self)
 
     def save(self, path: str | Path) -> None:
         """Writes the report to a JSON file. Raises OSError if the file cannot be written."""
@@ -397,73 +363,9 @@ class ReportRecord(JudgedProgram):
                 "--json=FILE"
             )
         try:
-            return cls(**{key: _read_field(key, value[key]) for key in KEYS if key in value})
+            return read(cls, value)
         except (TypeError, ValueError, AttributeError) as error:
             raise ReportError(f"the report is damaged ({one_line(error)}): write it again") from error
-
-
-# The order of keys in the JSON.
-KEYS = (
-    "schema",
-    "program",
-    "method",
-    "versions",
-    "compiler_options",
-    "target",
-    "config",
-    "subject",
-    "parameters",
-    "xla",
-    "xla_budget",
-    "xla_recomputed",
-    "scheduler_held",
-    "peak_bytes",
-    "allocated_bytes",
-    "limit_bytes",
-    "fits",
-    "verdict",
-    "host_bytes",
-    "host_memory",
-    "on_chip_bytes",
-    "peak_index",
-    "breakdown",
-    "residuals_by_name",
-    "workspace_by_scope",
-    "ledger",
-    "zero",
-    "communication",
-    "collectives",
-    "transfers",
-    "runtime_overheads",
-    "work",
-    "roofline",
-    "prediction",
-    "findings",
-    "audit",
-    "notes",
-    "timeline",
-    "buffers",
-    "schedule",
-)
-
-_ITEMS = {
-    "timeline": TimelinePoint,
-    "buffers": Buffer,
-    "ledger": LedgerRow,
-    "xla_recomputed": RecomputedValue,
-    "scheduler_held": HeldBuffer,
-    "findings": Finding,
-    "audit": AuditRow,
-    "communication": Communication,
-    "collectives": Collective,
-    "zero": ZeroRow,
-    "transfers": Transfer,
-    "runtime_overheads": RuntimeOverhead,
-}
-_RECORDS = {"xla": XlaStats, "xla_budget": XlaBudget, "subject": Description}
-_COUNTS = ("peak_bytes", "allocated_bytes", "host_bytes", "on_chip_bytes", "peak_index", "schema")
-_BYTES = ("parameters", "breakdown", "residuals_by_name", "workspace_by_scope")
-_OBJECTS = (*_BYTES, "versions", "compiler_options", "target", "config", "work", "roofline", "prediction")
 
 
 def load(path: str | Path) -> ReportRecord:
@@ -487,48 +389,3 @@ def load(path: str | Path) -> ReportRecord:
         raise ReportError(
             f"{path} is not JSON ({one_line(error)}): give a report that bytescope report --json=FILE wrote"
         ) from error
-
-
-def _read_field(key: str, value: Any) -> Any:
-    if key in _ITEMS:
-        return tuple(read_item(_ITEMS[key], item) for item in value)
-    if key in _RECORDS:
-        return read_item(_RECORDS[key], value)
-    if key == "host_memory":
-        return None if value is None else HostMemory.from_json(value)
-    if key == "schedule":
-        return read_schedule(value)
-    if key == "notes":
-        return tuple(str(note) for note in value)
-    if key in _OBJECTS and not isinstance(value, dict):
-        raise TypeError(f"the value of {key} must be a JSON object, but it is {type_phrase(value)}")
-    if key in _VALUES and not _VALUES[key](value):
-        raise TypeError(f"the value {key}={value!r:.60} does not have the type that a report needs")
-    return value
-
-
-def _is_prediction(value: Mapping[str, Any]) -> bool:
-    # The fields that StepPrediction.to_json writes.
-    amounts = [value.get(key) for key in ("seconds", "seconds_low", "seconds_high")]
-    amounts += [value[key] for key in ("tokens_per_s", "mfu") if value.get(key) is not None]
-    parts = [value.get(key) for key in ("by_phase", "by_term")]
-    return (
-        all(is_number(amount) and amount > 0 for amount in amounts)
-        and all(
-            isinstance(part, dict) and all(is_number(taken) and taken >= 0 for taken in part.values()) for part in parts
-        )
-        and all(isinstance(value.get(key), str) for key in ("bound_by", "rates"))
-    )
-
-
-# Key -> function that checks a JSON value. Values of _OBJECTS are known to be objects; `read_item` checks list items.
-_VALUES = {
-    **dict.fromkeys(_COUNTS, lambda value: is_count(value) and value >= 0),
-    **dict.fromkeys(_BYTES, lambda value: all(map(is_count, value.values()))),
-    **dict.fromkeys(("program", "method", "verdict"), lambda value: isinstance(value, str)),
-    "prediction": lambda value: not value or _is_prediction(value),
-    "versions": lambda value: all(isinstance(version, str) for version in value.values()),
-    "target": lambda value: all(isinstance(value.get(key, ""), str) for key in ("name", "kind", "platform")),
-    "limit_bytes": lambda value: value is None or is_count(value),
-    "fits": lambda value: value in (True, False, None),
-}

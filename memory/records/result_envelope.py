@@ -39,25 +39,13 @@ class ResultEnvelope:
         result: the figures of the command.
     """
 
+    schema: int = dataclasses.field(default=ENVELOPE_SCHEMA, init=False)
     command: str
     versions: Mapping[str, str]
     target: Mapping[str, Any] | None
     limit: MemoryLimit | None
     caveats: tuple[str, ...]
     result: Mapping[str, Any]
-    schema: int = ENVELOPE_SCHEMA
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the envelope as JSON values."""
-        return {
-            "schema": self.schema,
-            "command": self.command,
-            "versions": dict(self.versions),
-            "target": None if self.target is None else dict(self.target),
-            "limit": None if self.limit is None else dataclasses.asdict(self.limit),
-            "caveats": list(self.caveats),
-            "result": dict(self.result),
-        }
 
 
 def unwrap(value: Any, command: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.records.buffer_records import STEP_PHASES
-from bytescope.memory.records.report_json import is_count
+from bytescope.memory.records.result import is_count
 
 # Kinds of kernels: a matrix product; a flash attention kernel, forward and backward; a convolution; a kernel of unknown
 # work; a product of 8-bit operands with a scale per tile (tiled); products of rows with the matrices of their experts

@@ -6,18 +6,27 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 from bytescope.memory.cost import roofline
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.errors import ReportError, in_one_line
 from bytescope.memory.host.host_terms import RATES
-from bytescope.memory.records import report_json
-from bytescope.memory.records.report_json import is_count, is_number
+from bytescope.memory.records.result import JsonForm, is_number, json_keys, plain, read
 
 FORMAT = 1
 WAYS = ("forward", "forward_causal", "backward", "backward_causal")
+
+
+def _one_line(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} must be a string")
+    return in_one_line(value)
+
+
+# A text of a file, which messages show in one line.
+Line = Annotated[str, JsonForm(str, str, _one_line)]
 # Points (size, rate) with ascending sizes.
 Curve = tuple[tuple[float, float], ...]
 
@@ -33,7 +42,7 @@ class CollectiveRate:
         bus: payload in bytes (of the unsharded array) -> bytes per second that one device sends.
     """
 
-    kind: str
+    kind: Line
     group: int
     hosts: int
     bus: Curve
@@ -73,10 +82,12 @@ class DeviceRates:
     Raises ReportError if a figure is not a positive number or a part is missing.
     """
 
-    source: str
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("format",)
+
+    source: Line
     peak_flops: Mapping[str, float]
-    products: Mapping[str, Curve]
-    attention: Mapping[str, Mapping[int, Curve]]
+    products: Mapping[Line, Curve]
+    attention: Mapping[Line, Mapping[int, Curve]]
     memory: Curve
     floor_seconds: float
     host_link_bytes_per_s: float
@@ -85,8 +96,8 @@ class DeviceRates:
     hop_seconds: float = 0.0
     network_hop_seconds: float = 0.0
     cores: int = 0
-    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    measured: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    sources: Mapping[Line, Line] = dataclasses.field(default_factory=dict)
+    measured: Mapping[Line, Line] = dataclasses.field(default_factory=dict)
     host: Mapping[str, float] = dataclasses.field(default_factory=dict)
     attention_slowdown: float | None = None
     memory_slowdown: float | None = None
@@ -197,8 +208,13 @@ class DeviceRates:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns every field as plain JSON values, with the version of the format. `from_json` reads this JSON."""
-        return {"format": FORMAT, **report_json.plain(self)}
+        """Returns the rates as plain JSON values. `from_json` reads this JSON."""
+        return plain(self)
+
+    @property
+    def format(self) -> int:
+        """The version of the format."""
+        return FORMAT
 
 
 # Numeric field -> whether it must be above 0.
@@ -243,61 +259,14 @@ def from_json(value: Any) -> DeviceRates:
             f"the rates have format {version!r:.40}, but this version reads format {FORMAT}: "
             "run bytescope calibrate again"
         )
-    read: dict[str, Any] = {}
+    unknown = value.keys() - json_keys(DeviceRates).keys() - {"runs"}  # `calibrate --runs --json` adds the runs
     try:
-        for name, given in value.items():
-            if name not in ("format", "runs"):  # `calibrate --runs --json` adds the runs
-                read[name] = _READ[name](given) if name in _READ else given
-        return DeviceRates(**read)
+        if unknown:
+            raise ValueError(f"unknown key {min(unknown)!r:.40}")
+        return read(DeviceRates, value)
     except ReportError:
         raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ReportError(
             f"the rates are damaged ({in_one_line(str(error)):.80}): run bytescope calibrate again"
         ) from error
-
-
-def _curve(points: Any) -> Curve:
-    return tuple((size, rate) for size, rate in points)
-
-
-def _whole(value: Any) -> int:
-    if not is_count(value):
-        raise ValueError(f"{value!r:.30} must be a whole number")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} must be a string")
-    return in_one_line(value)
-
-
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {_text(name): _text(value) for name, value in values.items()}
-
-
-def _curves(table: Mapping[str, Any]) -> dict[str, Curve]:
-    return {_text(name): _curve(points) for name, points in table.items()}
-
-
-def _attention(table: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[int, Curve]]:
-    return {_text(way): {int(width): curve for width, curve in _curves(own).items()} for way, own in table.items()}
-
-
-def _collective(row: Mapping[str, Any]) -> CollectiveRate:
-    return CollectiveRate(_text(row["kind"]), _whole(row["group"]), _whole(row["hosts"]), _curve(row["bus"]))
-
-
-# Field -> function that converts its JSON value. Other values are used unchanged. The record checks all values.
-_READ: Mapping[str, Callable[[Any], Any]] = {
-    "source": _text,
-    "memory": _curve,
-    "cores": _whole,
-    "collectives": lambda rows: tuple(map(_collective, rows)),
-    "products": _curves,
-    "attention": _attention,
-    "sources": _texts,
-    "measured": _texts,
-    "run_ratios": tuple,
-}

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.cost import roofline
 from bytescope.memory.errors import ReportError, check_readable, in_one_line
 from bytescope.memory.host.host_terms import use_host_rates
-from bytescope.memory.records import report_json
-from bytescope.memory.records.report_json import is_count
+from bytescope.memory.records.result import is_count, parse
 from bytescope.memory.records.result_envelope import unwrap
 from bytescope.memory.seconds import chip_rates
 from bytescope.memory.seconds.rate_records import WAYS, DeviceRates, from_json
@@ -36,7 +35,7 @@ def load(path: str | Path) -> DeviceRates:
     """
     try:
         check_readable(path)
-        return from_json(unwrap(report_json.parse(Path(path).read_bytes()), "calibrate"))
+        return from_json(unwrap(parse(Path(path).read_bytes()), "calibrate"))
     except OSError as error:
         raise ReportError(
             f"cannot read {path}: {error.strerror}: give the file that bytescope calibrate wrote"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from bytescope.memory.records.report_json import finite
+from bytescope.memory.records.result import finite
 from bytescope.memory.units import human
 
 if TYPE_CHECKING:

@@ -241,9 +241,10 @@ def child(out: str, words: list[str]) -> int:
     """Runs a command in this process, and writes the ledger of its host memory."""
     from bytescope.memory import cli
     from bytescope.memory.host.host_ledger import ledger
+    from bytescope.memory.records.result import plain
 
     code = cli.main(words)
-    Path(out).write_text(json.dumps(ledger().to_json()))
+    Path(out).write_text(json.dumps(plain(ledger())))
     return code
 
 

@@ -18,11 +18,54 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from json_schemas import COMMANDS_WITH_JSON, json_schema
+from search_schemas import FitResult, FrontResult, LeversResult
+
+from bytescope.memory.commands.budgets import CheckResult
+from bytescope.memory.commands.names_program import SavableValues
+from bytescope.memory.commands.report_command import ReportResult
+from bytescope.memory.commands.trace_command import TraceResult
+from bytescope.memory.compare.compare_rows import CompareResult
+from bytescope.memory.formulas.memory_estimate import EstimateResult
+from bytescope.memory.messages.explanation_record import ExplanationRecord
+from bytescope.memory.records.audit_record import AuditResult
+from bytescope.memory.records.report_diff import DiffResult
+from bytescope.memory.records.result import descriptions, json_keys, schema
+from bytescope.memory.records.result_envelope import ENVELOPE_SCHEMA, ResultEnvelope
+from bytescope.train.commands.list_command import Configs, Keys, Policies, Targets
+from bytescope.train.commands.names_config import NamedTensors
+from bytescope.train.commands.score_command import ScoreResult
+from bytescope.train.generate.budget import GenerationReport
+from bytescope.train.quantize.quantize_result import QuantizationResult
+from bytescope.train.run.run_correction import CalibrateResult
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "<!-- Written by tests/bench/reference.py: change the code, then run it. -->\n"
+
+
+# Command -> the record of its result.
+RESULTS: Mapping[str, Any] = {
+    "report": ReportResult | GenerationReport,
+    "explain": ExplanationRecord,
+    "diff": DiffResult,
+    "audit": AuditResult,
+    "check": CheckResult,
+    "names": NamedTensors | SavableValues,
+    "trace": TraceResult,
+    "compare": CompareResult,
+    "levers": LeversResult,
+    "front": FrontResult,
+    "fit": FitResult,
+    "estimate": EstimateResult,
+    "calibrate": CalibrateResult,
+    "quantize": QuantizationResult,
+    "score": ScoreResult,
+    "configs": Configs,
+    "keys": Keys,
+    "policies": Policies,
+    "targets": Targets,
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -99,11 +142,8 @@ def rows_of(name: str) -> list[tuple[str, str]]:
 
 def json_section() -> list[str]:
     """The keys that the JSON of all commands has, and a link to the JSON Schema of each command."""
-    from bytescope.memory.records.result_envelope import ResultEnvelope
-
-    fields = inspect.cleandoc(ResultEnvelope.__doc__ or "").partition("Fields:\n")[2]
-    rows = re.findall(r"^    (\w+): (.*(?:\n        .*)*)", fields, flags=re.M)
-    links = ", ".join(f"[{name}](schemas/{name}.json)" for name in COMMANDS_WITH_JSON)
+    rows = descriptions(ResultEnvelope).items()
+    links = ", ".join(f"[{name}](schemas/{name}.json)" for name in RESULTS)
     return [
         "`--json=FILE` writes an object with these keys. With `--json=-` it is alone on standard output. Files of",
         "schema 1, which have only the keys of `result`, are still read.",
@@ -116,7 +156,17 @@ def json_section() -> list[str]:
 
 def schema_file(command: str) -> str:
     """The JSON Schema of what a command writes with --json."""
-    return json.dumps(json_schema(command), separators=(",", ":")) + "\n"
+    envelope = schema(ResultEnvelope)
+    envelope["properties"] |= {
+        "schema": {"const": ENVELOPE_SCHEMA},
+        "command": {"const": command},
+        "result": schema(RESULTS[command]),
+    }
+    about = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"bytescope {command} --json",
+    }
+    return json.dumps(about | envelope, separators=(",", ":")) + "\n"
 
 
 def argument_name(action: argparse.Action) -> str:
@@ -183,8 +233,10 @@ def targets_page() -> str:
 def report_page() -> str:
     """Every key of a report's JSON, from the docstrings of its records."""
     from bytescope.memory.records import buffer_records, parallel_records, report_record
+    from bytescope.memory.records.buffer_records import PeakAccount
 
-    _, _, keys = inspect.cleandoc(report_record.__doc__ or "").partition("(schema 1):\n")
+    record = report_record.ReportRecord
+    keys = [(f"`{name}`", descriptions(record)[name]) for name in json_keys(record)]
     lines = [
         "# Fields of a report",
         "",
@@ -192,15 +244,16 @@ def report_page() -> str:
         "writes them under `result` ([JSON of commands](../../train/reference/commands.md#json)). `memory.load(FILE)`",
         "reads both. A `Report` has an attribute of the same name for each. All sizes are bytes on one device.",
         "",
-        keys.strip(),
+        *table(("key", "meaning"), keys),
     ]
     for module in (report_record, buffer_records, parallel_records):
         for name, record in vars(module).items():
-            if not dataclasses.is_dataclass(record) or record.__module__ != module.__name__ or name == "ReportRecord":
+            own = dataclasses.is_dataclass(record) and record.__module__ == module.__name__
+            if not own or issubclass(record, PeakAccount):
                 continue
-            fields = ", ".join(f"`{field.name}`" for field in dataclasses.fields(record))
-            meaning = re.sub(r"^    (?=\S)", "- ", inspect.cleandoc(record.__doc__ or ""), flags=re.M)
-            lines += ["", f"## {name}", "", meaning, "", f"Keys: {fields}."]
+            meaning, *_ = re.split(r"\n+(?:Fields|Attributes)\b", inspect.cleandoc(record.__doc__ or ""))
+            rows = [(f"`{key}`", text) for key, text in descriptions(record).items()]
+            lines += ["", f"## {name}", "", meaning, "", *table(("key", "meaning"), rows)]
     return HEADER + "\n".join(lines) + "\n"
 
 
@@ -228,7 +281,7 @@ PAGES: Mapping[Path, Callable[[], str]] = {
     ROOT / "memory" / "reference" / "report_json.md": report_page,
     **{
         ROOT / "train" / "reference" / "schemas" / f"{name}.json": functools.partial(schema_file, name)
-        for name in COMMANDS_WITH_JSON
+        for name in RESULTS
     },
 }
 

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from bytescope.memory.audit.pass_history import with_passes
 from bytescope.memory.commands.arguments import (
@@ -19,6 +18,7 @@ from bytescope.memory.commands.arguments import (
 )
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.devices.compiler import pass_dumps
+from bytescope.memory.records.audit_record import AuditResult, JudgedRequest
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.train.commands.config_arguments import PROGRAM_FORMS, add_subject, require_subject
 
@@ -90,21 +90,12 @@ def show(report: ReportRecord) -> None:
 def finish(args: argparse.Namespace, report: ReportRecord) -> int:
     """Writes the files of --json and --html. Returns the exit code: 1 with --strict if a request was not honored, else
     0."""
-    result: dict[str, Any] = {
-        "program": report.title,
-        "target": report.target,
-        "versions": report.versions,
-        "honored": sum(row.honored is True for row in report.audit),
-        "not_honored": sum(row.honored is False for row in report.audit),
-        "unknown": sum(row.honored is None for row in report.audit),
-        "requests": [
-            dataclasses.asdict(row) | {"honored": row.honored, "inferred": row.inferred} for row in report.audit
-        ],
-    }
+    requests = tuple(JudgedRequest(**vars(row)) for row in report.audit)
+    result = AuditResult(report.title, report.target, report.versions, requests)
     write_json(args, result, caveats=(COMPILED, *report.notes))
     if args.html:
         from bytescope.memory.report import report_page
 
         write(args.html, report_page.render(report))
     show_written(args.json, args.html)
-    return NOT_HONORED if args.strict and result["not_honored"] else 0
+    return NOT_HONORED if args.strict and result.not_honored else 0

@@ -101,7 +101,9 @@ def _correct_rates(args: argparse.Namespace) -> int:
     corrected = dataclasses.replace(corrected, measured={**corrected.measured, **today})
     target = compiled[runs[0].id][1]["target"]
     caveat = "Rates were corrected by the user's own runs."
-    calibrate_command.write_rates(args, corrected, target, caveat, {"runs": dataclasses.asdict(found)})
+    calibrate_command.write_rates(
+        args, corrected, target, caveat, run_correction.CalibrateResult(**vars(corrected), runs=found)
+    )
     if not (args.out or args.json):
         print("no file was written: give --out=FILE, which other commands read with --rates=FILE")
     return 0

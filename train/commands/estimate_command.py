@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         notes.append(_fit_note(estimated, target))
     noted = dataclasses.replace(estimated, notes=(*notes, *estimated.notes))
     show(noted)
-    write_json(args, noted.to_json(), caveats=(FORMULAS, *noted.notes))
+    write_json(args, noted.result(), caveats=(FORMULAS, *noted.notes))
     if args.html:
         from bytescope.train.plan import estimate_page
 
@@ -251,15 +251,15 @@ def _estimate_table(estimated: Estimate) -> Any:
     """
     from bytescope.memory.view.text_table import FigureTable, figure, words
 
-    document, q = estimated.to_json(), estimated.question
+    result, q = estimated.result(), estimated.question
     unit, decimal_size, binary, binary_size = next(row for minimum, *row in UNITS if estimated.total("none") >= minimum)
     heads = (figure(*about) for policy in estimated.activations for about in ((f"{policy}, {unit}",), (binary, "dim")))
     table = FigureTable(words(style="", min_width=14, under=False), figure("B/param"), *heads)
     for row, title in ROWS.items():
         if (row == "host" and not estimated.host) or (row == "frozen" and not q.model.adapters):
             continue
-        each = document["per_parameter"].get(row)
-        sizes = [document["policies"][policy][row] for policy in estimated.activations]
+        each = result.per_parameter.get(row)
+        sizes = [getattr(policy, row) for policy in result.policies.values()]
         table.add(
             title,
             "" if each is None else f"{each:.4g}",

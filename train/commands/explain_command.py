@@ -131,7 +131,7 @@ def explain_log(
     if not to_stdout(args):
         put(explanation_text.render(explanation), console)
     limit = MemoryLimit(explanation.limit_bytes, "the limit in the log") if explanation.limit_bytes else None
-    write_json(args, explanation.to_json(), target=report.target if report else None, limit=limit, caveats=(LOGGED,))
+    write_json(args, explanation, target=report.target if report else None, limit=limit, caveats=(LOGGED,))
     if args.html:
         write(args.html, explanation.to_html())
     if console is None:

@@ -49,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
     check_files(args, ("json",))
     name = args.list or "list"
     listing = LISTS[args.list].read() if args.list else _lists()
-    matches, values = [], []
+    matches, records = [], []
     for row, record in zip(listing.rows, listing.records, strict=True):
         if args.grep.lower() in " ".join(row).lower():
             matches.append(row)
-            values.append(dict(record))
+            records.append(record)
     if not matches:
         raise ReportError(
             f"--grep={args.grep}: no row that bytescope {f'list {args.list}' if args.list else name} prints contains "
@@ -61,8 +61,142 @@ def run(args: argparse.Namespace) -> int:
         )
     show(listing.headings, matches)
     args.command = name
-    write_json(args, {name: values}, caveats=listing.caveats)
+    write_json(args, listing.result(records), caveats=listing.caveats)
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedName:
+    """A list.
+
+    Fields:
+        list: the name of the list.
+        content: what it contains.
+    """
+
+    list: str
+    content: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedConfig:
+    """A shipped config.
+
+    Fields:
+        config: the name of the config.
+        purpose: what it trains, in words.
+    """
+
+    config: str
+    purpose: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedKey:
+    """A key of the configs.
+
+    Fields:
+        key: the dotted name of the key.
+        default: its value in configs/base.py, as text.
+        meaning: its meaning in words.
+    """
+
+    key: str
+    default: str
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedPolicy:
+    """A remat policy.
+
+    Fields:
+        policy: the name of the policy.
+        keeps: what a block keeps for its backward pass.
+    """
+
+    policy: str
+    keeps: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedTarget:
+    """A target. Figures are of one device; None if unknown.
+
+    Fields:
+        target: the name of the target, such as "h100".
+        device: jax's device_kind.
+        platform: "gpu", "tpu" or "cpu"; "" if it depends on the machine.
+        device_memory_bytes: memory of the device.
+        hbm_bytes_per_s: bandwidth of this memory.
+        bf16_flops: FLOP/s of matrix products in bfloat16.
+        peak_flops: dtype -> FLOP/s of matrix products.
+        note: what cannot be predicted for the target; "" if there is nothing to say.
+    """
+
+    target: str
+    device: str
+    platform: str
+    device_memory_bytes: int | None
+    hbm_bytes_per_s: float | None
+    bf16_flops: float | None
+    peak_flops: Mapping[str, float]
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Configs:
+    """The result of bytescope list configs.
+
+    Fields:
+        configs: the shipped configs.
+    """
+
+    configs: Sequence[ListedConfig]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """The result of bytescope list keys.
+
+    Fields:
+        keys: the keys of the configs.
+    """
+
+    keys: Sequence[ListedKey]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policies:
+    """The result of bytescope list policies.
+
+    Fields:
+        policies: the remat policies.
+    """
+
+    policies: Sequence[ListedPolicy]
+
+
+@dataclasses.dataclass(frozen=True)
+class Targets:
+    """The result of bytescope list targets.
+
+    Fields:
+        targets: the devices to compile for.
+    """
+
+    targets: Sequence[ListedTarget]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """The result of bytescope list.
+
+    Fields:
+        list: the lists.
+    """
+
+    list: Sequence[ListedName]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,20 +206,22 @@ class Listing:
     Attributes:
         headings: the column titles.
         rows: the cells of each row.
-        records: each row as JSON values.
+        records: the record of each row.
+        result: makes the result from records.
         caveats: sentences about the rows, for --json.
     """
 
     headings: Sequence[str]
     rows: Rows
-    records: Iterable[Mapping[str, Any]]
+    records: Iterable[Any]
+    result: Callable[[Sequence[Any]], Any]
     caveats: Sequence[str] = ()
 
     @classmethod
-    def of_columns(cls, columns: Mapping[str, str], rows: Rows) -> Listing:
-        """Returns the listing of rows of texts. columns: JSON key -> title."""
+    def of_texts(cls, headings: Sequence[str], rows: Rows, record: Callable[..., Any], result: Any) -> Listing:
+        """Returns the listing of rows of texts. record: makes the record of a row from its texts."""
         rows = list(rows)
-        return cls(tuple(columns.values()), rows, [dict(zip(columns, row)) for row in rows])
+        return cls(headings, rows, [record(*row) for row in rows], result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +233,14 @@ class ListKind:
 
 
 def _lists() -> Listing:
-    return Listing.of_columns(
-        {"list": "list", "content": "content"}, [(name, kind.summary) for name, kind in LISTS.items()]
-    )
+    rows = [(name, kind.summary) for name, kind in LISTS.items()]
+    return Listing.of_texts(("list", "content"), rows, ListedName, Lists)
 
 
 def _configs() -> Listing:
     from bytescope.train.program.config_files import purposes
 
-    return Listing.of_columns({"config": "config", "purpose": "purpose"}, purposes().items())
+    return Listing.of_texts(("config", "purpose"), purposes().items(), ListedConfig, Configs)
 
 
 def _targets() -> Listing:
@@ -113,13 +248,14 @@ def _targets() -> Listing:
 
     # Columns are per device: memory in GiB, bandwidth in TB/s, compute rate in TFLOP/s.
     table = device_tables.targets()
-    return Listing([column.title for column in table.columns], table.cells(), table.rows, (_SOURCE,))
+    records = [ListedTarget(**row) for row in table.rows]
+    return Listing([column.title for column in table.columns], table.cells(), records, Targets, (_SOURCE,))
 
 
 def _keys() -> Listing:
     from bytescope.train.program.config_files import describe_keys
 
-    return Listing.of_columns({"key": "key", "default": "default", "meaning": "meaning"}, describe_keys())
+    return Listing.of_texts(("key", "default", "meaning"), describe_keys(), ListedKey, Keys)
 
 
 def _policies() -> Listing:
@@ -130,8 +266,8 @@ def _policies() -> Listing:
         AUTO: "tensors chosen by name and range of layers, with the least recomputation that fits remat.budget",
     }
     policies = {**{name: row.summary for name, row in POLICIES.items() if row}, **special}
-    columns = {"policy": "policy", "keeps": "what a block keeps for its backward pass"}
-    return Listing.of_columns(columns, policies.items())
+    headings = ("policy", "what a block keeps for its backward pass")
+    return Listing.of_texts(headings, policies.items(), ListedPolicy, Policies)
 
 
 LISTS: Mapping[str, ListKind] = {

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     put(_table(rows))
     for line in excess_warnings(tensors):
         put(Prose(line, "yellow"))
-    write_json(args, {"names": rows}, target=target.to_json(), caveats=(TRACED,))
+    write_json(args, NamedTensors(rows), target=target.to_json(), caveats=(TRACED,))
     return 0
 
 
@@ -55,26 +55,64 @@ def sharding_of(program: Program, name: str) -> tuple[str, int]:
     return text or "replicated", math.prod(program.mesh.shape[axis] for dim in dims for axis in dim)
 
 
-def row(tensor: NamedTensor, sharding: str, shards: int) -> dict[str, Any]:
-    """Returns the table row of a tensor as JSON values: its global shape, and its bytes and recomputation FLOPs on one
-    device.
+@dataclasses.dataclass(frozen=True)
+class NamedTensorRow:
+    """A tensor that the model names with `checkpoint_name`. Bytes and FLOPs are of one device.
+
+    Fields:
+        name: the argument of `checkpoint_name`.
+        shape, dtype: shape and dtype of the global tensor.
+        itemsize: bytes per element in this dtype.
+        copies: number of tensors with this name, such as one per layer.
+        flops: matrix-product FLOPs of recomputing all copies.
+        read_as: a smaller dtype to which all readers convert the tensor; "" if there is none.
+        read_itemsize: bytes per element of the dtype `read_as`; 0 if there is none.
+        autodiff: whether differentiation without a remat policy keeps the tensor for the backward pass.
+        sharding: the sharding as text, such as "B data".
+        bytes_per_layer: bytes of one copy.
+        bytes: bytes of all copies.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    copies: int
+    flops: int
+    read_as: str
+    read_itemsize: int
+    autodiff: bool
+    sharding: str
+    bytes_per_layer: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTensors:
+    """The result of bytescope report --names for a config.
+
+    Fields:
+        names: the named tensors in order of computation.
+    """
+
+    names: Sequence[NamedTensorRow]
+
+
+def row(tensor: NamedTensor, sharding: str, shards: int) -> NamedTensorRow:
+    """Returns the row of a tensor: its global shape, and its bytes and recomputation FLOPs on one device.
 
     Args:
       tensor: a tensor that the model names with `checkpoint_name`.
       sharding: the sharding as text, such as "B data".
       shards: number of shards of the tensor.
     """
-    return {
-        **dataclasses.asdict(tensor),
-        "shape": list(tensor.shape),
-        "sharding": sharding,
-        "bytes_per_layer": tensor.bytes_each // shards,
-        "bytes": tensor.bytes // shards,
-        "flops": tensor.flops * tensor.copies // shards,
-    }
+    own = {**vars(tensor), "flops": tensor.flops * tensor.copies // shards}
+    return NamedTensorRow(
+        **own, sharding=sharding, bytes_per_layer=tensor.bytes_each // shards, bytes=tensor.bytes // shards
+    )
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> Any:
+def _table(rows: Sequence[NamedTensorRow]) -> Any:
     from rich.console import Group
 
     from bytescope.memory.units import human
@@ -89,13 +127,13 @@ def _table(rows: Sequence[dict[str, Any]]) -> Any:
     )
     for r in rows:
         table.add(
-            r["name"],
-            f"{r['dtype']}{r['shape']}".replace(" ", ""),
-            r["sharding"].replace("'", ""),
-            str(r["copies"]),
-            human(r["bytes_per_layer"]),
-            human(r["bytes"]),
-            f"{r['flops'] / 1e9:,.1f}",
+            r.name,
+            f"{r.dtype}{list(r.shape)}".replace(" ", ""),
+            r.sharding.replace("'", ""),
+            str(r.copies),
+            human(r.bytes_per_layer),
+            human(r.bytes),
+            f"{r.flops / 1e9:,.1f}",
         )
     title = "named tensors in order of computation, with the bytes and the GFLOP of recomputation on one device"
     return Group(Prose(title, "bold"), table)

@@ -166,4 +166,4 @@ def quantize(args: argparse.Namespace) -> None:
         host_memory=ledger(prepared.host),
     )
     put(result_view(result))
-    write_json(args, result.to_json(), caveats=("Errors were measured on the given text.",))
+    write_json(args, result, caveats=("Errors were measured on the given text.",))

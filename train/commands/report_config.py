@@ -79,7 +79,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _report_generation(args: argparse.Namespace) -> int:
     from bytescope.memory.view.console import put
-    from bytescope.train.generate.budget import budget_view
+    from bytescope.train.generate.budget import GenerationReport, budget_view
     from bytescope.train.generate.open_engine import plan
     from bytescope.train.program import config_files as configs
 
@@ -87,7 +87,6 @@ def _report_generation(args: argparse.Namespace) -> int:
     planned = plan(args.subject.name, configs.load(args.subject.name, args.subject.overrides), target, args)
     put(budget_view(planned))
     if args.json:
-        reports = {name: report.to_json() for name, report in planned.reports.items()}
-        result = {"config": planned.title, **planned.budget.to_json(), "reports": reports}
+        result = GenerationReport(**vars(planned.budget), config=planned.title, reports=planned.reports)
         write_json(args, result, target=target.to_json(), caveats=(COMPILED,))
     return 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path, write
 from bytescope.memory.commands.json_output import write_json
+from bytescope.memory.records.result import plain
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
@@ -79,6 +81,34 @@ def run(args: argparse.Namespace) -> int:
     return score(args)
 
 
+@dataclasses.dataclass(frozen=True)
+class TextScore:
+    """The log-probabilities of a text.
+
+    Fields:
+        row: number of the text in its file, from 0.
+        tokens: the tokens of the text.
+        logprobs: the natural logarithm of the probability of each token but the first of a window.
+        perplexity: perplexity of these tokens.
+    """
+
+    row: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    perplexity: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreResult:
+    """The result of bytescope generate --score.
+
+    Fields:
+        texts: the scored texts.
+    """
+
+    texts: Sequence[TextScore]
+
+
 def score(args: argparse.Namespace) -> int:
     """Computes the log-probability of each token of the texts, prints the table and writes the file of --json; returns
     the exit code.
@@ -115,8 +145,8 @@ def score(args: argparse.Namespace) -> int:
     _show(scored)
     rows = _rows(scored)
     if args.out:
-        write(args.out, "".join(json.dumps(row) + "\n" for row in rows))
-    write_json(args, {"texts": rows}, caveats=("The values were computed on the devices of this machine.",))
+        write(args.out, "".join(json.dumps(plain(row)) + "\n" for row in rows))
+    write_json(args, ScoreResult(rows), caveats=("The values were computed on the devices of this machine.",))
     return 0
 
 
@@ -161,14 +191,13 @@ def _show_tokens(source: Source, windows: Sequence[ScoredText]) -> None:
     print()
 
 
-def _rows(scored: dict[int, list[ScoredText]]) -> list[dict[str, Any]]:
-    rows = []
-    for number, windows in scored.items():
-        row = {
-            "row": number,
-            "tokens": [token for one in windows for token in one.tokens],
-            "logprobs": [round(float(value), 6) for one in windows for value in one.logprobs],
-            "perplexity": math.exp(min(mean_of(windows)[1], 700)),
-        }
-        rows.append(row)
-    return rows
+def _rows(scored: dict[int, list[ScoredText]]) -> list[TextScore]:
+    return [
+        TextScore(
+            row=number,
+            tokens=[token for one in windows for token in one.tokens],
+            logprobs=[round(float(value), 6) for one in windows for value in one.logprobs],
+            perplexity=math.exp(min(mean_of(windows)[1], 700)),
+        )
+        for number, windows in scored.items()
+    ]

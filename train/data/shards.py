@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bytescope.memory.errors import one_line
-from bytescope.memory.records.report_json import parse
+from bytescope.memory.records.result import parse
 from bytescope.memory.units import plural
 from bytescope.train.data.corpus import HELD_OUT_NAME, INDEX, ShardFiles
 from bytescope.train.data.records import HELD_OUT

@@ -8,6 +8,7 @@ steps. `budget_view` shows them on the terminal.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -39,6 +40,14 @@ class GenerationMemory:
       length: maximum number of token positions per sequence.
     """
 
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = (
+        "pool_bytes",
+        "peak_bytes",
+        "token_bytes",
+        "positions",
+        "sequences_of_length",
+    )
+
     limit: int
     weights: int
     steps: Mapping[str, int]
@@ -49,7 +58,7 @@ class GenerationMemory:
     length: int
 
     @property
-    def pool(self) -> int:
+    def pool_bytes(self) -> int:
         """Bytes of all pages of the KV cache on one device, the scratch page included."""
         return self.pages * self.page_bytes
 
@@ -59,9 +68,9 @@ class GenerationMemory:
         return max(self.steps.values())
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Bytes of the weights, the KV cache and the largest step."""
-        return self.weights + self.pool + self.step
+        return self.weights + self.pool_bytes + self.step
 
     @property
     def positions(self) -> int:
@@ -82,23 +91,25 @@ class GenerationMemory:
     @property
     def left(self) -> int:
         """Bytes of the limit that weights, KV cache and the largest step leave unused."""
-        return self.limit - self.peak
+        return self.limit - self.peak_bytes
 
     @property
     def sequences_of_length(self) -> dict[int, int]:
         """Positions per sequence -> number of such sequences that fit in the KV cache, for several lengths."""
         return {length: self.at_once(length) for length in lengths_of(self.length)}
 
-    def to_json(self) -> dict[str, object]:
-        """Returns the memory as values for the JSON file."""
-        return {
-            **dataclasses.asdict(self),
-            "pool_bytes": self.pool,
-            "peak_bytes": self.peak,
-            "token_bytes": self.token_bytes,
-            "positions": self.positions,
-            "sequences_of_length": {str(length): count for length, count in self.sequences_of_length.items()},
-        }
+
+@dataclasses.dataclass(frozen=True)
+class GenerationReport(GenerationMemory):
+    """The result of bytescope report --generate.
+
+    Fields, in addition to those of `GenerationMemory`:
+      config: title of the config.
+      reports: step -> its memory report.
+    """
+
+    config: str = ""
+    reports: Mapping[str, ReportRecord] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +178,7 @@ def budget_view(plan: GenerationPlan) -> RenderableType:
     parts = FigureTable(label(), figure(), words())
     parts.add("weights", human(budget.weights), "")
     pages = f"{plural(budget.pages, 'page')} of {budget.page} positions, {human(budget.token_bytes)} a position"
-    parts.add("pool", human(budget.pool), pages)
+    parts.add("pool", human(budget.pool_bytes), pages)
     steps = "; ".join(f"{name} {human(size)}" for name, size in budget.steps.items())
     parts.add("largest step", human(budget.step), steps)
     parts.add("left", human(budget.left), "")

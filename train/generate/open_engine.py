@@ -182,7 +182,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
         )
     if console.is_terminal:
         console.print(
-            f"weights {human(planned.weights)}, pool {human(planned.pool)} for {planned.positions:,} positions, "
+            f"weights {human(planned.weights)}, pool {human(planned.pool_bytes)} for {planned.positions:,} positions, "
             f"largest step {human(planned.step)}; {human(planned.limit)} available",
             highlight=False,
         )
@@ -190,7 +190,7 @@ def open_engine(args: argparse.Namespace, source: Source, needed: int, count: in
     base, weights = resident_term("load"), bytes_on_host(steps.model.shapes)
     parameters = HostTerm("load", "parameters", weights, "shards on CPU devices")
     cache = [
-        HostTerm("sample", "KV cache", len(devices) * planned.pool, "pages x bytes of a page"),
+        HostTerm("sample", "KV cache", len(devices) * planned.pool_bytes, "pages x bytes of a page"),
         HostTerm("sample", "buffers of a step", len(devices) * planned.step, "the report of its program"),
     ]
     host = expect_host(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -61,6 +61,8 @@ class QuantizationResult:
       host_memory: the host memory of this process by phase, predicted and measured.
     """
 
+    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("perplexity",)
+
     title: str
     out: str
     facts: Sequence[str]
@@ -69,10 +71,6 @@ class QuantizationResult:
     tokens: int
     layers: Sequence[Mapping[str, Any]]
     host_memory: HostMemory
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the result as JSON values."""
-        return dataclasses.asdict(self) | {"host_memory": self.host_memory.to_json()}
 
 
 def result_view(result: QuantizationResult) -> RenderableType:

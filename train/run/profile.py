@@ -19,11 +19,12 @@ import jax
 from jax.profiler import StepTraceAnnotation, TraceAnnotation
 from rich.console import Console
 
-from bytescope.memory.commands.trace_command import prediction, to_json
+from bytescope.memory.commands.trace_command import make_result, prediction
 from bytescope.memory.errors import ReportError
 from bytescope.memory.profile import breakdown, profile_text, xplane
 from bytescope.memory.profile.xplane import HOST
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.result import plain
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.user_errors import UserError
 
@@ -161,7 +162,7 @@ class Profile:
     def _write_breakdown(self) -> None:
         path = xplane.find(self.workdir / FOLDER)
         measured, predicted = breakdown.find(xplane.read(path)), prediction(self.report)
-        answer = to_json(measured, predicted)
+        answer = plain(make_result(measured, predicted))
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
         profile_text.show(measured, self.console, predicted)
         self.console.print(

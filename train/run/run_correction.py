@@ -14,6 +14,7 @@ from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import schedule_records
+from bytescope.memory.records.result import ABSENT, Absent
 from bytescope.memory.seconds import rates as device_rates
 from bytescope.memory.seconds import run_fit, step_prediction
 from bytescope.memory.seconds.rate_records import DeviceRates
@@ -93,6 +94,17 @@ class RunCorrection:
     fit: RunFit
     groups: tuple[RunGroup, ...]
     later: tuple[float, float] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrateResult(DeviceRates):
+    """The result of bytescope calibrate.
+
+    Fields, in addition to those of `DeviceRates`:
+        runs: what the correction by the user's own runs found (--runs).
+    """
+
+    runs: RunCorrection | Absent = ABSENT
 
 
 def compile_runs(runs: Sequence[MeasuredRun]) -> dict[str, tuple[str, Mapping[str, Any]]] | None:

@@ -13,9 +13,9 @@ from typing import Any
 
 from bytescope.memory.errors import ReportError, one_line
 from bytescope.memory.profile import trace_tables
-from bytescope.memory.records import report_record
+from bytescope.memory.records import report_record, result
 from bytescope.memory.records.host_record import HOST_PHASES, HostMemory, HostTerm
-from bytescope.memory.records.report_json import parse, plain
+from bytescope.memory.records.result import parse, plain
 from bytescope.memory.records.result_envelope import unwrap
 from bytescope.train.source import CONFIG, MEMORY, METRICS, is_run
 
@@ -139,7 +139,7 @@ def _read_metrics(path: Path) -> tuple[list[dict[str, float]], list[dict[str, fl
 
 def _read_host_memory(value: Any) -> HostMemory:
     terms = [HostTerm(phase, HOST_PHASES[phase], size) for phase, size in value["predicted"].items()]
-    return HostMemory.from_json({"terms": [plain(term) for term in terms], "measured": value["measured"]})
+    return result.read(HostMemory, {"terms": [plain(term) for term in terms], "measured": value["measured"]})
 
 
 def _flatten_finite_numbers(value: Any, prefix: str = "") -> dict[str, float]:

@@ -8,10 +8,15 @@ import pytest
 from bytescope.memory.compare import compare_page
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.records.report_record import ROWS
+from bytescope.memory.records.result import plain
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.pages.sweep import check_page
 from support.rows import row, some_rows
+
+
+def json_of(*rows_and_facts, **more):
+    return plain(plan_rows.make_result(*rows_and_facts, **more))
 
 
 @pytest.fixture
@@ -33,24 +38,26 @@ def test_the_page_is_one_file_and_nothing_breaks_it(rows):
     rows = [
         dataclasses.replace(one, overrides={**one.overrides, "config": name}) for one in rows for name in (HOSTILE, "b")
     ]
-    out = plan_rows.to_json(
-        [*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
-        {"name": HOSTILE, "kind": HOSTILE},
-        {HOSTILE: HOSTILE},
-        config=HOSTILE,
-        given=HOSTILE,
+    out = plain(
+        plan_rows.make_result(
+            [*rows, Row({"remat.policy": HOSTILE}, status=HOSTILE), row(HOSTILE, 1)],
+            {"name": HOSTILE, "kind": HOSTILE},
+            {HOSTILE: HOSTILE},
+            config=HOSTILE,
+            given=HOSTILE,
+        )
     )
     page = one_file(compare_page.render(out, Row))
     assert page.data["rows"][-1]["best"] is True and literally(page) > 4
-    compare_page.render(plan_rows.to_json([], {}, {}), Row)
+    compare_page.render(json_of([], {}, {}), Row)
 
 
 def test_what_growth_is_drawn_along(rows):
-    assert compare_page.page_data(plan_rows.to_json(growing(), {}, {}), Row)["axes"] == ["data.seq_len"]
+    assert compare_page.page_data(json_of(growing(), {}, {}), Row)["axes"] == ["data.seq_len"]
     two = [one for one in growing() if one.overrides["data.seq_len"] != 8192]
-    assert compare_page.page_data(plan_rows.to_json(two, {}, {}), Row)["axes"] == [], "two points are no curve"
-    assert compare_page.page_data(plan_rows.to_json(rows, {}, {}), Row)["axes"] == []
-    assert {name for name, _ in compare_page.page_data(plan_rows.to_json(rows, {}, {}), Row)["categories"]} <= set(ROWS)
+    assert compare_page.page_data(json_of(two, {}, {}), Row)["axes"] == [], "two points are no curve"
+    assert compare_page.page_data(json_of(rows, {}, {}), Row)["axes"] == []
+    assert {name for name, _ in compare_page.page_data(json_of(rows, {}, {}), Row)["categories"]} <= set(ROWS)
 
 
 def layouts():
@@ -75,7 +82,7 @@ def layouts():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("make_rows", [growing, layouts])
 def test_the_page_is_sound_when_it_is_used(make_rows, browser):
-    check_page(browser, compare_page.render(plan_rows.to_json(make_rows(), {}, {}), Row))
+    check_page(browser, compare_page.render(json_of(make_rows(), {}, {}), Row))
 
 
 def test_formulas_are_columns_of_the_page(rows):
@@ -87,19 +94,21 @@ def test_formulas_are_columns_of_the_page(rows):
     }
     unknown = dict.fromkeys(formula)
     data = compare_page.page_data(
-        plan_rows.to_json([dataclasses.replace(r, formula=f) for r, f in zip(rows, (unknown, formula))], {}, {})
+        plain(
+            plan_rows.make_result([dataclasses.replace(r, formula=f) for r, f in zip(rows, (unknown, formula))], {}, {})
+        )
     )
     names = [name for name, *_ in data["columns"]]
     assert {"formula_residuals", "residuals_gap", "formula_peak", "peak_gap", "formula_ratio"} <= set(names)
     none, dots = (line["values"] for line in data["rows"])
     assert (dots["residuals_gap"], dots["peak_gap"], dots["formula_ratio"]) == (1.0, 0.0, 1.5)
     assert none["residuals_gap"] is none["formula_peak"] is none["formula_ratio"] is None
-    without = compare_page.page_data(plan_rows.to_json(rows, {}, {}), Row)["columns"]
+    without = compare_page.page_data(json_of(rows, {}, {}), Row)["columns"]
     assert not [name for name, *_ in without if "formula" in name or "gap" in name]
 
 
 def test_the_browser_draws_all_of_it(tmp_path):
-    out = plan_rows.to_json(growing(), {"name": "h200:8"}, {"jax": "9"})
+    out = json_of(growing(), {"name": "h200:8"}, {"jax": "9"})
     script = """
       const heads = () => [...document.querySelectorAll("#rows th button")];
       for (const turn of [1, 2]) heads().find((head) => head.textContent.startsWith("allocated")).click();
@@ -130,7 +139,7 @@ def test_the_chart_has_the_intervals_of_predictions_and_a_star_only_if_it_tells_
     times = {"predicted_seconds": 1.0, "predicted_seconds_low": 0.8, "predicted_seconds_high": 1.3}
     rows = [dataclasses.replace(each, **times, predicted_tokens_per_s=9.0) for each in growing()]
     for some in (rows, rows[:1]):
-        out = plan_rows.to_json(plan_rows.mark_pareto(some), {"name": "h200:8"}, {"jax": "9"})
+        out = json_of(plan_rows.mark_pareto(some), {"name": "h200:8"}, {"jax": "9"})
         data = compare_page.page_data(out, Row)
         assert {line["interval"] for line in data["rows"]} == {(0.8, 1.3)}
         fitting = {row.pareto for row in plan_rows.mark_pareto(some) if row.fits}
@@ -147,7 +156,7 @@ def many(count):
 
 
 def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
-    page = compare_page.render(plan_rows.to_json(many(240), {}, {}), Row)
+    page = compare_page.render(json_of(many(240), {}, {}), Row)
     assert len(one_file(page).data["rows"]) == 240, "and within the weight of a page"
     script = """
       const count = () => document.querySelectorAll(".stack:not(.group):not(.note)").length;
@@ -162,8 +171,10 @@ def test_the_browser_folds_bars_and_tasks_of_many_rows(tmp_path):
 
 
 def test_the_browser_takes_hostile_and_empty_comparisons(tmp_path, rows):
-    hostile = plan_rows.to_json([*rows, row(HOSTILE, 1), Row({"remat.policy": HOSTILE}, status=HOSTILE)], {}, {})
+    hostile = plain(
+        plan_rows.make_result([*rows, row(HOSTILE, 1), Row({"remat.policy": HOSTILE}, status=HOSTILE)], {}, {})
+    )
     seen = body(browse(tmp_path, compare_page.render(hostile, Row), options=["--dump-dom"]))
     assert 'data-ready="yes"' in seen and "<b>x</b>" not in seen and 'id="growth-card" hidden' in seen
-    empty = compare_page.render(plan_rows.to_json([], {}, {}), Row)
+    empty = compare_page.render(json_of([], {}, {}), Row)
     assert 'data-ready="yes"' in body(browse(tmp_path, empty, options=["--dump-dom"]))

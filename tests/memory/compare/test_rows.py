@@ -13,6 +13,7 @@ from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.report_record import Buffer, ReportRecord, TimelinePoint
+from bytescope.memory.records.result import plain
 from bytescope.memory.records.schedule_records import ScheduledKernel
 from bytescope.memory.seconds import step_prediction
 from bytescope.memory.view.elements import rates_notes
@@ -21,6 +22,10 @@ from bytescope.train.plan.config_grid import policy_keys, policy_words
 from support.rows import GIB, row, some_rows
 
 pytestmark = pytest.mark.quick
+
+
+def json_of(*rows_and_facts, **more):
+    return plain(plan_rows.make_result(*rows_and_facts, **more))
 
 
 @pytest.fixture
@@ -88,7 +93,7 @@ def test_no_row_of_one_task_is_recommended_over_another_task():
         row("none", 99, keys={"data.seq_len": 128}),
     ]
     assert plan_rows.best(two) is None
-    out = plan_rows.to_json(two, {}, {}, config="tiny", given="--config.seed=1")
+    out = json_of(two, {}, {}, config="tiny", given="--config.seed=1")
     assert out["best"] is None and (out["config"], out["given"]) == ("tiny", "--config.seed=1")
     assert [(one["task"], one["flags"]) for one in out["best_of_each"]] == [
         ("seq_len=8", "--config.remat.policy=none --config.data.seq_len=8"),
@@ -387,7 +392,7 @@ def test_a_row_without_predicted_seconds_says_why():
     found = [Row.from_answer({"remat.policy": name}, answer) for name in "ab"]
     why = "the schedule of this program is not known, or has too many operations"
     assert f"a and 1 more: no seconds are predicted: {why}" in " ".join(printed(found).split())
-    assert rates_notes(plan_rows.to_json(found, {}, {})["rows"]) == [f"Rows without predicted seconds: {why}."]
+    assert rates_notes(json_of(found, {}, {})["rows"]) == [f"Rows without predicted seconds: {why}."]
     assert Row.from_answer({}, answer | {"status": "no such mesh"}).unpredicted == ""
 
 

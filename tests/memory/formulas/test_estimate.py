@@ -15,6 +15,7 @@ from bytescope.memory.formulas import transformer_formulas
 from bytescope.memory.formulas.memory_estimate import Question, check, estimate, shape_for
 from bytescope.memory.formulas.model_shape import Adapters, ExpertShape, Latent, ModelShape, StepLayout, gpt
 from bytescope.memory.formulas.training_state import ADAM, MIXED
+from bytescope.memory.records.result import plain
 from bytescope.train.plan import estimate_page
 from bytescope.train.plan.assumed_model import parse_count
 from bytescope.train.plan.config_facts import OPTIMIZERS, PRECISIONS, question_of
@@ -87,7 +88,7 @@ def run(capsys, *arguments):
 @pytest.mark.parametrize("question", [LLAMA_8B, DROPOUT], ids=["llama", "gpt"])
 def test_the_total_is_the_sum_of_its_parts(question):
     found = estimate(question)
-    for policy, row in found.to_json()["policies"].items():
+    for policy, row in plain(found.result())["policies"].items():
         parts = ("params", "gradients", "optimizer", "kept", "recomputed", "outside")
         assert row["total"] == pytest.approx(sum(row[part] for part in parts)) == found.total(policy)
     none, selective, full = (found.activations[policy] for policy in ("none", "selective", "full"))
@@ -226,7 +227,7 @@ def computed(tmp_path, question, fragment="", script=""):
 
 def same(found, question):
     """Every number of the page is Python's."""
-    expected = estimate(check(question)).to_json()
+    expected = plain(estimate(check(question)).result())
     assert found["model_flops"] == pytest.approx(expected["model_flops"], rel=1e-12)
     assert found["parameters"] == pytest.approx(expected["parameters"], rel=1e-12)
     assert found["per_parameter"] == pytest.approx(expected["per_parameter"], rel=1e-12)

@@ -19,6 +19,7 @@ from bytescope.memory.formulas import (
 from bytescope.memory.formulas.memory_estimate import Question, estimate
 from bytescope.memory.formulas.model_shape import ExpertShape, Latent, ModelShape, StepLayout
 from bytescope.memory.formulas.training_state import ADAM
+from bytescope.memory.records.result import plain
 from bytescope.model import ModelConfig
 from bytescope.model.experts import expert_rows as rows
 from bytescope.model.experts.exchange import EXCHANGES
@@ -198,7 +199,7 @@ def test_an_estimate_tells_total_and_active(tmp_path, capsys):
     assert document["parameters"] == {"total": 46_702_526_464, "active": 12_879_659_008}
     assert "46,702,526,464 parameters" in out and "12,879,659,008 active" in out
     assert max(map(len, out.splitlines())) <= 100
-    expected = estimate(Question(46702526464, MIXTRAL, StepLayout(data=8, expert=8))).to_json()
+    expected = plain(estimate(Question(46702526464, MIXTRAL, StepLayout(data=8, expert=8))).result())
     assert document["policies"] == expected["policies"] and document["model_flops"] == expected["model_flops"]
     assert main(["estimate", "gpt:47e9", "model.experts=8"]) == 0  # the shape follows from the count
     assert "of 8 experts" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from bytescope.memory.host.host_terms import (
 )
 from bytescope.memory.host.process_memory import host_phase, phase_peaks
 from bytescope.memory.records.host_record import HostMemory
+from bytescope.memory.records.result import read
 
 MIB = 2**20
 # Size of a program, its platform, whether the trainer's libraries were imported, and the measured VmHWM in MiB of
@@ -134,6 +135,7 @@ choose_platform()
 import jax, jax.numpy as jnp
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.host.host_ledger import ledger
+from bytescope.memory.records.result import plain
 jax.devices()
 def layer(x, w):
     return jnp.tanh(x @ w) * jax.nn.softmax(x), None
@@ -141,7 +143,7 @@ array = jax.ShapeDtypeStruct
 step = jax.jit(jax.grad(lambda w, x: jax.lax.scan(layer, x, w)[0].sum()))
 traced = step.trace(array((4, 64, 64), "float32"), array((8, 64), "float32"))
 compile_lowered(traced.lower(), jaxpr=traced.jaxpr)
-print(json.dumps([ledger().to_json(), open("/proc/self/maps").read()]))
+print(json.dumps([plain(ledger()), open("/proc/self/maps").read()]))
 """
 
 
@@ -150,7 +152,7 @@ def test_a_fresh_process_holds_what_its_ledger_predicts_and_no_library_of_nvidia
     own = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}  # no cache
     run = subprocess.run([sys.executable, "-c", _FRESH], capture_output=True, text=True, check=True, env=own)
     host, maps = json.loads(run.stdout)
-    host = HostMemory.from_json(host)
+    host = read(HostMemory, host)
     for phase in ("start", "compile"):
         assert 0.75 < host.predicted(phase) / host.measured[phase] < 1.3, phase
     assert "libjax_common" in maps

@@ -11,6 +11,7 @@ from bytescope.memory.host import host_ledger, process_memory
 from bytescope.memory.host.process_memory import host_phase, phase_peaks
 from bytescope.memory.records.host_record import HostMemory, HostTerm
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.records.result import plain, read
 from bytescope.memory.report import host_view, report_page, report_text
 
 pytestmark = pytest.mark.quick
@@ -112,9 +113,9 @@ def test_a_report_keeps_its_host_memory_in_its_json_and_shows_it():
     "damage", [{"terms": [{"phase": 3}]}, {"measured": [1]}, {"processes": "two"}, {"node_bytes": "all"}, []]
 )
 def test_a_damaged_record_is_refused(damage):
-    value = {**HOST.to_json(), **damage} if isinstance(damage, dict) else damage
+    value = {**plain(HOST), **damage} if isinstance(damage, dict) else damage
     with pytest.raises(TypeError):
-        HostMemory.from_json(value)
+        read(HostMemory, value)
 
 
 def test_the_ledger_has_the_node_of_its_process(recorder):

@@ -41,6 +41,11 @@ def read_trace(name):
     return Traced(trace, scopes, operations, found, instruction_seconds.compare(found, attribution, report))
 
 
+def sums(rows):
+    """Kind or phase -> (measured, predicted) seconds."""
+    return {name: pair for name, *pair in map(dataclasses.astuple, rows)}
+
+
 @pytest.fixture(scope="module")
 def llama():
     return read_trace(LLAMA)
@@ -113,7 +118,7 @@ def test_the_table_adds_up_and_leaves_nothing_over(llama, offload):
         assert sum(row.taken for row in found.instructions) == found.busy
         unknown = sum(taken for (phase, part), taken in found.cells.items() if "other" in (phase, part))
         assert unknown < 0.001 * found.busy
-    by_phase = {phase: round(1e3 * pair[0], 1) for phase, pair in llama.comparison.by_phase.items()}
+    by_phase = {phase: round(1e3 * pair[0], 1) for phase, pair in sums(llama.comparison.by_phase).items()}
     assert by_phase == {"forward": 135.7, "recompute": 3.9, "backward": 169.7, "optimizer": 13.1, "other": 0.0}
 
 
@@ -124,7 +129,7 @@ def test_copies_to_the_host_are_transfers_and_hide_behind_compute(offload):
     taken = sum(row.taken for row in copies)
     assert offload.breakdown.hidden["transfers"] == pytest.approx(running - taken, rel=0.1)
     assert taken < 0.3 * running
-    measured, predicted = offload.comparison.by_kind["host link"]
+    measured, predicted = sums(offload.comparison.by_kind)["host link"]
     assert measured == pytest.approx(offload.breakdown.seconds(running), rel=0.01)
     assert 0.85 < measured / predicted < 1.05
 
@@ -133,7 +138,7 @@ def test_measured_and_predicted_seconds_are_of_the_same_instructions(llama):
     """One stream: the seconds of all kinds are the busy time, except that a kernel may start just before the previous
     one ends. The kinds that were predicted are the ones measured.
     """
-    kinds = llama.comparison.by_kind
+    kinds = sums(llama.comparison.by_kind)
     assert sum(measured for measured, _ in kinds.values()) == pytest.approx(
         llama.breakdown.seconds(llama.breakdown.busy), rel=2e-3
     )
@@ -142,11 +147,16 @@ def test_measured_and_predicted_seconds_are_of_the_same_instructions(llama):
     assert all(0.7 < ratio < 1.3 for ratio in ratios.values())
     rows = {row.name: row for row in llama.comparison.instructions}
     backward = rows["dot_product_attention_bwd.0"]
-    assert (backward.kind, backward.scope.phase, backward.scope.component) == ("attention", "backward", "attention")
-    assert backward.measured == pytest.approx(0.0629, rel=0.01) and backward.predicted > backward.measured
-    assert not [row for row in rows.values() if not row.measured and row.predicted > 1e-4]  # all work was found
-    assert sum(row.predicted for row in rows.values()) == pytest.approx(
-        sum(predicted for _, predicted in llama.comparison.by_phase.values()), rel=1e-3
+    assert (backward.kind, backward.phase, backward.component) == ("attention", "backward", "attention")
+    assert (
+        backward.measured_seconds == pytest.approx(0.0629, rel=0.01)
+        and backward.predicted_seconds > backward.measured_seconds
+    )
+    assert not [
+        row for row in rows.values() if not row.measured_seconds and row.predicted_seconds > 1e-4
+    ]  # all work was found
+    assert sum(row.predicted_seconds for row in rows.values()) == pytest.approx(
+        sum(predicted for _, predicted in sums(llama.comparison.by_phase).values()), rel=1e-3
     )
 
 
@@ -155,7 +165,7 @@ def test_phases_are_predicted_as_they_are_traced(llama, offload):
     read.
     """
     for traced in (llama, offload):
-        phases = {phase: pair for phase, pair in traced.comparison.by_phase.items() if phase != "other"}
+        phases = {phase: pair for phase, pair in sums(traced.comparison.by_phase).items() if phase != "other"}
         ratios = {phase: measured / predicted for phase, (measured, predicted) in phases.items()}
         assert set(ratios) == {"forward", "recompute", "backward", "optimizer"}
         assert all(0.85 < ratio < 1.2 for ratio in ratios.values()), ratios
@@ -167,8 +177,8 @@ def test_a_loop_takes_the_time_between_its_instructions(llama):
     traced = dataclasses.replace(llama.breakdown, instructions=(*llama.breakdown.instructions, loop))
     report = report_record.load(TRACES / f"{LLAMA}.report.json")
     compared = instruction_seconds.compare(traced, llama.scopes.main_attribution(), report)
-    more = sum(measured for measured, _ in compared.by_kind.values())
-    more -= sum(measured for measured, _ in llama.comparison.by_kind.values())
+    more = sum(measured for measured, _ in sums(compared.by_kind).values())
+    more -= sum(measured for measured, _ in sums(llama.comparison.by_kind).values())
     assert more == pytest.approx(traced.seconds(7 * 10**9))
 
 

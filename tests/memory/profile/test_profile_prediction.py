@@ -1,12 +1,11 @@
 """The line that compares a trace with what was predicted of it."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from bytescope.memory.commands import trace_command
 from bytescope.memory.devices import targets
 from bytescope.memory.profile import profile_text
+from bytescope.memory.profile.breakdown import Breakdown
 from bytescope.memory.records.report_record import Description, ReportRecord
 
 pytestmark = pytest.mark.quick
@@ -25,7 +24,12 @@ STATED = {
 
 
 def traced(calls=3, paused=0):
-    return SimpleNamespace(calls=calls, measured=12.0, paused=paused, to_json=dict)
+    return Breakdown("step", (1,), 1, 12 * 10**12 + paused, {}, (), (), {}, calls=calls, paused=paused)
+
+
+def expected_of(result):
+    keys = ("predicted_seconds", "predicted_seconds_low", "predicted_seconds_high", "at_least_seconds", "comparison")
+    return {key: getattr(result, key) for key in keys}
 
 
 def test_a_trace_is_compared_with_as_many_calls_as_it_ran():
@@ -35,7 +39,7 @@ def test_a_trace_is_compared_with_as_many_calls_as_it_ran():
     assert profile_text.prediction(traced(), found) == (
         "predicted 9.00 s (7.5 to 12; rates: by hand), measured 12 s, 1.33 x; at least 3 s by data-sheet rates"
     )
-    assert trace_command.to_json(traced(), found) == {
+    assert expected_of(trace_command.make_result(traced(), found)) == {
         "predicted_seconds": 9.0,
         "predicted_seconds_low": 7.5,
         "predicted_seconds_high": 12.0,
@@ -49,9 +53,9 @@ def test_the_bound_alone_is_not_called_a_prediction():
     assert profile_text.prediction(traced(paused=1), found) == (
         "at least 3 s by data-sheet rates, measured 12 s without pauses, 4 x"
     )
-    assert trace_command.to_json(traced(), found)["predicted_seconds"] is None
+    assert trace_command.make_result(traced(), found).predicted_seconds is None
 
 
 def test_nothing_is_compared_where_nothing_is_known():
     assert trace_command.prediction(ReportRecord(8, 8, {})) is None
-    assert set(trace_command.to_json(traced(), None).values()) == {None}
+    assert set(expected_of(trace_command.make_result(traced(), None)).values()) == {None}

@@ -343,16 +343,9 @@ def show_trace(console, name):
 
 
 def show_names(console, name):
-    tensor = {
-        "name": name,
-        "dtype": "bf16",
-        "shape": [8, 4096, 14336],
-        "sharding": f"('{name}',)",
-        "copies": 32,
-        "bytes_per_layer": 128 * MIB,
-        "bytes": 4 * GIB,
-        "flops": 123.4e12,
-    }
+    tensor = names_config.NamedTensorRow(
+        name, (8, 4096, 14336), "bf16", 2, 32, 123_400 * 10**9, "", 0, False, f"('{name}',)", 128 * MIB, 4 * GIB
+    )
     put(names_config._table([tensor]), console)
 
 

@@ -12,7 +12,7 @@ from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
 from bytescope.memory.host import host_terms
-from bytescope.memory.records.report_json import plain
+from bytescope.memory.records.result import plain
 from bytescope.memory.records.schedule_records import MOVING, PRODUCT, ScheduledKernel
 from bytescope.memory.seconds import rates
 from bytescope.memory.seconds.calibration import cases as calibration_cases

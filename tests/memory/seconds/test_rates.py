@@ -177,7 +177,7 @@ def test_a_chosen_file_is_what_every_target_gets(tmp_path):
         ({"collectives": [{"kind": "gossip", "group": 8, "hosts": 1, "bus": [[1, 1]]}]}, "gossip"),
         ({"collectives": [{"kind": "all-reduce"}]}, "damaged"),
         ({"peak_flops": {"bf16": 0}}, "bf16"),
-        ({"cores": 1.5}, "damaged"),
+        ({"cores": 1.5}, "damaged (DeviceRates.cores is 1.5)"),
         ({"host": {"jax": 1}}, "'jax' is an unknown constant of host memory"),
         ({"host": {"python": -1}}, "the constant 'python' of host memory is -1"),
         ({"host": 3}, "damaged"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 
 from bytescope.memory.errors import in_one_line
+from bytescope.memory.records.result import plain
 from support.fuzz import mutations
 from support.fuzz.command import CONFIG, command, strict
 from support.fuzz.reports import report, trace
@@ -113,4 +114,4 @@ def read_row(data: bytes, folder: Path) -> None:
     answer = row_cache.read(folder, "row")
     if answer is not None:
         row = rows.Row.from_answer({"remat.policy": "full"}, answer)
-        strict(rows.to_json([row], answer["target"], answer["versions"]))
+        strict(plain(rows.make_result([row], answer["target"], answer["versions"])))

@@ -10,6 +10,7 @@ import pytest
 
 from bytescope.memory import cli
 from bytescope.memory.records.host_record import HostMemory
+from bytescope.memory.records.result import read
 from bytescope.train.generate.request import Request
 from bytescope.train.quantize.output import Output
 from bytescope.train.weights.folder import Folder
@@ -64,7 +65,7 @@ def made(home):
 
 def test_host_memory_is_predicted_and_measured(made):
     for result in made.values():
-        host = HostMemory.from_json(result["host_memory"])
+        host = read(HostMemory, result["host_memory"])
         counted = {term.name: term.bytes for term in host.terms_of("quantize")}
         assert counted["activations between two layers"] == result["tokens"] * 64 * 4 == 8 * 16 * 64 * 4
         assert counted["the largest program"] == max(result["memory"]["device"].values())

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from bytescope.memory import cli
+from bytescope.memory.records.result import plain
 from bytescope.train.generate import generate_flags, open_engine
 from bytescope.train.generate.budget import SLACK, GenerationMemory, lengths_of, settle
 from bytescope.train.generate.model_source import DTYPES, UNQUANTIZED, describe_model
@@ -33,10 +34,10 @@ def budget(**changes):
 @pytest.mark.quick
 def test_figures():
     found = budget()
-    assert found.pool == 1001 * 2**21 and found.step == 300 and found.peak == 16 * GIB + 1001 * 2**21 + 300
-    assert found.positions == 16_000 and found.token_bytes == 2**17 and found.left == found.limit - found.peak
+    assert found.pool_bytes == 1001 * 2**21 and found.step == 300 and found.peak_bytes == 16 * GIB + 1001 * 2**21 + 300
+    assert found.positions == 16_000 and found.token_bytes == 2**17 and found.left == found.limit - found.peak_bytes
     assert [found.at_once(length) for length in (1, 16, 17, 160, 16_000, 16_001)] == [1000, 1000, 500, 100, 1, 0]
-    assert found.to_json()["sequences_of_length"]["8192"] == 1
+    assert plain(found)["sequences_of_length"]["8192"] == 1
     assert lengths_of(1000) == [256, 512, 1000] and lengths_of(100) == [100]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from bytescope.memory.compare import compare_columns, compare_page, compare_rows, compare_text, fit_view
 from bytescope.memory.records import report_diff
+from bytescope.memory.records.result import plain
 from bytescope.memory.report import difference as report_difference
 from bytescope.memory.view.console import make_console
 from bytescope.memory.view.table_model import KINDS, PAGE, TERMINAL
@@ -57,7 +58,7 @@ ROWS = compare_rows.mark_pareto(
 
 
 def comparison():
-    out = compare_rows.to_json(ROWS, TARGET, VERSIONS)
+    out = plain(compare_rows.make_result(ROWS, TARGET, VERSIONS))
     compare_text.render(ROWS, TARGET, VERSIONS)
     compare_text.show_row_formulas(ROWS, make_console(file=io.StringIO()))
     keys = compare_columns.key_columns(compare_rows.varying(ROWS))
@@ -180,7 +181,7 @@ def test_declarations_are_whole(name):
 
 
 def test_the_script_of_a_comparison_draws_the_declared_columns(tmp_path):
-    page = compare_page.render(compare_rows.to_json(ROWS, TARGET, VERSIONS), ConfigRow)
+    page = compare_page.render(plain(compare_rows.make_result(ROWS, TARGET, VERSIONS)), ConfigRow)
     script = """document.getElementById("columns").click();
       const heads = [...document.querySelectorAll("#rows thead th")];
       document.title = JSON.stringify(heads.map((one) => one.textContent));"""

@@ -8,6 +8,7 @@ import pytest
 from bytescope.memory.compare import compare_page, fit_view
 from bytescope.memory.compare import compare_rows as plan_rows
 from bytescope.memory.formulas.memory_estimate import Question, shape_for
+from bytescope.memory.records.result import plain
 from bytescope.train.plan import estimate_page, frontier_view, levers_view
 from bytescope.train.plan import frontier as front
 from bytescope.train.plan import levers as stairs
@@ -39,7 +40,7 @@ SLOWER = {**SPEED, "predicted_seconds": 1.0}
 
 
 def compared(rows, **more):
-    return plan_rows.to_json(rows, TARGET, VERSIONS, **{"config": "llama_8b", "given": GIVEN, **more})
+    return plain(plan_rows.make_result(rows, TARGET, VERSIONS, **{"config": "llama_8b", "given": GIVEN, **more}))
 
 
 def policies():
