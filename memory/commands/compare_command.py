@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from bytescope.memory.commands.arguments import INTERRUPTED, check, write
-from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
+from bytescope.memory.commands.arguments import INTERRUPTED, check
+from bytescope.memory.commands.json_output import write_compiled
 from bytescope.memory.compare import comparison, grids, what_if
 from bytescope.memory.compare.comparison import Compared, FinishedComparison
 from bytescope.memory.compare.compiling import Effort
@@ -83,7 +83,7 @@ def asked_grids(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 def show_and_write(args: argparse.Namespace, finished: FinishedComparison) -> None:
     """Prints a comparison and writes the requested files."""
-    from bytescope.memory.compare import compare_text
+    from bytescope.memory.compare import compare_page, compare_text
 
     result = finished.result
     more = [*what_if.sentences(result.unchanged, result.left_out), *(f"note: {note}" for note in finished.notes)]
@@ -92,11 +92,8 @@ def show_and_write(args: argparse.Namespace, finished: FinishedComparison) -> No
     )
     if args.formulas:
         compare_text.show_row_formulas(result.rows)
-    caveats = (COMPILED, *predicted_caveat(next((row.rates for row in result.rows if row.rates), "")))
-    if args.measure:
-        caveats += ("The values of `measured` were measured on this machine.",)
-    write_json(args, result, caveats=caveats)
-    if args.html:
-        from bytescope.memory.compare import compare_page
-
-        write(args.html, compare_page.render(plain(result), finished.factory.row))
+    caveats = ("The values of `measured` were measured on this machine.",) if args.measure else ()
+    rates = (row.rates for row in result.rows)
+    write_compiled(
+        args, result, lambda: compare_page.render(plain(result), finished.factory.row), rates, caveats=caveats
+    )

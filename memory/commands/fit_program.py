@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED, check_files, show_written, write
+from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED, check_files, show_written
 from bytescope.memory.compare.fit_search import CTRL_C, FitSearch, Limits, Step
 
 if TYPE_CHECKING:
@@ -306,16 +306,14 @@ def show_and_write(args: argparse.Namespace, out: Mapping[str, Any], tables: Seq
 
     out: the JSON of the result. tables: tables below the result.
     """
-    from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
+    from bytescope.memory.commands.json_output import write_compiled
     from bytescope.memory.compare.fit_view import render_page, render_text
     from bytescope.memory.records.result_envelope import MemoryLimit
     from bytescope.memory.view.console import put
 
     put(render_text(out, tables))
     limit = MemoryLimit(out["budget_bytes"], f"the budget, --budget={args.budget}") if args.budget else None
-    write_json(args, out, limit=limit, caveats=(COMPILED, *predicted_caveat(out["rates"])))
-    if args.html:
-        write(args.html, render_page(out, tables))
+    write_compiled(args, out, lambda: render_page(out, tables), [out["rates"]], limit=limit)
     show_written(args.json, args.html)
     if out["stopped"] == CTRL_C:
         return INTERRUPTED

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any, TextIO
@@ -91,6 +91,28 @@ def write_json(
     stdout = _STDOUT.get() or sys.stdout
     stdout.write(text)
     stdout.flush()
+
+
+def write_compiled(
+    args: argparse.Namespace,
+    result: Mapping[str, Any],
+    page: Callable[[], str],
+    rates: Iterable[str],
+    *,
+    limit: MemoryLimit | None = None,
+    caveats: Sequence[str] = (),
+) -> None:
+    """Writes the result of a command that compiles programs to the files of --json and --html.
+
+    Args:
+        page: returns the HTML page.
+        rates: the sources of the rates behind predicted seconds, "" for rows without a prediction.
+        limit, caveats: as in `make_envelope`; the caveats of compiled programs are added.
+    """
+    predicted = predicted_caveat(next(filter(None, rates), ""))
+    write_json(args, result, limit=limit, caveats=(COMPILED, *predicted, *caveats))
+    if args.html:
+        write(args.html, page())
 
 
 def make_envelope(

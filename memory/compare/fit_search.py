@@ -139,7 +139,30 @@ class Step:
         }
 
 
-class FitSearch:
+class Search:
+    """A search that can be stopped: by its limits, or with Ctrl-C. The results so far are kept.
+
+    Attributes:
+        stopped: why the search ended early; "" if it did not.
+        seconds: the duration of the search in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.stopped, self.seconds = "", 0.0
+
+    def run_part(self, part: Callable[[], None]) -> None:
+        """Runs a part of the search, and adds its duration to `seconds`. If it ends early, sets `stopped`."""
+        began = time.monotonic()
+        try:
+            part()
+        except Stopped as reason:
+            self.stopped = str(reason)
+        except KeyboardInterrupt:  # Ctrl-C between two compiles
+            self.stopped = CTRL_C
+        self.seconds += time.monotonic() - began
+
+
+class FitSearch(Search):
     """A search over variants of a subject. A subclass implements `_search`, which compiles and records variants, and
     sets `best` there or in `_choose`.
 
@@ -156,8 +179,6 @@ class FitSearch:
         best: the chosen variant; None if none fits.
         tightest: the variant that exceeds the budgets of device and host by the fewest bytes; None before any variant
             is compiled.
-        stopped: why the search ended early; "" if it did not.
-        seconds: the duration of the search in seconds.
     """
 
     def __init__(
@@ -169,28 +190,17 @@ class FitSearch:
         limits: Limits | None = None,
         show: Callable[[Step], None] = lambda step: None,
     ):
+        super().__init__()
         self.name, self.target, self.budget, self.host_budget = name, target, budget, host_budget
         self.limits, self._show = limits or Limits(), show
         self.steps: list[Step] = []
         self.best: Step | None = None
         self.tightest: Step | None = None
-        self.stopped, self.seconds = "", 0.0
 
     def run(self) -> None:
         """Runs the search until it is finished, a limit is reached, or the user presses Ctrl-C."""
         self.run_part(self._search)
         self._choose()
-
-    def run_part(self, part: Callable[[], None]) -> None:
-        """Runs a part of the search, and adds its duration to `seconds`. If it ends early, sets `stopped`."""
-        began = time.monotonic()
-        try:
-            part()
-        except Stopped as reason:
-            self.stopped = str(reason)
-        except KeyboardInterrupt:  # Ctrl-C between two compiles
-            self.stopped = CTRL_C
-        self.seconds += time.monotonic() - began
 
     def _search(self) -> None:
         raise NotImplementedError

@@ -218,7 +218,8 @@ class StepLoss:
         if not calls:
             raise ReportError(
                 "the step differentiates no function with jax.grad, jax.value_and_grad or jax.vjp, so there is nothing "
-                "to recompute: give a training step"
+                "to recompute: give a training step, or compare other arguments with bytescope compare SUBJECT TARGET "
+                "--grid=KEY=V1,V2, and options of XLA with --what-if"
             )
         shards = JaxprSharding.from_arguments(traced.jaxpr, shardings(traced))
         call = max(calls, key=lambda each: flops.count_equation(each).total)

@@ -11,9 +11,8 @@ from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_compiling,
     check,
-    write,
 )
-from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
+from bytescope.memory.commands.json_output import write_compiled
 from bytescope.memory.compare.compiling import Effort
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
@@ -151,12 +150,9 @@ def _show_and_write(args: argparse.Namespace, front: frontier.Front) -> None:
         missing=front.missing,
         target=front.trials.target.to_json(),
         versions=versions(),
-        interrupted=front.stopped,
+        interrupted=bool(front.stopped),
         config=args.subject.name,
         given=given_flags(front.trials.overrides),
     )
-    frontier_view.show(out)
-    rates = next((point.row.rates for point in front.points if point.row.rates), "")
-    write_json(args, out, caveats=(COMPILED, *predicted_caveat(rates)))
-    if args.html:
-        write(args.html, frontier_view.render_page(out))
+    put(frontier_view.render_text(out))
+    write_compiled(args, out, lambda: frontier_view.render_page(out), (point.row.rates for point in front.points))

@@ -14,13 +14,13 @@ from bytescope.memory.commands.arguments import (
     INTERRUPTED,
     add_compiling,
     check,
-    write,
 )
-from bytescope.memory.commands.json_output import COMPILED, predicted_caveat, write_json
+from bytescope.memory.commands.json_output import write_compiled
 from bytescope.memory.compare.compiling import Effort, compile_jobs
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.errors import ReportError
+from bytescope.memory.view.console import put
 from bytescope.train.commands.config_arguments import add_subject, require_subject
 from bytescope.train.plan import levers
 from bytescope.train.plan.config_factory import FACTORY
@@ -114,8 +114,5 @@ def _show_and_write(
     out = levers.to_json(
         levels, left_out, about, done[0]["versions"] if done else versions(), interrupted, args.subject.name, given
     )
-    levers_view.show(out)
-    rates = next((level.row.rates for level in levels if level.row.rates), "")
-    write_json(args, out, caveats=(COMPILED, *predicted_caveat(rates)))
-    if args.html:
-        write(args.html, levers_view.render_page(out))
+    put(levers_view.render_text(out))
+    write_compiled(args, out, lambda: levers_view.render_page(out), (level.row.rates for level in levels))

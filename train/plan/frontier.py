@@ -28,12 +28,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.compare.compare_rows import Row, thrift
+from bytescope.memory.compare.fit_search import Search
 from bytescope.memory.remat.remat_problem import CompiledPlan
 from bytescope.memory.remat.remat_search import RematSearch
 from bytescope.memory.seconds import ranking
 from bytescope.train.plan.config_grid import ConfigRow, plan_keys
 from bytescope.train.plan.levers import changed_flags
-from bytescope.train.plan.trials import Stopped, Trials
+from bytescope.train.plan.trials import Trials
 
 # The fields of a row that the JSON of a fixed policy contains.
 FIGURES = (
@@ -87,7 +88,7 @@ class Point:
     programs: int = 0
 
 
-class Front:
+class Front(Search):
     """Finds the remat plan (which tensors each layer saves) of lowest cost for each of several memory budgets (the
     Pareto front of memory and cost).
 
@@ -109,7 +110,6 @@ class Front:
         points: the plans of the finished budgets.
         fixed: the compiled policies that are the same for all layers.
         missing: number of budgets that are not finished.
-        stopped: whether the search ended early.
     """
 
     def __init__(
@@ -122,13 +122,16 @@ class Front:
         workers: int,
         show: Callable[[float, Fixed | None], None] | None = None,
     ):
+        super().__init__()
         self._show = show
         self.trials, self.cost, self.offload = trials, cost, offload
         self._count, self._ends, self._workers = count, ends, workers
         self.search: RematSearch | None = None
         self.points: list[Point] = []
         self.fixed: list[Fixed] = []
-        self.missing, self.stopped = count, False
+        self.missing = count
+        self._budgets: list[int] = []
+        self._programs: dict[float, int] = {}
 
     def run(self) -> None:
         """Finds the plan of lowest cost for each memory budget. If the search is stopped, `points` contains the
@@ -137,34 +140,32 @@ class Front:
         Raises:
             ReportError: the config cannot run on the target.
         """
-        budgets: list[int] = []
-        programs: dict[float, int] = {}
-        try:
-            self.search = search = self.trials.search({}, cost=self.cost, offload=self.offload)
-            search.compile(search.fixed)
-            first, last = (given or default for given, default in zip(self._ends, default_ends(search)))
-            budgets = budgets_of(first, last, self._count)
-            self.missing = len(budgets)
-
-            def settled(budget: float, compiled: int) -> None:
-                programs[budget] = compiled
-                if self._show:
-                    best = search.best(budget)
-                    self._show(budget, self.figures_of(best) if best else None)
-
-            search.run_all(budgets, at_once=1, together=2 * self._workers, settled=settled)
-        except Stopped:
-            self.stopped = True
+        self.run_part(self._find_plans)
         if self.search is None:
             return
-        done = [budget for budget in budgets if budget in programs]
+        done = [budget for budget in self._budgets if budget in self._programs]
         self.missing -= len(done)
         for plan in self.search.fixed:
             tried = self.search.tried.get(str(plan))
             if tried and tried.ok:
                 self.fixed.append(self.figures_of(tried))
         self.fixed.sort(key=lambda policy: policy.row.allocated_bytes or 0)
-        self.points = points_of(self.search, done, programs, self.figures_of)
+        self.points = points_of(self.search, done, self._programs, self.figures_of)
+
+    def _find_plans(self) -> None:
+        self.search = search = self.trials.search({}, cost=self.cost, offload=self.offload)
+        search.compile(search.fixed)
+        first, last = (given or default for given, default in zip(self._ends, default_ends(search)))
+        self._budgets = budgets_of(first, last, self._count)
+        self.missing = len(self._budgets)
+
+        def settled(budget: float, compiled: int) -> None:
+            self._programs[budget] = compiled
+            if self._show:
+                best = search.best(budget)
+                self._show(budget, self.figures_of(best) if best else None)
+
+        search.run_all(self._budgets, at_once=1, together=2 * self._workers, settled=settled)
 
     def figures_of(self, tried: CompiledPlan) -> Fixed:
         """Returns the command-line flags, bytes, predicted seconds and recomputed FLOPs of a compiled remat plan (which

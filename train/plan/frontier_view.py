@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.compare.compare_columns import (
@@ -26,7 +26,7 @@ from bytescope.memory.compare.compare_columns import (
 from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.seconds.ranking import TIE
 from bytescope.memory.units import column_unit, human, plural
-from bytescope.memory.view.console import one_line, put
+from bytescope.memory.view.console import one_line
 from bytescope.memory.view.elements import (
     HeaderFigure,
     at_least,
@@ -155,15 +155,6 @@ def plans_of(points: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 # ---- the terminal ---------------------------------------------------------------------------------------------
-
-
-def show(front: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the best remat plan (which tensors each layer saves) for each memory budget on the console, by default
-    standard output.
-
-    front: the result as JSON (`train.plan.frontier.to_json`).
-    """
-    put(render_text(front), console)
 
 
 def line(budget: float, plan: Fixed | None) -> RenderableType:

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.compare.compare_columns import (
@@ -28,7 +28,7 @@ from bytescope.memory.compare.compare_columns import (
 from bytescope.memory.compare.compare_text import heading, sources_of_rates
 from bytescope.memory.records.report_record import ROWS
 from bytescope.memory.units import column_unit, human, plural
-from bytescope.memory.view.console import put, safe
+from bytescope.memory.view.console import safe
 from bytescope.memory.view.elements import (
     HeaderFigure,
     command,
@@ -125,14 +125,6 @@ COLUMNS = (
 
 
 # ---- the terminal ---------------------------------------------------------------------------------------------
-
-
-def show(staircase: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints the memory savings and their effects on the console, by default standard output.
-
-    staircase: the JSON result of the command `levers` (`train.plan.levers.to_json`).
-    """
-    put(render_text(staircase), console)
 
 
 def render_text(staircase: Mapping[str, Any]) -> RenderableType:

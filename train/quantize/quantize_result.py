@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -60,8 +60,6 @@ class QuantizationResult:
         of the outputs.
       host_memory: the host memory of this process by phase, predicted and measured.
     """
-
-    COMPUTED_KEYS: ClassVar[tuple[str, ...]] = ("perplexity",)
 
     title: str
     out: str

@@ -199,7 +199,7 @@ def show_levers(console, name):
 
     levels = [level("fp32", 600.25), level("bf16", 200.5), level("full", 90.75)]
     staircase = levers.to_json(levels, {name: f"no {name}"}, {"name": name, **GPU}, {"jax": "new"}, interrupted=True)
-    levers_view.show(staircase, console)
+    put(levers_view.render_text(staircase), console)
 
 
 def show_front(console, name):
@@ -226,7 +226,7 @@ def show_front(console, name):
         target={"name": name, **GPU},
         versions={"jax": "new"},
     )
-    frontier_view.show(about, console)
+    put(frontier_view.render_text(about), console)
 
 
 def predicted(seconds):

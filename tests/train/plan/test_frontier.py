@@ -1,14 +1,12 @@
 """The front from `full` to `none`: its budgets and points, the table, the page, and the command end to end."""
 
 import dataclasses
-import io
 import json
 import math
 import re
 import types
 
 import pytest
-from rich.console import Console
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
@@ -202,9 +200,7 @@ def test_a_policy_that_nothing_is_known_of_wins_where_it_is_best():
 
 
 def printed(points, fixed, **more):
-    console = Console(width=100, file=io.StringIO())
-    frontier_view.show(as_json(points, fixed, **more), console)
-    return console.file.getvalue()
+    return plain_text(frontier_view.render_text(as_json(points, fixed, **more)), 100)
 
 
 def test_the_table(points, fixed):

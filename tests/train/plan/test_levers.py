@@ -1,15 +1,14 @@
 """The staircase: which stages make which levels, the table, the page, and the command end to end."""
 
 import dataclasses
-import io
 import json
 import re
 
 import pytest
-from rich.console import Console
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
+from bytescope.memory.view.console import plain_text
 from bytescope.train.plan import levers, levers_view
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.program.config_files import load_flat
@@ -122,9 +121,8 @@ def test_changes_and_the_first_that_fits(levels):
 
 
 def printed(levels, left_out=(), **more):
-    console = Console(width=100, file=io.StringIO())
-    levers_view.show(levers.to_json(levels, dict(left_out), {"name": "h200"}, {"jax": "9"}, **more), console)
-    return console.file.getvalue()
+    out = levers.to_json(levels, dict(left_out), {"name": "h200"}, {"jax": "9"}, **more)
+    return plain_text(levers_view.render_text(out), 100)
 
 
 def test_the_staircase_on_the_terminal(levels):

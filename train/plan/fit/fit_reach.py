@@ -49,7 +49,6 @@ class Reached:
         policy: the remat policy.
         most: which size was maximized, "length" or "micro".
         step: the compiled variant of the config, its bytes and predicted seconds, and whether it fits.
-        tokens: tokens per update.
         beyond: the smallest value that was tried and does not fit; 0 if the model's maximum length or the whole update
             fits.
     """
@@ -61,13 +60,7 @@ class Reached:
     policy: str
     most: str
     step: Step
-    tokens: int
     beyond: int = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Predicted tokens per second over all devices; 0 if the seconds of an update are unknown."""
-        return self.tokens / self.step.seconds if self.step.seconds else 0.0
 
     @property
     def verdict(self) -> str:
@@ -85,9 +78,9 @@ class Reached:
         flags: the command-line flags that run the variant.
         """
         step = self.step.to_json()
-        own = ("rank", "length", "micro", "base", "policy", "most", "beyond", "tokens_per_s", "verdict")
+        own = ("rank", "length", "micro", "base", "policy", "most", "beyond", "verdict")
         row = {name: getattr(self, name) for name in own}
-        row["flags"] = flags
+        row |= {"tokens_per_s": self.step.tokens_per_s, "flags": flags}
         for name in ("allocated_bytes", "host_bytes", "predicted_seconds", "fits"):
             row[name] = step[name]
         return row
@@ -139,7 +132,7 @@ class Reach:
 
         For each rank, variants that fit come first, sorted by tokens per second, fastest first.
         """
-        return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.tokens_per_s))
+        return sorted(self.answers, key=lambda row: (row.rank, not row.step.fits, -row.step.tokens_per_s))
 
     def to_json(self, flags: Callable[[Mapping[str, str]], str]) -> list[dict[str, Any]]:
         """Returns the longest sequences and largest micro-batches as JSON values, sorted by rank.
@@ -213,7 +206,6 @@ class Reach:
             policy,
             most,
             step,
-            answer["tokens_per_update"],
         )
         self.variants.append(row)
         return row
