@@ -64,10 +64,9 @@ def traced_for_gpu(gpu):
 
 
 @pytest.fixture(scope="module")
-def subject(devices):
+def subject(training_step):
     """The training step on the CPU, with its compilation."""
-    traced = programs.trace_step(devices[:1])
-    compilation = compile_lowered(traced.lower())
+    traced, compilation = training_step
     return traced, compilation, report_of(compilation)
 
 
@@ -152,8 +151,8 @@ def test_accumulator_of_a_scan_is_a_row(gpu):
     assert report.breakdown["accumulator"] >= 4 * stacked
 
 
-def test_sharded_state_gathers_and_divides(devices):
-    report = memory.analyze(programs.trace_step(devices, shard_state=True))
+def test_sharded_state_gathers_and_divides(fully_sharded):
+    report = report_of(fully_sharded)
     check(report)
     assert report.breakdown["params"] < 4 * PARAMETERS / 7
     assert any(b.category == "collectives" for b in report.buffers)
@@ -273,16 +272,9 @@ def test_what_is_no_program(given, words):
         memory.analyze(given)
 
 
-def test_a_function_that_is_not_lowered():
-    with pytest.raises(memory.ReportError, match="without its arguments"):
-        memory.analyze(jax.jit(lambda x: x + 1))
-
-
 def test_missing_file(tmp_path):
     with pytest.raises(memory.ReportError, match="no file"):
         memory.analyze(tmp_path / "nothing.pb")
-    with pytest.raises(memory.ReportError, match="no .*after_optimizations"):
-        memory.analyze(tmp_path)
 
 
 def test_a_proto_without_buffers_is_derived(subject):

@@ -91,22 +91,20 @@ def make_step(policy="named", optimizer=None, micro=1):
     return step, optimizer
 
 
-def trace_step(
-    devices, policy="named", *, donate=True, shard_batch=True, shard_state=False, optimizer=None, micro=1, axis="data"
-):
+def trace_step(devices, policy="named", *, shard_batch=True, shard_state=False, optimizer=None, micro=1):
     """The training step as a `jax.stages.Traced` for the devices."""
     step, optimizer = make_step(policy, optimizer, micro)
-    mesh = Mesh(np.array(devices), (axis,))
+    mesh = Mesh(np.array(devices), ("data",))
 
     def place(leaf):
         sharded = shard_state and leaf.ndim >= 2
-        axes = P(*[None] * (leaf.ndim - 1), axis) if sharded else P()
+        axes = P(*[None] * (leaf.ndim - 1), "data") if sharded else P()
         return spec(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, axes))
 
     params = parameters()
     state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params), "step": spec((), i32)}
-    tokens = spec((BATCH, LENGTH), i32, sharding=NamedSharding(mesh, P(axis if shard_batch else None)))
-    jitted = jax.jit(step, donate_argnums=0 if donate else ())
+    tokens = spec((BATCH, LENGTH), i32, sharding=NamedSharding(mesh, P("data" if shard_batch else None)))
+    jitted = jax.jit(step, donate_argnums=0)
     return jitted.trace(jax.tree.map(place, state), {"inputs": tokens, "targets": tokens})
 
 

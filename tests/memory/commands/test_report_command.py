@@ -16,7 +16,6 @@ from bytescope.memory.analysis import judge
 from bytescope.memory.commands import arguments as command_arguments
 from bytescope.memory.compare.prepared_program import PreparedProgram
 from bytescope.memory.devices import limits
-from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.program.compilation import compiled_for
 from bytescope.memory.pytest_guard import assert_fits  # noqa: F401 - a fixture
 from bytescope.memory.records import report_diff
@@ -31,12 +30,12 @@ from support.oracles import require
 
 
 @pytest.fixture(scope="module")
-def step(devices, tmp_path_factory):
+def step(training_step, tmp_path_factory):
     """(path of the proto, path of the JSON, report) of the training step."""
     folder = tmp_path_factory.mktemp("step")
-    compilation = compile_lowered(programs.trace_step(devices[:1], "full").lower())
-    (folder / "step.hlo.pb").write_bytes(compilation.proto)
-    report = memory.analyze(compilation.proto)
+    proto = training_step[1].proto
+    (folder / "step.hlo.pb").write_bytes(proto)
+    report = memory.analyze(proto)
     report.save(folder / "step.json")
     return folder / "step.hlo.pb", folder / "step.json", report
 

@@ -30,71 +30,71 @@ BUFFERS = (
 REPORT = ReportRecord(2**40 + 307, 2**40 + 307, {}, buffers=BUFFERS, program="jit_step", versions={"jax": "1"})
 
 
-def fields(message):
-    """(field number, value) of a protobuf message: ints for varints, bytes for the rest."""
-    at, out = 0, []
-
-    def varint():
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = message[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(message):
-        key = varint()
-        if key & 7 == 0:
-            out.append((key >> 3, varint()))
-        else:
-            assert key & 7 == 2
-            size = varint()
-            out.append((key >> 3, message[at : at + size]))
-            at += size
-    assert at == len(message)
-    return out
+# The part of pprof's profile.proto that is written: message -> (field, number, type); names in the plural are repeated.
+MESSAGES = {
+    "ValueType": (("type", 1, "int64"), ("unit", 2, "int64")),
+    "Label": (("key", 1, "int64"), ("str", 2, "int64")),
+    "Sample": (("location_ids", 1, "uint64"), ("values", 2, "int64"), ("labels", 3, "Label")),
+    "Line": (("function_id", 1, "uint64"), ("line", 2, "int64")),
+    "Location": (("id", 1, "uint64"), ("lines", 4, "Line")),
+    "Function": (("id", 1, "uint64"), ("name", 2, "int64"), ("filename", 4, "int64")),
+    "Profile": (
+        ("types", 1, "ValueType"),
+        ("samples", 2, "Sample"),
+        ("locations", 4, "Location"),
+        ("functions", 5, "Function"),
+        ("strings", 6, "string"),
+        ("period", 12, "int64"),
+    ),
+}
 
 
-def many(message, number):
-    return [value for field, value in fields(message) if field == number]
+@pytest.fixture(scope="module")
+def profile_class():
+    """The message class of a profile, made by protobuf's own runtime."""
+    descriptor_pb2 = pytest.importorskip("google.protobuf.descriptor_pb2", reason="protobuf is not installed")
+    from google.protobuf import descriptor_pool, message_factory
+
+    kind = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="p.proto", package="p", syntax="proto3")
+    for message, rows in MESSAGES.items():
+        declared = file.message_type.add(name=message)
+        for name, number, type_name in rows:
+            label = kind.LABEL_REPEATED if name.endswith("s") else kind.LABEL_OPTIONAL
+            field = declared.field.add(name=name, number=number, label=label)
+            if type_name in MESSAGES:
+                field.type, field.type_name = kind.TYPE_MESSAGE, f".p.{type_name}"
+            else:
+                field.type = getattr(kind, f"TYPE_{type_name.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("p.Profile"))
 
 
-def unpack(packed):
-    return [value for _, value in fields(b"".join(b"\x08" + group for group in _groups(packed)))]
+@pytest.fixture
+def decode(profile_class):
+    """Returns a function that reads a profile: (bytes, names from the root, leaf's (file, line), labels) per sample."""
+
+    def read(data):
+        profile = profile_class.FromString(data)
+        strings = list(profile.strings)
+        functions = {one.id: one for one in profile.functions}
+        lines = {one.id: one.lines[0] for one in profile.locations}
+        samples = []
+        for sample in profile.samples:
+            frames = [functions[lines[number].function_id] for number in sample.location_ids]
+            names = [strings[frame.name] for frame in reversed(frames)]
+            leaf = (strings[frames[0].filename], lines[sample.location_ids[0]].line)
+            labels = {strings[label.key]: strings[label.str] for label in sample.labels}
+            samples.append((*sample.values, names, leaf, labels))
+        units = [(strings[one.type], strings[one.unit]) for one in profile.types]
+        assert (strings[0], units, profile.period) == ("", [("space", "bytes")], 1)
+        return samples
+
+    return read
 
 
-def _groups(packed):
-    group = b""
-    for byte in packed:
-        group += bytes([byte])
-        if byte < 0x80:
-            yield group
-            group = b""
-
-
-def decode(profile):
-    """Samples of a pprof profile as (bytes, names from the root, leaf's (file, line), labels)."""
-    strings = [text.decode() for text in many(profile, 6)]
-    assert strings[0] == ""
-    functions = {dict(fields(f))[1]: dict(fields(f)) for f in many(profile, 5)}
-    locations = {dict(fields(loc))[1]: dict(fields(dict(fields(loc))[4])) for loc in many(profile, 4)}
-    out = []
-    for sample in many(profile, 2):
-        frames = [locations[number] for number in unpack(many(sample, 1)[0])]
-        names = [strings[functions[frame[1]][2]] for frame in frames]
-        leaf = (strings[functions[frames[0][1]][4]], frames[0][2])
-        pairs = [dict(fields(label)) for label in many(sample, 3)]
-        labels = {strings[pair[1]]: strings[pair[2]] for pair in pairs}
-        out.append((unpack(many(sample, 2)[0])[0], names[::-1], leaf, labels))
-    unit = dict(fields(many(profile, 1)[0]))
-    assert (strings[unit[1]], strings[unit[2]]) == ("space", "bytes")
-    return out
-
-
-def test_one_sample_per_buffer_at_the_peak_with_its_stack():
+def test_one_sample_per_buffer_at_the_peak_with_its_stack(decode):
     samples = decode(xprof_export_command.pprof(REPORT))
     assert [size for size, *_ in samples] == [2**40, 300, 7]
     assert sum(size for size, *_ in samples) == REPORT.peak_bytes
@@ -106,28 +106,7 @@ def test_one_sample_per_buffer_at_the_peak_with_its_stack():
     assert samples[2][3]["checkpoint_name"] == "qkv é ?"
 
 
-def test_an_independent_decoder_agrees():
-    descriptor_pb2 = pytest.importorskip("google.protobuf.descriptor_pb2", reason="protobuf is not installed")
-    from google.protobuf import descriptor_pool, message_factory
-
-    file = descriptor_pb2.FileDescriptorProto(name="p.proto", package="p", syntax="proto3")
-    sample = file.message_type.add(name="Sample")
-    profile = file.message_type.add(name="Profile")
-    kind = descriptor_pb2.FieldDescriptorProto
-    sample.field.add(name="location_id", number=1, type=kind.TYPE_UINT64, label=kind.LABEL_REPEATED)
-    sample.field.add(name="value", number=2, type=kind.TYPE_INT64, label=kind.LABEL_REPEATED)
-    profile.field.add(name="sample", number=2, type=kind.TYPE_MESSAGE, label=kind.LABEL_REPEATED, type_name=".p.Sample")
-    profile.field.add(name="strings", number=6, type=kind.TYPE_STRING, label=kind.LABEL_REPEATED)
-    profile.field.add(name="period", number=12, type=kind.TYPE_INT64, label=kind.LABEL_OPTIONAL)
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    message = message_factory.GetMessageClass(pool.FindMessageTypeByName("p.Profile"))
-    read = message.FromString(xprof_export_command.pprof(REPORT))
-    assert [list(s.value) for s in read.sample] == [[2**40], [300], [7]]
-    assert read.strings[0] == "" and "dot_general" in read.strings and read.period == 1
-
-
-def test_files_for_each_viewer(tmp_path):
+def test_files_for_each_viewer(tmp_path, decode):
     written = xprof_export_command.export(tmp_path / "new", REPORT, hlo_proto=b"\x0a\x00")
     assert [path.name for path in written] == ["m.hlo_proto.pb", "h.xplane.pb", "memory.pprof.gz"]
     assert [path.stat().st_size for path in written[:2]] == [2, 0]
@@ -144,5 +123,5 @@ def test_nothing_to_write_and_nowhere_to_write_it(tmp_path):
         xprof_export_command.export(tmp_path / "file", REPORT)
 
 
-def test_an_empty_report_is_a_valid_profile():
+def test_an_empty_report_is_a_valid_profile(decode):
     assert decode(xprof_export_command.pprof(ReportRecord(0, 0, {}))) == []

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from bytescope import memory
+from bytescope.memory.analysis import report_of
 from bytescope.memory.cost import collectives
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.compiler import compile_lowered
@@ -118,10 +119,10 @@ def test_one_device_says_nothing(devices):
     assert {c.axes for c in report.collectives} == set() and report.communication == ()
 
 
-def test_data_parallel_gradients_are_the_formula(devices):
+def test_data_parallel_gradients_are_the_formula(data_parallel):
     question = Question(1, gpt(1, 8, 1, 8), StepLayout(data=8), precision=PrecisionBytes("", "", 4, 4, 0, 4, 4))
     facts = ModelFacts(question=question, roles={"data": "replica"}, sent_parameter=4)
-    report = memory.analyze(programs.trace_step(devices, "full"), facts=facts)
+    report = report_of(data_parallel, facts=facts)
     (row,) = [row for row in report.communication if row.formula_bytes]
     assert (row.kind, row.axes, row.group) == ("all-reduce", ("data",), 8)
     # the CPU sums gradients in float32; the loss goes with them

@@ -8,6 +8,7 @@ from bytescope import memory
 from bytescope.memory.cost import kernel_costs
 from bytescope.memory.hlo.module import Computation, Instruction, Module
 from bytescope.memory.hlo.shapes import HloShape
+from bytescope.memory.records.schedule_records import Loop, ScheduledKernel
 
 pytestmark = pytest.mark.quick
 
@@ -110,20 +111,26 @@ def fused(*inside, operands=(A, B, S), result=A):
     return kernel_costs.moved(made, made.instructions[n])
 
 
-def test_fusions_read_what_they_ask_for_and_write_what_they_update():
+UPDATE = ("dynamic-update-slice", (0, 1, 2), A)
+
+
+@pytest.mark.parametrize(
+    ("inside", "result", "size"),
+    [
+        ([("add", (0, 0), A)], A, 160 + 160),  # what is not asked for is not read
+        ([("dynamic-slice", (0, 2), B), ("add", (3, 1), B)], B, 32 + 32 + 4 + 32),
+        ([("convert", (0,), A), ("slice", (3,), B), ("add", (4, 1), B)], B, 32 + 32 + 32),
+        ([("dynamic-slice", (0, 2), B), ("add", (0, 0), A)], A, 160 + 4 + 160),  # all of it anyway
+        ([UPDATE], A, 32 + 4 + 32),
+        ([UPDATE, ("bitcast", (3,), A)], A, 32 + 4 + 32),
+        ([("convert", (0,), A), ("dynamic-update-slice", (3, 1, 2), A)], A, 160 + 32 + 4 + 32),
+        ([UPDATE, ("negate", (1,), B), ("tuple", (3, 4), parts(A, B))], parts(A, B), 32 + 4 + 32 + 32),
+        ([("dot", (0, 1), array(10, 2))], array(10, 2), 160 + 32 + 80),
+    ],
+)
+def test_fusions_read_what_they_ask_for_and_write_what_they_update(inside, result, size):
     """Operands of the fused operations by place: 0 is A, 1 is B, 2 the scalar, 3 the first operation."""
-    assert fused(("add", (0, 0), A)) == 160 + 160  # what is not asked for is not read
-    assert fused(("dynamic-slice", (0, 2), B), ("add", (3, 1), B), result=B) == 32 + 32 + 4 + 32
-    assert fused(("convert", (0,), A), ("slice", (3,), B), ("add", (4, 1), B), result=B) == 32 + 32 + 32
-    assert fused(("dynamic-slice", (0, 2), B), ("add", (0, 0), A), result=A) == 160 + 4 + 160  # all of it anyway
-    assert fused(("dynamic-update-slice", (0, 1, 2), A)) == 32 + 4 + 32
-    assert fused(("dynamic-update-slice", (0, 1, 2), A), ("bitcast", (3,), A)) == 32 + 4 + 32
-    assert fused(("convert", (0,), A), ("dynamic-update-slice", (3, 1, 2), A)) == 160 + 32 + 4 + 32
-    both = fused(
-        ("dynamic-update-slice", (0, 1, 2), A), ("negate", (1,), B), ("tuple", (3, 4), parts(A, B)), result=parts(A, B)
-    )
-    assert both == 32 + 4 + 32 + 32
-    assert fused(("dot", (0, 1), array(10, 2)), result=array(10, 2)) == 160 + 32 + 80
+    assert fused(*inside, result=result) == size
 
 
 def test_slices_of_a_loop_are_not_the_stack():
@@ -133,8 +140,11 @@ def test_slices_of_a_loop_are_not_the_stack():
         return jax.lax.scan(lambda x_BD, w_DD: (jnp.sin(x_BD @ w_DD), None), x_BD, w_LDD)[0]
 
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 128, 128), (256, 128))]
-    found = memory.analyze(jax.jit(program).trace(*shapes)).work["forward"]
-    weights, values = 4 * 128 * 128, 4 * 256 * 128
+    report = memory.analyze(jax.jit(program).trace(*shapes))
+    found, weights, values = report.work["forward"], 4 * 128 * 128, 4 * 256 * 128
+    (loop,) = [step for step in report.schedule if isinstance(step, Loop)]
+    (product,) = [kernel for kernel in loop.steps if isinstance(kernel, ScheduledKernel) and kernel.kind == "product"]
+    assert (loop.trips, product.size, product.flops) == (6, (1, 256, 128, 128), 2 * 256 * 128 * 128)
     assert found["product_bytes"] == 6 * (weights + 2 * values)
     # sin reads and writes; a slice of the stack is copied out, the first carry in.
     least = 6 * (2 * values + 2 * weights)

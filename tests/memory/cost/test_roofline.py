@@ -356,31 +356,6 @@ def predicted(*pairs, link=None):
     return seconds(work, dataclasses.replace(figures, host_link_bytes_per_s=link) if link else figures)
 
 
-def test_predictions_rank_precisions_as_cards_do():
-    """Wider numbers are more bytes to move, and have slower units."""
-    place = jax.sharding.SingleDeviceSharding(described("h100")[0])
-
-    def prediction(dtype):
-        x_BD, w_DF = (jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape in ((4096, 256), (256, 1024)))
-        gradient = jax.jit(jax.grad(lambda w_DF, x_BD: jnp.tanh(x_BD @ w_DF).astype(jnp.float32).sum()))
-        work = memory.analyze(gradient.trace(w_DF, x_BD), target="h100").work
-        return seconds(work, roofline.figures(targets.parse("h100")))
-
-    narrow, wide = prediction(jnp.bfloat16), prediction(jnp.float32)
-    assert narrow.total < wide.total and narrow.by_term["products"] < wide.by_term["products"]
-    assert narrow.by_term["memory"] < wide.by_term["memory"]
-
-
-@pytest.mark.exhaustive
-def test_predictions_rank_policies_as_cards_do():
-    none, full = (predicted(("remat.policy", policy)) for policy in ("none", "full"))
-    assert none.by_term["products"] < full.by_term["products"] and none.by_phase["recompute"] == 0
-    assert full.by_phase["recompute"] > 0.5 * full.by_phase["forward"]
-    hosted = predicted(("remat.policy", "full"), ("offload.optimizer", "true"))
-    assert hosted.by_term["host_link"] > 0 and hosted.total > full.total
-    assert hosted.by_phase["forward"] == pytest.approx(full.by_phase["forward"], rel=1e-3)  # but for small copies
-
-
 def test_offload_is_no_gain_and_waits_for_a_slow_link():
     """All but equal to `full` where transfers are hidden: a stack in host memory needs no zeros first."""
     full, offload = (predicted(("remat.policy", policy)) for policy in ("full", "offload"))

@@ -39,10 +39,23 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("assembler")
+@pytest.fixture(scope="module")
+def report_with_code(assembler):
+    """Returns a function that makes the report of keys and a target with machine code, each only once."""
+    known = {}
+
+    def make(keys, target):
+        case = json.dumps([keys, target])
+        if case not in known:
+            known[case] = report(keys, target)
+        return known[case]
+
+    return make
+
+
 @pytest.mark.parametrize(("keys", "target"), CASES)
-def test_a_report_is_the_same_with_and_without_machine_code(keys, target, monkeypatch, tmp_path):
-    with_code = report(keys, target)
+def test_a_report_is_the_same_with_and_without_machine_code(report_with_code, keys, target, monkeypatch, tmp_path):
+    with_code = report_with_code(keys, target)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(machine_code, "options_without", REAL_OPTIONS)
     new, known = report(keys, target), report(keys, target)
@@ -51,8 +64,8 @@ def test_a_report_is_the_same_with_and_without_machine_code(keys, target, monkey
     assert with_code["xla"]["generated_code_bytes"] == 0, "no figure of a report depends on machine code"
 
 
-def test_a_damaged_file_of_kernels_is_removed(monkeypatch, tmp_path):
-    expected = report(ONE, "h100")
+def test_a_damaged_file_of_kernels_is_removed(report_with_code, monkeypatch, tmp_path):
+    expected = report_with_code(ONE, "h100")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     file = tmp_path / "bytescope" / "kernels" / "damaged"
     file.parent.mkdir(parents=True)

@@ -174,13 +174,6 @@ def test_the_remedy_of_a_large_collective_is_for_its_kind(name, component, told,
     assert ("combine threshold" in found.remedy) == (component == "param_copy")
 
 
-def test_not_donated(devices):
-    given = programs.trace_step(devices[:1], "full", donate=False)
-    found = {finding.kind: finding for finding in memory.analyze(given).findings}
-    state = sum(leaf.size * 4 for leaf in jax.tree.leaves(programs.parameters())) * 3
-    assert found["not_donated"].bytes == pytest.approx(state, rel=0.01)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("argument", "donated", "found"),
@@ -251,9 +244,8 @@ def test_a_replicated_batch_of_no_size_is_not_told():
     assert {f.kind for f in findings.find(report({"workspace": 30}, peak=10**6), mesh_program("other"))} == set()
 
 
-def test_replicated_batch(devices):
-    whole = memory.analyze(programs.trace_step(devices, "full", shard_batch=False))
-    split = memory.analyze(programs.trace_step(devices, "full"))
+def test_replicated_batch(devices, data_parallel):
+    whole, split = memory.analyze(programs.trace_step(devices, "full", shard_batch=False)), report_of(data_parallel)
     tokens = 2 * 4 * programs.BATCH * programs.LENGTH
     assert {f.kind: f.bytes for f in whole.findings}["replicated_batch"] == tokens
     assert "replicated_batch" not in {f.kind for f in split.findings}
@@ -285,10 +277,7 @@ def test_sharded_slices_of_a_replicated_batch_are_no_finding(devices):
     assert not report.collectives and "nothing_sharded" not in {f.kind for f in report.findings}
 
 
-@pytest.mark.parametrize(
-    ("middle", "whole"),
-    [(P("data", None), None), (P("data", "model"), None), (P(), (64, 96)), (P(None, "model"), (64, 48))],
-)
+@pytest.mark.parametrize(("middle", "whole"), [(P("data", None), None), (P(), (64, 96)), (P(None, "model"), (64, 48))])
 def test_replicated_activations(devices, middle, whole):
     """A net whose hidden activation is pinned to `middle`: the first layer's is what loses the batch."""
     report = memory.analyze(programs.two_layers(devices, middle))

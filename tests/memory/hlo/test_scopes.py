@@ -99,17 +99,30 @@ def test_the_inmost_module_that_means_something(path, expected, depth):
     assert locate(path) == (expected, depth)
 
 
-def test_einsums_functions_and_merged_names_are_no_scopes():
-    assert parse("jit(f)/jvp(Net)/attn/bthd,bshd->bhts/dot_general").path == ("Net", "attn")
-    assert parse("jit(f)/jvp(vmap(BTNH,BSNH->BNTS))/dot_general").component == ""
-    assert parse("jit(f)/jvp(Net)/bld,df->blf").operation == "einsum"
-    assert parse("jit(f)/jit(_split)/hmc.<locals>.kernel/add").path == ()
-    assert parse("jit(f)/Dropout_0/Dropout.__call__/while/body/add").path == ("Dropout_0",)
-    merged = parse("jit(f)/transpose(jvp(Net))/mlp/mul;jit(f)/transpose(jvp(Net))/head/broadcast_in_dim")
-    assert (merged.phase, merged.path, merged.operation) == ("backward", ("Net", "mlp"), "mul")
-    assert parse("jit(f)/(transpose(jvp(a))/mlp/dot:jvp(b)/head/mul)").component == "mlp"
-    assert parse("jit(f)/jvp(Net)/transpose").phase == "forward"  # an array that is transposed, not a function
-    assert parse("jit(f)/transpose(jvp(Net))/transpose").phase == "backward"
+MERGED = "jit(f)/transpose(jvp(Net))/mlp/mul;jit(f)/transpose(jvp(Net))/head/broadcast_in_dim"
+
+
+@pytest.mark.parametrize(
+    ("op_name", "part", "expected"),
+    [
+        ("jit(f)/jvp(Net)/attn/bthd,bshd->bhts/dot_general", "path", ("Net", "attn")),
+        ("jit(f)/jvp(vmap(BTNH,BSNH->BNTS))/dot_general", "component", ""),
+        ("jit(f)/jvp(Net)/bld,df->blf", "operation", "einsum"),
+        ("jit(f)/jit(_split)/hmc.<locals>.kernel/add", "path", ()),
+        ("jit(f)/Dropout_0/Dropout.__call__/while/body/add", "path", ("Dropout_0",)),
+        (MERGED, "phase", "backward"),
+        (MERGED, "path", ("Net", "mlp")),
+        (MERGED, "operation", "mul"),
+        ("jit(f)/(transpose(jvp(a))/mlp/dot:jvp(b)/head/mul)", "component", "mlp"),
+        ("jit(f)/jvp(Net)/transpose", "phase", "forward"),  # an array that is transposed, not a function
+        ("jit(f)/transpose(jvp(Net))/transpose", "phase", "backward"),
+    ],
+)
+def test_einsums_functions_and_merged_names_are_no_scopes(op_name, part, expected):
+    assert getattr(parse(op_name), part) == expected
+
+
+def test_operations_and_the_first_of_merged_ones():
     assert first_of_merged("jit(f)/(jvp(a)/mlp/dot:jvp(b)/head/mul)") == "jit(f)/jvp(a)/mlp/dot"
     assert first_of_merged("jit(f)/a/mul;jit(f)/b/add") == "jit(f)/a/mul"
     assert not is_operation("params['transformer/linear']['w']") and is_operation("jit(f)/mul")
@@ -175,21 +188,27 @@ def test_names_by_vocabulary():
     assert names.find([Metadata("jit(f)/jvp(embed)/gather"), Metadata("")]) == ""
 
 
-def test_names_by_place():
+CALL = NamedPlace((("block.py", 3, 8), ("train.py", 9, 0)), (3, 20), "mlp/reduce_precision", "up")
+MAKER = NamedPlace((("block.py", 3, 8),), (3, 20), "mlp/dot_general", "up")
+OTHER = NamedPlace((("block.py", 3, 8), ("train.py", 11, 0)), (3, 20), "mlp/reduce_precision", "gate")
+HERE = Frame("block.py", 3, 8, 3, 20)
+
+
+@pytest.mark.parametrize(
+    ("places", "op_name", "frames", "name"),
+    [
+        ([CALL, MAKER], "jit(f)/mlp/reduce_precision", (HERE,), "up"),
+        ([CALL, MAKER], "jit(f)/mlp/dot_general", (HERE,), "up"),
+        ([CALL, MAKER], "jit(f)/mlp/mul", (HERE,), ""),
+        ([CALL, MAKER], "jit(f)/mlp/dot_general", (HERE._replace(end_column=30),), ""),
+        ([CALL, MAKER], "jit(f)/mlp/dot_general", (Frame("block.py", 3, 8),), "up"),
+        ([CALL, OTHER], "mlp/reduce_precision", (HERE, Frame("train.py", 11)), "gate"),
+        ([CALL, OTHER], "mlp/reduce_precision", (HERE,), ""),
+    ],
+)
+def test_names_by_place(places, op_name, frames, name):
     """Two values of one expression are told apart by where it ends, and by what made them."""
-    call = NamedPlace((("block.py", 3, 8), ("train.py", 9, 0)), (3, 20), "mlp/reduce_precision", "up")
-    maker = NamedPlace((("block.py", 3, 8),), (3, 20), "mlp/dot_general", "up")
-    names = Names(places=[call, maker])
-    here = Frame("block.py", 3, 8, 3, 20)
-    assert names.find([Metadata("jit(f)/mlp/reduce_precision", (here,))]) == "up"
-    assert names.find([Metadata("jit(f)/mlp/dot_general", (here,))]) == "up"
-    assert names.find([Metadata("jit(f)/mlp/mul", (here,))]) == ""
-    assert names.find([Metadata("jit(f)/mlp/dot_general", (here._replace(end_column=30),))]) == ""
-    assert names.find([Metadata("jit(f)/mlp/dot_general", (Frame("block.py", 3, 8),))]) == "up"
-    other = NamedPlace((("block.py", 3, 8), ("train.py", 11, 0)), (3, 20), "mlp/reduce_precision", "gate")
-    both = Names(places=[call, other])
-    assert both.find([Metadata("mlp/reduce_precision", (here, Frame("train.py", 11)))]) == "gate"
-    assert both.find([Metadata("mlp/reduce_precision", (here,))]) == ""
+    assert Names(places=places).find([Metadata(op_name, frames)]) == name
 
 
 def test_a_line_of_a_notebook_is_a_line_of_its_cell():
@@ -251,9 +270,3 @@ def test_the_command_that_asks_for_a_report_is_no_line_of_the_program():
 )
 def test_roles(path, expected):
     assert role(path) == expected
-
-
-def test_roles_of_ones_own_go_first():
-    assert role("state.ema['w']", [("ema", "params")]) == "params"
-    with pytest.raises(ValueError, match="regular expression"):
-        role("w", [("(", "params")])

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from bytescope import memory
+from bytescope.memory.analysis import report_of
 from bytescope.memory.formulas.memory_estimate import Question
 from bytescope.memory.formulas.model_facts import ModelFacts
 from bytescope.memory.formulas.model_shape import StepLayout, gpt
@@ -48,16 +48,15 @@ def test_gradients_have_their_reason(size, reason):
     assert (rows["gradients"].held, rows["gradients"].reason) == (size / 100, reason)
 
 
-def test_leaves_that_do_not_divide_are_named(devices):
+def test_leaves_that_do_not_divide_are_named(data_parallel, fully_sharded):
     model = gpt(1, 8, 1, 8)
     question = Question(1, model, StepLayout(data=8, zero=3))
-    facts = ModelFacts(question=question, roles={"fsdp": "state"})
-    report = memory.analyze(programs.trace_step(devices, "full", shard_state=True, axis="fsdp"), facts=facts)
-    rows = {row.role: row for row in report.zero}
+    facts = ModelFacts(question=question, roles={"data": "state"})
+    rows = {row.role: row for row in report_of(fully_sharded, facts=facts).zero}
     parameters = sum(leaf.size for leaf in jax.tree.leaves(programs.parameters()))
     assert rows["params"].held * parameters == 4 * parameters / 8
     assert "replicated on every device" not in rows["params"].reason
-    left = memory.analyze(programs.trace_step(devices, "full", axis="fsdp"), facts=facts)
+    left = report_of(data_parallel, facts=facts)
     reason = {row.role: row.reason for row in left.zero}["params"]
     assert "replicated on every device: state['params']['blocks']['w_down']" in reason and "7 more" not in reason
     assert {row.role: row.held for row in left.zero}["params"] == 4.0

@@ -37,22 +37,27 @@ def shares(*operations, start=0, stop=100):
     return {key[1]: taken for key, taken in found.items()}, idle, dict(hidden)
 
 
-def test_a_moment_is_divided_between_all_that_run_in_it():
-    assert shares(("a", 0, 100)) == ({"a": 100}, [], {})
-    assert shares(("a", 10, 60), ("b", 30, 80)) == ({"a": 35, "b": 35}, [(0, 10), (80, 100)], {})
-    # Three threads of one instruction are that instruction; what cannot be divided goes to the first.
-    assert shares(("a", 0, 50), ("a", 0, 50), ("a", 0, 50))[0] == {"a": 50}
-    assert shares(("a", 0, 51), ("b", 0, 51))[0] == {"a": 26, "b": 25}
-    assert shares(("a", 5, 5)) == ({}, [(0, 100)], {})
-
-
-def test_a_loop_has_what_its_instructions_leave():
-    assert shares(("w", 0, 100), ("a", 10, 40), ("b", 50, 90))[0] == {"w": 30, "a": 30, "b": 40}
-
-
-def test_collectives_and_transfers_have_what_compute_leaves():
-    found = shares(("a", 0, 40), ("c", 20, 70), ("t", 30, 90))
-    assert found == ({"a": 40, "c": 30, "t": 20}, [(90, 100)], {"collectives": 20, "transfers": 40})
+@pytest.mark.parametrize(
+    ("events", "taken", "idle", "hidden"),
+    [
+        ([("a", 0, 100)], {"a": 100}, [], {}),
+        ([("a", 10, 60), ("b", 30, 80)], {"a": 35, "b": 35}, [(0, 10), (80, 100)], {}),
+        # Three threads of one instruction are that instruction; what cannot be divided goes to the first.
+        ([("a", 0, 50), ("a", 0, 50), ("a", 0, 50)], {"a": 50}, [(50, 100)], {}),
+        ([("a", 0, 51), ("b", 0, 51)], {"a": 26, "b": 25}, [(51, 100)], {}),
+        ([("a", 5, 5)], {}, [(0, 100)], {}),
+        # A loop has what its instructions leave; collectives and transfers have what compute leaves.
+        ([("w", 0, 100), ("a", 10, 40), ("b", 50, 90)], {"w": 30, "a": 30, "b": 40}, [], {}),
+        (
+            [("a", 0, 40), ("c", 20, 70), ("t", 30, 90)],
+            {"a": 40, "c": 30, "t": 20},
+            [(90, 100)],
+            {"collectives": 20, "transfers": 40},
+        ),
+    ],
+)
+def test_a_moment_is_divided_between_all_that_run_in_it(events, taken, idle, hidden):
+    assert shares(*events) == (taken, idle, hidden)
 
 
 @settings(deadline=None, derandomize=True)

@@ -199,20 +199,34 @@ TINY = CalibrationSizes(
 )
 
 
-def test_this_machine_is_measured(tmp_path, monkeypatch, capsys, used):
-    """The whole command, at the least that predictions need: its file is read again by the commands that predict."""
+def test_this_machine_and_its_host_memory_are_measured_and_used_with_the_file(tmp_path, monkeypatch, capsys, used):
+    """The whole command, at the least that predictions need: its file is read again by the commands that predict. Host
+    memory is measured in processes of their own."""
     monkeypatch.setattr(calibration_cases, "HOST", TINY)
+    few = {"libraries": host_measure.MEASUREMENTS["libraries"], "Orbax": lambda: host_measure.run_case("none")}
+    monkeypatch.setattr(host_measure, "MEASUREMENTS", few)
     file = tmp_path / "rates.json"
-    assert cli.main(["calibrate", "--seconds=0.01", f"--out={file}"]) == 0
+    assert cli.main(["calibrate", "--seconds=0.01", "--host", f"--out={file}"]) == 0
     shown = capsys.readouterr().out
-    found = rates.load(file)
+    found, measured = rates.load(file), rates.load(file).host
     assert found.measured["device"] == "cpu" and found.measured["devices"] == "8" and "jax" in found.measured
     assert set(found.products) == {"fp32"} and [row.kind for row in found.collectives] == ["all-reduce"]
     assert 0 < found.floor_seconds < 1
     for told in ("product, fp32", "64 cubed", "attention bwd", "all-reduce x8", "not measured", "products bf16"):
         assert told in shown, shown
+    assert "Python and jax" in shown and "not measured: Orbax: KeyError: 'none'" in shown, shown
+    assert set(measured) == {"python", "trainer", "flax"}
+    assert 50 * MIB < measured["python"] < 2000 * MIB and MIB < measured["trainer"] < 2000 * MIB
+    assert host_terms.host_rates() == host_terms.RATES
+    (before,) = host_terms.start_terms("cpu")
     used(file)
     assert rates.select({"platform": "cpu", "kind": "cpu", "n_devices": 1, "name": "cpu"}) == found
+    (now,) = host_terms.start_terms("cpu")
+    loaded = ("python", "trainer")
+    assert now.bytes - before.bytes == sum(measured[name] - getattr(host_terms.RATES, name) for name in loaded)
+    assert host_terms.host_rates().cpu_compile == host_terms.RATES.cpu_compile
+    used(None)
+    assert host_terms.host_rates() == host_terms.RATES
 
 
 def fake_clock(monkeypatch, per_look):
@@ -313,28 +327,6 @@ def test_what_a_device_refuses_is_left_out_with_its_reason(h200):
 
 
 # ---- host memory ------------------------------------------------------------------------------------------------
-
-
-def test_host_memory_is_measured_in_a_process_of_its_own_and_used_with_the_file(tmp_path, monkeypatch, capsys, used):
-    monkeypatch.setattr(calibration_cases, "HOST", TINY)
-    few = {"libraries": host_measure.MEASUREMENTS["libraries"], "Orbax": lambda: host_measure.run_case("none")}
-    monkeypatch.setattr(host_measure, "MEASUREMENTS", few)
-    file = tmp_path / "rates.json"
-    assert cli.main(["calibrate", "--seconds=0.01", "--host", f"--out={file}"]) == 0
-    shown = capsys.readouterr().out
-    assert "Python and jax" in shown and "not measured: Orbax: KeyError: 'none'" in shown, shown
-    measured = rates.load(file).host
-    assert set(measured) == {"python", "trainer", "flax"}
-    assert 50 * MIB < measured["python"] < 2000 * MIB and MIB < measured["trainer"] < 2000 * MIB
-    assert host_terms.host_rates() == host_terms.RATES
-    (before,) = host_terms.start_terms("cpu")
-    used(file)
-    (now,) = host_terms.start_terms("cpu")
-    loaded = ("python", "trainer")
-    assert now.bytes - before.bytes == sum(measured[name] - getattr(host_terms.RATES, name) for name in loaded)
-    assert host_terms.host_rates().cpu_compile == host_terms.RATES.cpu_compile
-    used(None)
-    assert host_terms.host_rates() == host_terms.RATES
 
 
 @pytest.mark.quick

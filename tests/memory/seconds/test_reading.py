@@ -3,24 +3,21 @@
 import json
 from collections import Counter
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from bytescope import memory
+from bytescope.memory.analysis import report_of
 from bytescope.memory.cost.flops import FlopCount, count
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import Loop, ScheduledKernel, Start, Wait
 from bytescope.memory.seconds import reading
-from support import programs
 from support.formats import field
 
 SHAPE = field(3, field(2, 11) + field(3, b"\10\10"))  # float32, 8 x 8: 256 bytes
 ON_HOST = field(3, field(2, 11) + field(3, b"\10\10") + field(5, field(8, 5)))
 DOT = field(30, field(1, b"\1") + field(2, b"\0"))
 SIZE = 256
-PRODUCT = ScheduledKernel("product", "forward", 3 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # two operands, a result
 SQUARE = ScheduledKernel("product", "forward", 2 * SIZE, 1024, "tf32", (1, 8, 8, 8))  # one operand, twice
 SIN = ScheduledKernel("memory", "forward", 2 * SIZE)
 
@@ -315,12 +312,11 @@ def sums(report):
     return flops, size
 
 
-def test_a_step_computes_what_its_jaxpr_counts_and_moves_what_its_kernels_do(devices):
-    program = programs.trace_step(devices, "full")
-    report = memory.analyze(program, target=targets.parse("cpu:8"))
+def test_a_step_computes_what_its_jaxpr_counts_and_moves_what_its_kernels_do(data_parallel):
+    report = report_of(data_parallel, target=targets.parse("cpu:8"))
     flops, size = sums(report)
     # by phase a compiler may write backward on what is recomputed
-    assert sum(flops.values()) == count(program.jaxpr).total / 8
+    assert sum(flops.values()) == count(data_parallel.jaxpr).total / 8
     for phase, part in report.work.items():
         # a loop's condition is no kernel of its own
         assert (
@@ -339,14 +335,3 @@ def _every(steps, times=1):
             yield from _every(step.steps, times * step.trips)
         else:
             yield step, times
-
-
-def test_a_loop_is_one_of_its_turns():
-    def program(w_LDD, x_BD):
-        return jax.lax.scan(lambda x_BD, w_DD: (jnp.sin(x_BD @ w_DD), None), x_BD, w_LDD)[0]
-
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 128, 128), (256, 128))]
-    found = memory.analyze(jax.jit(program).trace(*shapes)).schedule
-    (loop,) = [step for step in found if isinstance(step, Loop)]
-    (product,) = [kernel for kernel in loop.steps if isinstance(kernel, ScheduledKernel) and kernel.kind == "product"]
-    assert (loop.trips, product.size, product.flops) == (6, (1, 256, 128, 128), 2 * 256 * 128 * 128)

@@ -159,9 +159,3 @@ def test_a_rates_file_with_runs_decides_the_interval(tmp_path):
 def test_damaged_figures_of_runs_are_refused(broken):
     with pytest.raises(ReportError, match=r"run_(ratios|factors) has"):
         dataclasses.replace(H100, **broken)
-
-
-def test_rates_that_a_fit_makes_faster_may_pass_the_peak():
-    slow = runs([(40, 2), (2, 40)], {"products": 0.4, "memory": 0.4})
-    fit = run_fit.fit_runs(slow)
-    assert all(ratio == pytest.approx(1, abs=0.02) for ratio in fit.after)
