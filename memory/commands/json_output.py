@@ -95,7 +95,7 @@ def write_json(
 
 def write_compiled(
     args: argparse.Namespace,
-    result: Mapping[str, Any],
+    result: Any,
     page: Callable[[], str],
     rates: Iterable[str],
     *,

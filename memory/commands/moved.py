@@ -35,6 +35,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     | _CHUNK
     | {
         "--min-p": "use --top-p, which also drops unlikely tokens",
+        "--stop": "leave it out: an answer ends with its end-of-text token or after --max-tokens",
         "--ignore-end": "leave it out: an answer ends with its end-of-text token",
     },
     "export": {"--held-out": _PERPLEXITY},
@@ -87,9 +88,10 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     # ---- commands that are parts of others
     "score": {
         "": "use bytescope generate RUN_OR_FOLDER --score=FILE",
-        "--text": "put the text in a file: --score=FILE; - reads standard input",
+        "--text": "put the text in a file: --score=FILE",
         "--texts": "--score=FILE",
-        "--step --dtype --tensor --fsdp --sequences --length --kv --budget --out --json": _SAME,
+        "--out": "--json=FILE has the same rows",
+        "--step --dtype --tensor --fsdp --sequences --length --kv --budget --json": _SAME,
     }
     | _LIMIT
     | _CHUNK,

@@ -101,8 +101,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if (value := getattr(args, name)) < minimum:
             raise UserError(f"--{name}={value} is too small: give {minimum} or more")
     args.shard_bytes = parse_size("--shard-size", args.shard_size)
-    if args.budget is not None:
-        parse_size("--budget", args.budget)
     check_files(args)
     return args
 

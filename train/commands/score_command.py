@@ -4,34 +4,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path, write
+from bytescope.memory.commands.arguments import Parser, add_json, check_files, user_path
 from bytescope.memory.commands.json_output import write_json
-from bytescope.memory.records.result import plain
 from bytescope.train.generate import generate_flags
 from bytescope.train.user_errors import UserError
 
 if TYPE_CHECKING:
-    from bytescope.train.generate.model_source import Source
     from bytescope.train.generate.score import ScoredText
 
 EPILOG = """\
 examples:
   bytescope generate smollm/ --score=held_out.txt
-  bytescope generate smollm/ --score=rows.jsonl --out=scores.jsonl
-  echo "def train(model):" | bytescope generate runs/mine --score=-
+  bytescope generate smollm/ --score=rows.jsonl --json=scores.json
 
 Each row of a .jsonl file has text, tokens or messages; any other file is one
 text. A text longer than --length is split into windows, which are scored
 independently. Perplexity is exp(mean of -log p) over all tokens except the
 first token of each window.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
-STDIN = "-"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -44,22 +38,16 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Compute the log-probabilities and the perplexity of texts.",
     )
+    parser.remedies = {"--out": "give --json=FILE, which has a row for each text"}
     generate_flags.add_model(parser)
     parser.add_argument(
         "--score",
         type=user_path,
         metavar="FILE",
         required=True,
-        help="file to score: each row of a .jsonl file is a text, any other file is one text; - for standard input, "
-        "of which the log-probability of each token is shown",
+        help="file to score: each row of a .jsonl file is a text, any other file is one text",
     )
-    parser.add_argument(
-        "--out",
-        type=user_path,
-        metavar="FILE",
-        help="write a JSON line for each text, with its tokens, logprobs and perplexity",
-    )
-    add_json(parser, "the scores of all texts")
+    add_json(parser, "tokens, logprobs and perplexity of each text")
     return parser
 
 
@@ -70,8 +58,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       ValueError: the command line is not valid; the error has the exit code as `exit_code`.
     """
     args = make_parser().parse_args(argv)
-    generate_flags.check(args)
-    check_files(args, ("out", "json"))
+    generate_flags.check_ranges(args)
+    check_files(args)
     return args
 
 
@@ -119,13 +107,14 @@ def score(args: argparse.Namespace) -> int:
     """
     from bytescope.train.generate.model_source import open_source
     from bytescope.train.generate.open_engine import open_scorer
+    from bytescope.train.generate.text import Prompts, read_texts
 
     source = open_source(args.source, args.step)
     if args.length is not None and args.length > source.length:
         raise UserError(
             f"--length={args.length} is more than the model's {source.length} positions: give at most {source.length}"
         )
-    texts = _tokenize_texts(args, source)
+    texts = read_texts(Prompts(source, chat=False), args.score, "--score")
     length = args.length or source.length
     windows = [
         (number, text[start : start + length])
@@ -140,23 +129,9 @@ def score(args: argparse.Namespace) -> int:
     for scored_window in scorer.score(params, [window for _, window in windows]):
         parts.setdefault(windows[scored_window.number][0], {})[scored_window.number] = scored_window
     scored = {number: [own[place] for place in sorted(own)] for number, own in sorted(parts.items())}
-    if str(args.score) == STDIN:
-        _show_tokens(source, scored[0])
     _show(scored)
-    rows = _rows(scored)
-    if args.out:
-        write(args.out, "".join(json.dumps(plain(row)) + "\n" for row in rows))
-    write_json(args, ScoreResult(rows), caveats=("The values were computed on the devices of this machine.",))
+    write_json(args, ScoreResult(_rows(scored)), caveats=("The values were computed on the devices of this machine.",))
     return 0
-
-
-def _tokenize_texts(args: argparse.Namespace, source: Source) -> list[tuple[int, ...]]:
-    from bytescope.train.generate.text import Prompts, read_texts
-
-    prompts = Prompts(source, chat=False)
-    if str(args.score) == STDIN:
-        return [prompts.of_row({"text": sys.stdin.read()}, "standard input")]
-    return read_texts(prompts, args.score, "--score")
 
 
 def mean_of(windows: Sequence[ScoredText]) -> tuple[int, float]:
@@ -176,19 +151,6 @@ def _show(scored: dict[int, list[ScoredText]]) -> None:
         count, nats = mean_of(windows)
         table.add(name, f"{count:,}", f"{nats:.4f}", f"{math.exp(min(nats, 700)):,.4f}")
     put(table)
-
-
-def _show_tokens(source: Source, windows: Sequence[ScoredText]) -> None:
-    from bytescope.memory.view.console import one_line, put
-    from bytescope.memory.view.text_table import FigureTable, figure, label
-
-    table = FigureTable(figure("token"), label("text"), figure("log p"))
-    for one in windows:
-        for token, logprob in zip(one.tokens[1:], one.logprobs):
-            readable = repr(source.tokenizer.decode([token])) if source.tokenizer else ""
-            table.add(str(token), one_line(readable), f"{logprob:.4f}")
-    put(table)
-    print()
 
 
 def _rows(scored: dict[int, list[ScoredText]]) -> list[TextScore]:

@@ -121,18 +121,6 @@ class Engine:
         while self.busy:
             yield from (one for one in self.step() if one.ended)
 
-    def finish(self, one: Running) -> None:
-        """Ends a request early, for example because its text contains a stop string, and frees its KV cache pages. Its
-        `ended` becomes "text".
-        """
-        if not one.ended:
-            one.ended = "text"
-        if one in self.running:
-            self.running.remove(one)
-        elif one in self._waiting:
-            self._waiting.remove(one)
-        self.pages.take(one.pages)
-
     def preempt(self, one: Running) -> None:
         """Takes the KV cache pages from a running request. The request returns to the front of the queue and is
         computed again later.
@@ -204,26 +192,19 @@ class Engine:
             table[row, : len(one.pages)], last[row] = one.pages, count - 1
             one.computed = start + count
         drawing = any(one.request.temperature > 0 for one, _ in pieces)
-        chosen, self._pools = self._steps.run(
-            self.sizes,
-            drawing,
-            self._params,
-            self._pools,
-            tokens,
-            View(positions, table),
-            last,
-            _sampling_settings([one for one, _ in pieces], rows),
-        )
-        more = []
-        for row, (one, start) in enumerate(pieces):
-            if start + last[row] + 1 == len(one.tokens):
-                more.append((one, int(chosen[row])))
-        for one, token in more:
-            one.take(token)
+        draws = _sampling_settings([one for one, _ in pieces], rows)
+        program = self._steps.compilation(self.sizes, rows, width, drawing).executable
+        chosen, self._pools = program(self._params, self._pools, tokens, View(positions, table), last, draws)
+        # The row of a request with its last token; earlier rows have earlier pieces of its prompt.
+        complete = [row for row, (one, start) in enumerate(pieces) if start + last[row] + 1 == len(one.tokens)]
+        next_tokens = np.asarray(chosen)
+        for row in complete:
+            one = pieces[row][0]
+            one.take(int(next_tokens[row]))
             if one.ended:
                 self.running.remove(one)
                 self.pages.take(one.pages)
-        return [one for one, _ in more]
+        return [pieces[row][0] for row in complete]
 
 
 def _sampling_settings(some: Sequence[Running], rows: int) -> Draws:

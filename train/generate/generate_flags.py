@@ -6,10 +6,8 @@ import argparse
 
 from bytescope.memory.devices.targets import MAX_CPU_DEVICES
 from bytescope.memory.errors import ReportError
-from bytescope.memory.units import parse_bytes
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.source import model_path
-from bytescope.train.user_errors import UserError
 
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
 KV = {"compute": "", "int8": "int8"}
@@ -140,7 +138,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that decide how tokens are sampled and when an answer ends."""
+    """Adds the flags that decide how tokens are sampled."""
     parser.add_argument(
         "--max-tokens",
         type=int,
@@ -177,13 +175,6 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
         help="random seed of sampling (default %(default)s); row N of a file of prompts uses seed + N unless "
         "it has its own seed",
     )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text that ends the answer; repeat the flag for several texts",
-    )
 
 
 def check_ranges(args: argparse.Namespace) -> None:
@@ -213,20 +204,6 @@ def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
     }
     values = {name: getattr(args, name, default) for name, default in defaults.items()}
     return [(name, value) for name, value in values.items() if value != defaults[name]]
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises UserError or ReportError if the value of a flag is out of range."""
-    check_ranges(args)
-    if any(not text for text in getattr(args, "stop", [])):
-        raise UserError("--stop= is empty: give a text that ends an answer")
-    if args.budget is not None:
-        try:
-            size = parse_bytes(args.budget)
-        except ReportError as error:
-            raise UserError(f"--budget: {error}") from None
-        if not size:
-            raise UserError(f"--budget={args.budget} is too small: give more than 0")
 
 
 def start_devices(args: argparse.Namespace) -> None:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from bytescope.train.generate.generate_flags import MAX_TOKENS
-
-if TYPE_CHECKING:
-    from bytescope.train.generate.model_source import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +38,8 @@ class Running:
       tokens: token ids of the prompt and of the answer so far.
       pages: KV cache pages of the computed tokens.
       computed: number of tokens whose keys and values are in the KV cache.
-      ended: why the answer ended: "stop" (a stop token), "text" (a stop string, or the caller), "length" (the maximum
-        number of new tokens); "" if it has not ended.
+      ended: why the answer ended: "stop" (a stop token) or "length" (the maximum number of new tokens); "" if it has
+        not ended.
     """
 
     number: int
@@ -76,17 +69,3 @@ class Running:
             self.ended = "stop"
         elif len(self.tokens) - len(self.request.tokens) >= self.request.most:
             self.ended = "length"
-
-
-def make_request(args: argparse.Namespace, tokens: tuple[int, ...], source: Source, seed: int | None = None) -> Request:
-    """Returns the request for a prompt of token ids, with the sampling settings of the command line."""
-    max_tokens = args.max_tokens or max(min(MAX_TOKENS, (args.length or source.length) - len(tokens)), 1)
-    return Request(
-        tokens,
-        max_tokens,
-        source.ends,
-        args.temperature,
-        args.top_k,
-        args.top_p,
-        args.seed if seed is None else seed,
-    )

@@ -9,13 +9,12 @@ transformers.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -275,33 +274,3 @@ class Steps:
         `report`: the memory report of the program.
         """
         return report.predicted_bytes - self.weight_bytes - sizes.pages * self.page_bytes
-
-    def run(
-        self,
-        sizes: EngineSizes,
-        drawing: bool,
-        params: Any,
-        pools: Sequence[Any],
-        tokens: np.ndarray,
-        view: View,
-        last: np.ndarray,
-        draws: Draws,
-    ) -> tuple[np.ndarray, list[Any]]:
-        """Runs a step. Returns the next token of each row, int32 [B] on the host, and the new KV cache. The old KV
-        cache is donated.
-
-        Args:
-          sizes: static shapes of the programs.
-          drawing: True to sample the next token, False to take the most likely one.
-          params: the parameters on the devices.
-          pools: the KV cache of each layer.
-          tokens: token ids, int32 [B, T].
-          view: position of each token in its sequence, and the KV cache pages of each sequence.
-          last: index of the token in each row that the next token follows, int32 [B].
-          draws: sampling settings of each row.
-        """
-        rows, width = tokens.shape
-        chosen, new_pools = self.compilation(sizes, rows, width, drawing).executable(
-            params, pools, tokens, view, last, draws
-        )
-        return np.asarray(chosen), new_pools

@@ -1,81 +1,54 @@
-"""Turns prompts into tokens, and the tokens of answers into text as they are generated, up to a stop string."""
+"""Reads prompts and texts from files, and turns them into tokens."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-from collections.abc import Mapping, Sequence
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bytescope.memory.view.console import safe
+from bytescope.memory.errors import check_readable
 from bytescope.train.data.chat_template import Renderer, find_template
 from bytescope.train.data.records import Chat, Malformed
 from bytescope.train.data.tokenizer import Tokenizer
-from bytescope.train.generate.answers import read_rows, readable
-from bytescope.train.generate.engine import Engine
 from bytescope.train.generate.model_source import Source
-from bytescope.train.generate.request import Running
 from bytescope.train.user_errors import UserError
 
-TEXTS = "a file of text, or rows in a .jsonl file"
-UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 character
+
+@contextlib.contextmanager
+def readable(path: Path, flag: str, expected: str) -> Iterator[None]:
+    """A context manager for reading a text file. If the file cannot be read, it raises a UserError that names the
+    command-line flag `flag` and the kind of file that is `expected`."""
+    try:
+        check_readable(path, pipes=True)
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"{flag}={path} cannot be read ({reason}): give {expected}") from None
 
 
-@dataclasses.dataclass
-class Growing:
-    """The text of one answer, which grows with each generated token.
+def read_rows(path: Path, flag: str = "--prompts") -> list[dict[str, Any]]:
+    """Returns the objects in a file of JSON lines. Error messages name the command-line flag `flag`.
 
-    Fields:
-      tokenizer: decodes the tokens.
-      stops: strings that end the text and are not part of it.
-      text: the text so far, without an end that may be the beginning of a stop string.
-      stopped: True if a stop string was generated.
-      _tokens: ids of the tokens so far.
+    Raises:
+      UserError: the file is empty, it cannot be read, or a line is not a JSON object.
     """
-
-    tokenizer: Tokenizer
-    stops: Sequence[str] = ()
-    text: str = ""
-    stopped: bool = False
-    _tokens: list[int] = dataclasses.field(default_factory=list)
-
-    def add(self, token: int) -> str:
-        """Adds a token. Returns the characters by which the text has grown."""
-        if self.stopped:
-            return ""
-        self._tokens.append(token)
-        whole = self.tokenizer.decode(self._tokens)
-        if whole.endswith(UNFINISHED):
-            return ""
-        return self._show(whole, final=False)
-
-    def finish(self) -> str:
-        """Ends the text after the last token. Returns the characters that were held back because they could begin a
-        stop string.
-        """
-        return "" if self.stopped else self._show(self.tokenizer.decode(self._tokens), final=True)
-
-    def follow(self, engine: Engine, one: Running) -> str:
-        """Adds the newest token of the request `one` and returns the new characters. Ends the request if the text
-        contains a stop string.
-        """
-        new = "" if one.ended == "stop" else self.add(one.tokens[-1])
-        if self.stopped:
-            engine.finish(one)
-        return new + (self.finish() if one.ended else "")
-
-    def _show(self, whole: str, final: bool) -> str:
-        stops = [whole.find(stop) for stop in self.stops if stop in whole]
-        end = len(whole)
-        if stops:
-            self.stopped, end = True, min(stops)
-        elif not final:  # characters that may become a stop string are not shown yet
-            for size in range(1, max(map(len, self.stops), default=0)):
-                if whole.endswith(tuple(stop[:size] for stop in self.stops if size < len(stop))):
-                    end = len(whole) - size
-        new, self.text = whole[len(self.text) : end], whole[: max(end, len(self.text))]
-        return new
+    rows = []
+    with readable(path, flag, "a file of JSON lines"), path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise UserError(f'{path} line {number} is not a JSON object: write rows such as {{"text": "Once"}}')
+            rows.append(row)
+    if not rows:
+        raise UserError(f'{flag}={path} is empty: give rows such as {{"text": "Once"}}')
+    return rows
 
 
 class Prompts:
@@ -161,20 +134,5 @@ def read_texts(prompts: Prompts, path: Path, flag: str) -> list[tuple[int, ...]]
     """
     if path.suffix == ".jsonl":
         return [prompts.of_row(row, f"{path} row {number}") for number, row in enumerate(read_rows(path, flag))]
-    with readable(path, flag, TEXTS):
+    with readable(path, flag, "a file of text, or rows in a .jsonl file"):
         return [prompts.of_row({"text": path.read_text(encoding="utf-8")}, str(path))]
-
-
-def stream(engine: Engine, one: Running, source: Source, stops: Sequence[str]) -> str:
-    """Runs the engine until the request `one` is answered, prints the answer while it is generated, and returns its
-    text. No other request may be running.
-
-    `source` has the tokenizer. `stops`: strings that end the answer.
-    """
-    printable = safe if sys.stdout.isatty() else str
-    growing = Growing(source.tokenizer, tuple(stops)) if source.tokenizer else None
-    while not one.ended:
-        for _ in engine.step():
-            new = growing.follow(engine, one) if growing else f"{one.tokens[-1]} "
-            print(printable(new), end="", flush=True)
-    return growing.text if growing else ""

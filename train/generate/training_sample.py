@@ -4,21 +4,15 @@ The engine of train/generate is used, with the parameters in their training layo
 pipeline stages, or whose experts are divided over several devices, generate nothing.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from bytescope.model import ModelConfig
 from bytescope.model.paged.page_pool import PAGE
-from bytescope.model.paged.paged_step import unstack_layers
 from bytescope.model.placement import Placement
-from bytescope.model.runs import BLOCKS, DENSE, layers_of, stack_of
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data, TokenSource
 from bytescope.train.data.chat_template import Renderer, find_template
@@ -31,7 +25,6 @@ from bytescope.train.generate.steps import EngineSizes, Steps, own_bytes
 from bytescope.train.program.program import Program
 
 CHUNK = 4 * PAGE  # maximum prompt tokens per step
-SEQUENCES = 8  # maximum concurrent prompts
 PROMPT_TOKENS = 32  # maximum tokens of a held-out document in the prompt of the sample
 
 
@@ -53,81 +46,37 @@ def can_generate(program: Program) -> bool:
     return program.parts.pipeline is None and not spread
 
 
-def separate_layers(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters of a model with stacked layers as a tree in which every layer has its own arrays.
-
-    On CPU devices, each array is a view of its row of the stack. Rows that do not begin at a multiple of 64 bytes, as
-    XLA requires, are copied. If the stack is donated while views exist, XLA copies it instead of reusing its memory.
-
-    Args:
-      config: the model with stacked layers.
-      params: the parameters, as arrays or as ShapeDtypeStructs with shardings. The axis of layers is not sharded.
-    """
-
-    def one(leaf: jax.Array | jax.ShapeDtypeStruct, row: int) -> jax.Array | jax.ShapeDtypeStruct:
-        assert isinstance(leaf.sharding, NamedSharding)
-        spec = PartitionSpec(*leaf.sharding.spec[1:])
-        sharding = NamedSharding(leaf.sharding.mesh, spec, memory_kind=leaf.sharding.memory_kind)
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
-        views = [
-            jax.device_put(np.asarray(shard.data)[row], jax.sharding.SingleDeviceSharding(shard.device), may_alias=True)
-            for shard in leaf.addressable_shards
-        ]
-        return jax.make_array_from_single_device_arrays(leaf.shape[1:], sharding, views)
-
-    layers = {}
-    for layer in range(config.n_layers):
-        stack = stack_of(config, layer)
-        row = layers_of(config, stack).index(layer)
-        layers[layer] = jax.tree.map(partial(one, row=row), params[stack])
-    return {**{name: leaf for name, leaf in params.items() if name not in (BLOCKS, DENSE)}, BLOCKS: layers}
-
-
 class Sampler:
-    """Answers prompts with the engine during training. The engine's programs are compiled once and can be used with any
-    parameters.
+    """Answers prompts with the engine during training, one after the other. The engine's programs are compiled once.
 
     Args:
       program: the training program, which has the model and its devices.
       count: maximum number of tokens per answer.
       longest: maximum number of tokens per prompt.
-      rows: maximum number of concurrent prompts.
     """
 
-    def __init__(self, program: Program, count: int, longest: int, rows: int = 1):
+    def __init__(self, program: Program, count: int, longest: int):
         self.program, self.count = program, count
-        self.length = min(longest + count, program.batch.seq_len)
-        self.rows = min(rows, SEQUENCES)
-        # On a CPU, a step would copy each layer's weights out of the stack of layers.
-        self.separate = program.model.scan and program.mesh.devices.flat[0].platform == "cpu"
-        abstract, shapes = program.abstract(place=Placement()), program.state.model_params
-        if self.separate:
-            place = Placement()
-            abstract = nnx.eval_shape(lambda: unstack_layers(program.transformer(nnx.Rngs(params=0), place=place)))
-            shapes = separate_layers(program.model, shapes)
-        model = Model(abstract.config, program.precision, nnx.split(abstract)[0], shapes, program.layout)
+        length = min(longest + count, program.batch.seq_len)
+        abstract = program.abstract(place=Placement())
+        graph = nnx.split(abstract)[0]
+        model = Model(abstract.config, program.precision, graph, program.state.model_params, program.layout)
         self.steps = Steps(model, program.precision.compute)
-        pages = self.rows * -(-self.length // PAGE) + 1
-        self.sizes = EngineSizes(pages, self.rows, min(CHUNK, PAGE * -(-self.length // PAGE)), self.length)
+        pages = -(-length // PAGE)
+        self.sizes = EngineSizes(pages + 1, 1, min(CHUNK, PAGE * pages), length)
 
-    def answers(self, params: Any, prompts: Sequence[Sequence[int]], temperature: float) -> list[list[int]]:
-        """Returns up to `count` tokens that follow each prompt. Prompt and answer have at most `data.seq_len` tokens;
-        of a longer prompt, only the end is used.
+    def answer(self, params: Any, prompt: Sequence[int], temperature: float) -> list[int]:
+        """Returns up to `count` tokens that follow the prompt. Prompt and answer have at most `data.seq_len` tokens; of
+        a longer prompt, only the end is used.
 
         `temperature`: sampling temperature; 0 takes the most likely token.
         """
+        longest = self.program.batch.seq_len
+        read = read_part(list(prompt), self.count, longest) or [0]
         seed = self.program.config.seed % 2**32
-        requests = []
-        for prompt in prompts:
-            read = read_part(list(prompt), self.count, self.program.batch.seq_len) or [0]
-            most = min(self.count, self.program.batch.seq_len - len(read))
-            requests.append(Request(tuple(read), most, temperature=temperature, seed=seed))
-        engine = Engine(
-            self.steps, separate_layers(self.program.model, params) if self.separate else params, self.sizes
-        )
-        tokens = {one.number: list(one.answer) for one in engine.answers(requests)}
-        return [tokens[number] for number in sorted(tokens)]
+        request = Request(tuple(read), min(self.count, longest - len(read)), temperature=temperature, seed=seed)
+        [running] = Engine(self.steps, params, self.sizes).answers([request])
+        return list(running.answer)
 
     def own_bytes(self, drawing: bool) -> int:
         """Returns the bytes on a device that the engine adds to the parameters: the KV cache, and the temporary buffers
@@ -136,7 +85,7 @@ class Sampler:
         `drawing`: True if tokens are sampled.
         """
         sizes = []
-        for rows, width in ((self.sizes.rows(1, self.sizes.chunk), self.sizes.chunk), (self.rows, 1)):
+        for rows, width in ((self.sizes.rows(1, self.sizes.chunk), self.sizes.chunk), (1, 1)):
             sizes.append(own_bytes(self.steps.compilation(self.sizes, rows, width, drawing).executable))
         return max(sizes) + self.sizes.pages * self.steps.page_bytes
 
@@ -154,7 +103,7 @@ def generate(program: Program, params: Any, prompt: list[int], count: int, tempe
 
     `temperature`: sampling temperature; 0 takes the most likely token.
     """
-    return Sampler(program, count, len(prompt)).answers(params, [prompt], temperature)[0]
+    return Sampler(program, count, len(prompt)).answer(params, prompt, temperature)
 
 
 def sample_prompt(config: ConfigDict, data: Data) -> list[int]:

@@ -35,7 +35,6 @@ SILENT_S = 5.0  # seconds without a message after which a process counts as sile
 # A silent process is named after this fraction of the timeout. A long step delays other processes too, but it does not
 # stop their messages.
 SILENT_SHARE = 0.25
-NAMED = 4  # maximum number of processes that a line names
 AGAIN = "start all processes again with the same command, the run resumes from its last checkpoint"
 
 
@@ -105,7 +104,7 @@ class Stalls:
             for index, where in self.silent().items()
         ]
         if silent:
-            return _listed(silent)
+            return "; ".join(silent)
         if self._index:
             return ""  # process 0 receives the messages of all processes and prints the line
         places = {0: self.doing, **{index: where for index, (_, where) in self._heard.items()}}
@@ -114,12 +113,7 @@ class Stalls:
         if count == len(places):
             return f"all {count} processes are alive, {usual}"
         others = [f"process {index} is {places[index]}" for index in sorted(places) if activities[index] != usual]
-        return f"{_listed(others)}; {count} of {len(places)} are {usual}"
-
-
-def _listed(processes: list[str]) -> str:
-    more = f"; and {len(processes) - NAMED} more" if len(processes) > NAMED else ""
-    return "; ".join(processes[:NAMED]) + more
+        return f"{'; '.join(others)}; {count} of {len(places)} are {usual}"
 
 
 class Link:
@@ -229,8 +223,6 @@ class Link:
                 return
             self._code, self._deadline = code, time.monotonic() + LINGER_S
             with contextlib.suppress(OSError, ValueError):
-                if sys.stdout.isatty():
-                    sys.stdout.write("\x1b[?25h")  # the progress display may have hidden the cursor
                 sys.stdout.flush()
                 print(f"{self._label}error: {text}", file=sys.stderr, flush=True)
             self._send("end" if self.index == 0 else "error", code, text)

@@ -66,12 +66,6 @@ def leave_at_once(note: str = "interrupted") -> NoReturn:
     os._exit(INTERRUPTED)
 
 
-def _to_nowhere(descriptor: int) -> None:
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, descriptor)
-    os.close(nowhere)
-
-
 class Surviving:
     """Wraps a text stream of the process, and drops all output once its terminal or pipe is closed.
 

@@ -49,7 +49,7 @@ STAYING = {
     "prepare": ("--source --out --tokenizer --special-tokens --field --skip-bad --shard-tokens", ""),
     "generate": (
         "--step --dtype --tensor --fsdp --sequences --length --kv --budget --prompt --prompts --out --chat "
-        "--max-tokens --temperature --top-k --top-p --seed --stop",
+        "--max-tokens --temperature --top-k --top-p --seed",
         "--score --json",
     ),
     "export": (
@@ -187,7 +187,7 @@ def test_every_command_and_flag_stays_or_has_a_new_spelling():
 def test_what_is_gone_answers_with_its_new_spelling(name, capsys):
     """Each command and flag of the table: one line, exit code 2."""
     is_gone = name not in COMMANDS or bool(COMMANDS[name].part_of)
-    needed = {"generate": ["run"], "export": ["run", "out"]}.get(name, [])
+    needed = {"generate": ["run", "--prompt=x"], "export": ["run", "out"]}.get(name, [])
     lines = [[name, *needed, f"{flag}=x"] for flag in moved_flags(name)]
     for words in [*lines, *([[name]] if is_gone else [])]:
         assert cli.main(words) == 2
@@ -331,7 +331,7 @@ MEANINGS = {
     "--length": "tokens (per|of a) (calibration )?sequence",
     "--lora": "LoRA adapters instead of the weights",
     "--measure": "on this machine",
-    "--out": "write|append|new or empty",
+    "--out": "write|new or empty",
     "--step": "the checkpoint of step N",
     "--timeout": "maximum seconds to wait for all processes|stop the script after",
     "--verbose": "the reason for each chosen setting",

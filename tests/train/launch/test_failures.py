@@ -11,7 +11,7 @@ import pytest
 
 from bytescope.train.checkpoints.checkpoint import Checkpoints, _held_out_loss
 from bytescope.train.checkpoints.workdir import write_atomically
-from bytescope.train.launch.failures import explain, explained, silence_library_log
+from bytescope.train.launch.failures import explained, silence_library_log
 from bytescope.train.run.metrics import has_evaluation
 from bytescope.train.user_errors import DoesNotFit, UserError
 
@@ -25,21 +25,35 @@ FULL = (
 )
 
 
-def test_a_full_disk_under_a_checkpoint_is_no_lack_of_device_memory():
-    for error in (ValueError(FULL), RuntimeError("a save failed")):
-        if "save" in str(error):
-            error.__cause__ = ValueError(FULL)
-        told = explain(error, None, None)
-        assert type(told) is UserError and told.exit_code == 2
-        assert str(told).startswith("cannot write the checkpoint /r/checkpoints/6: No space left on device. Make room")
-    assert isinstance(explain(RuntimeError("RESOURCE_EXHAUSTED: out of memory"), None, None), DoesNotFit)
+FILES = FULL.replace("No space left on device [os_error_code='28']", "Too many open files [os_error_code='24']")
+CAUSED = RuntimeError("a save failed")
+CAUSED.__cause__ = ValueError(FULL)
+AGAIN = "and run the same"
 
 
-def test_too_many_open_files_are_no_lack_of_device_memory():
-    text = FULL.replace("No space left on device [os_error_code='28']", "Too many open files [os_error_code='24']")
-    for error in (ValueError(text), OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/r/x")):
-        told = explain(error, None, None)
-        assert type(told) is UserError and "reached its limit of open files: raise the hard limit" in str(told)
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            ValueError(FULL),
+            UserError,
+            "cannot write the checkpoint /r/checkpoints/6: No space left on device. Make room",
+        ),
+        (CAUSED, UserError, "cannot write the checkpoint /r/checkpoints/6: No space left on device. Make room"),
+        (ValueError(FILES), UserError, "reached its limit of open files: raise the hard limit"),
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/r/x"), UserError, "reached its limit of open files: raise"),
+        (RuntimeError("RESOURCE_EXHAUSTED: out of memory"), DoesNotFit, "out of device memory"),
+        (OSError(errno.EDQUOT, "", "/r/x"), UserError, f"cannot write /r/x: Disk quota exceeded. Make room {AGAIN}"),
+        (OSError(errno.EFBIG, "", "/r/x"), UserError, f"cannot write /r/x: File too large. Make room {AGAIN}"),
+        (OSError(errno.EROFS, "", "/r/x"), UserError, f"/r/x: Read-only file system. Repair the disk {AGAIN}"),
+        (OSError(errno.EIO, "", "/r/x"), UserError, f"/r/x: Input/output error. Repair the disk {AGAIN}"),
+    ],
+    ids=str,
+)
+def test_disks_files_and_device_memory_are_told_apart(error, kind, message):
+    with pytest.raises(kind) as caught, explained():
+        raise error
+    assert type(caught.value) is kind and message in str(caught.value)
 
 
 def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):
@@ -49,20 +63,6 @@ def test_a_full_disk_keeps_the_old_file_and_is_named(tmp_path):
     with pytest.raises(UserError, match=f"cannot write {path}: No space left on device. Make room"), explained():
         write_atomically(path, "new")
     assert path.read_text() == "old" and [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
-
-
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (errno.EDQUOT, "Disk quota exceeded. Make room"),
-        (errno.EFBIG, "File too large. Make room"),
-        (errno.EROFS, "Read-only file system. Repair the disk"),
-        (errno.EIO, "Input/output error. Repair the disk"),
-    ],
-)
-def test_other_failures_of_a_disk(number, message):
-    with pytest.raises(UserError, match=f"cannot write /r/x: {message} and run the same"), explained():
-        raise OSError(number, "strerror", "/r/x")
 
 
 def test_other_errors_pass_through():
