@@ -142,6 +142,7 @@ class ColumnView:
         absent: text on the terminal for a row without a value.
         css: additional CSS classes of the cells on a page.
         min_width: minimum width of a text on the terminal, in columns.
+        tint: rich style of the title on the terminal; "" for that of all titles.
     """
 
     key: str
@@ -164,6 +165,7 @@ class ColumnView:
     absent: str = ""
     css: str = ""
     min_width: int = 0
+    tint: str = ""
 
     @property
     def heading(self) -> str:

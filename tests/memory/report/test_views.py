@@ -12,7 +12,7 @@ from rich.console import Console
 from bytescope.memory.compare import compare_rows, compare_text
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
-from bytescope.memory.profile import profile_text
+from bytescope.memory.profile import trace_document
 from bytescope.memory.profile.breakdown import Breakdown, HostWork, Instructions
 from bytescope.memory.profile.op_scopes import OpScope
 from bytescope.memory.records import report_diff
@@ -33,6 +33,7 @@ from bytescope.memory.records.report_record import (
 )
 from bytescope.memory.report import difference, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
+from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, list_command, names_config
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
@@ -329,18 +330,16 @@ def show_trace(console, name):
         (HostWork(name, 10**12, 10**11, 7),),
         {name: 10**11},
     )
-    profile_text.show(
-        found,
-        console,
-        {
-            "seconds": 0.698,
-            "low": 0.612,
-            "high": 0.811,
-            "rates": f"rates of {name}",
-            "at_least": 0.44,
-            "bound": "data-sheet rates",
-        },
-    )
+    predicted = {
+        "seconds": 0.698,
+        "low": 0.612,
+        "high": 0.811,
+        "rates": f"rates of {name}",
+        "at_least": 0.44,
+        "bound": "data-sheet rates",
+    }
+    shown = trace_document.document(found.to_json(), trace_document.prediction(found, predicted))
+    put(draw_terminal.draw(shown), console)
 
 
 def show_names(console, name):
