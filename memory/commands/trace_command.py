@@ -11,7 +11,6 @@ from bytescope.memory.profile.op_scopes import OpScopes
 from bytescope.memory.records import report_record
 from bytescope.memory.seconds import step_prediction
 from bytescope.memory.view import draw_terminal
-from bytescope.memory.view.console import put
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     predicted = prediction(report) if report else None
     compared = instruction_seconds.compare(measured, op_scopes.main_attribution(), report) if report else None
     answer = to_json(measured, predicted, compared)
-    put(draw_terminal.draw(trace_document.document(answer, trace_document.prediction(measured, predicted))))
+    draw_terminal.show(trace_document.document(answer, trace_document.prediction(measured, predicted)))
     caveats = (PROFILED, *predicted_caveat((predicted or {}).get("rates") or ""))
     write_json(args, answer, target=report.target if report else None, caveats=caveats)
     return 0

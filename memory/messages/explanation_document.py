@@ -309,7 +309,7 @@ def _buffers(explanation: ExplanationRecord) -> list[Part]:
     limits = {TERMINAL: MAX_CULPRITS, PAGE: MAX_BARS}
     return [
         Bars(bars),
-        Rows(TableView(BUFFER_COLUMNS, found), limits, _rest, id="explained-buffers", sortable=True),
+        Rows(TableView(BUFFER_COLUMNS, found), limits, _rest, id="explained-buffers", css="sortable"),
     ]
 
 

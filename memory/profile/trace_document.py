@@ -244,7 +244,7 @@ def _longest(trace: Mapping[str, Any], scale: float, share: float) -> Rows:
         ColumnView("where", "where", read=lambda row: row["path"] or row["component"], only=TERMINAL),
         ColumnView("path", "where", read=lambda row: row["path"] or row["opcode"], css="where", only=PAGE),
     )
-    return Rows(TableView(columns, rows), LIMITS, id="operations", sortable=True)
+    return Rows(TableView(columns, rows), LIMITS, id="operations", css="sortable")
 
 
 def _compared(key: str, title: str, comparison: Mapping[str, Any], unit_name: str, scale: float) -> Rows:

@@ -6,7 +6,7 @@
             Card("Buffers", [Rows(TableView(COLUMNS, buffers), {TERMINAL: 5}), Paragraph("of one device", "dim")]),
         ]
     )
-    put(draw_terminal.draw(document)), draw_terminal.draw_notebook(document), draw_page.draw(document)
+    draw_terminal.show(document), draw_terminal.draw_notebook(document), draw_page.draw(document)
 
 Sections without content and cards without sections are left out, so that a document needs no conditions. A new kind of
 section is a class here, a function in `draw_terminal` and a macro in `templates/sections.html`.
@@ -67,14 +67,14 @@ class Rows(Part):
         limits: TERMINAL or PAGE -> maximum number of rows there.
         rest: function from the other rows to a line below the table, such as "and 3 more buffers"; "" for no line.
         id: id of the table on a page.
-        sortable: whether a click on a title sorts the table on a page.
+        css: CSS class of the table on a page, such as "sortable" if a click on a title sorts it.
     """
 
     view: TableView
     limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     rest: Callable[[Sequence[Any]], str] = lambda rows: f"and {len(rows):,} more"
     id: str = ""
-    sortable: bool = False
+    css: str = ""
 
     def has_content(self, place: str) -> bool:
         return super().has_content(place) and bool(self.view.rows)

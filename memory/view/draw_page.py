@@ -22,13 +22,13 @@ class PageRows(NamedTuple):
         table: the table.
         rest: line below the table; "" for none.
         id: id of the table; "" for none.
-        kind: "sortable" if a click on a title sorts the table, else "".
+        css: CSS class of the table; "" for none.
     """
 
     table: PageTable
     rest: str
     id: str
-    kind: str
+    css: str
 
 
 class PageCard(NamedTuple):
@@ -48,7 +48,7 @@ def _section(part: Part) -> tuple[str, Part | PageRows]:
     macro = type(part).__name__.lower()
     if isinstance(part, Rows):
         view, rest = part.limited(PAGE)
-        return macro, PageRows(page_table(view), rest, part.id, "sortable" if part.sortable else "")
+        return macro, PageRows(page_table(view), rest, part.id, part.css)
     return macro, part
 
 

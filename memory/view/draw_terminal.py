@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from bytescope.memory.view.console import notebook_html
+from bytescope.memory.view.console import notebook_html, put
 from bytescope.memory.view.document import Card, Commands, Document, Lines, Paragraph, Part, Rows
 from bytescope.memory.view.table_model import TERMINAL
 from bytescope.memory.view.table_views import VERDICT_STYLES, terminal_table
@@ -20,6 +20,11 @@ TONES = {**VERDICT_STYLES, "strong": "bold"}
 def draw(document: Document) -> Group:
     """Returns a document for the terminal: its cards, separated by blank lines."""
     return blocks(*map(_card, document.cards))
+
+
+def show(document: Document, console: Console | None = None) -> None:
+    """Prints a document, to stdout by default."""
+    put(draw(document), console)
 
 
 def draw_notebook(document: Document) -> str:

@@ -22,7 +22,7 @@ from bytescope.memory.messages.explanation import explain
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.records.result_envelope import MemoryLimit
 from bytescope.memory.view import draw_terminal
-from bytescope.memory.view.console import make_console, put
+from bytescope.memory.view.console import make_console
 from bytescope.train.commands.config_arguments import SET_KEY, add_target
 
 
@@ -130,7 +130,7 @@ def explain_log(
     """
     explanation = explain(log, report)
     if not to_stdout(args):
-        put(draw_terminal.draw(explanation_document.document(explanation)), console)
+        draw_terminal.show(explanation_document.document(explanation), console)
     limit = MemoryLimit(explanation.limit_bytes, "the limit in the log") if explanation.limit_bytes else None
     write_json(args, explanation.to_json(), target=report.target if report else None, limit=limit, caveats=(LOGGED,))
     if args.html:

@@ -25,7 +25,6 @@ from bytescope.memory.profile import breakdown, trace_document, xplane
 from bytescope.memory.profile.xplane import HOST
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.view import draw_terminal
-from bytescope.memory.view.console import put
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.user_errors import UserError
 
@@ -166,7 +165,7 @@ class Profile:
         answer = to_json(measured, predicted)
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
         line = trace_document.prediction(measured, predicted)
-        put(draw_terminal.draw(trace_document.document(answer, line)), self.console)
+        draw_terminal.show(trace_document.document(answer, line), self.console)
         self.console.print(
             f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
             f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev",

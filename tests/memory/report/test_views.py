@@ -310,7 +310,7 @@ def show_formulas(console, name):
 
 def show_diff(console, name):
     before, after = report(name), dataclasses.replace(report(f"{name}'", 23_456_789_012), versions={"jax": name})
-    put(difference.render_text(before, after, report_diff.diff(before, after)), console)
+    draw_terminal.show(difference.document(before, after, report_diff.diff(before, after)), console)
 
 
 def show_trace(console, name):
@@ -339,7 +339,7 @@ def show_trace(console, name):
         "bound": "data-sheet rates",
     }
     shown = trace_document.document(found.to_json(), trace_document.prediction(found, predicted))
-    put(draw_terminal.draw(shown), console)
+    draw_terminal.show(shown, console)
 
 
 def show_names(console, name):
