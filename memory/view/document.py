@@ -147,12 +147,14 @@ class Card:
         parts: the sections.
         note: a sentence beside the title on a page.
         css: additional CSS class on a page.
+        id: id of the card on a page.
     """
 
     title: str
     parts: Sequence[Part]
     note: str = ""
     css: str = ""
+    id: str = ""
 
     def parts_for(self, place: str) -> list[Part]:
         """Returns the sections that a place shows."""
