@@ -34,7 +34,7 @@ from bytescope.memory.records.report_record import (
 from bytescope.memory.report import difference, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view import draw_terminal
-from bytescope.memory.view.console import make_console, put
+from bytescope.memory.view.console import make_console
 from bytescope.train.commands import estimate_command, list_command, names_config
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
 from bytescope.train.plan.fit import fit_progress, fit_view
@@ -353,7 +353,7 @@ def show_names(console, name):
         "bytes": 4 * GIB,
         "flops": 123.4e12,
     }
-    put(names_config._table([tensor]), console)
+    draw_terminal.show(names_config.document([tensor]), console)
 
 
 def show_listing(console, name):
