@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.commands.arguments import add_json, check_files, user_path, write
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.errors import ReportError
+from bytescope.memory.view import draw_terminal
+from bytescope.memory.view.console import put
 from bytescope.memory.view.progress_bar import progress
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 def measure_rates(args: argparse.Namespace) -> tuple[DeviceRates, Target]:
     """Measures this machine's devices and, with --host, its host memory, and prints tables. Returns the rates of one
     device, and the devices."""
-    from bytescope.memory.commands import calibration_text
+    from bytescope.memory.commands import calibration_document
     from bytescope.memory.devices import targets
     from bytescope.memory.devices.platform import choose_platform
     from bytescope.memory.seconds.calibration import cases, measure
@@ -83,7 +85,7 @@ def measure_rates(args: argparse.Namespace) -> tuple[DeviceRates, Target]:
     todo = cases.list_cases(devices, target, cases.choose_sizes(target))
     with progress(math.ceil(args.seconds), "measuring") as report_progress:
         calibration = measure.measure(todo, target, len(devices), args.seconds, report_progress)
-    calibration_text.show(calibration, target)
+    draw_terminal.show(calibration_document.document(calibration, target))
     found = calibration.rates
     if args.host:
         found = dataclasses.replace(found, host=_measure_host())
@@ -110,10 +112,11 @@ def write_rates(
 
 def _measure_host() -> dict[str, float]:
     """Measures the constants of host memory and prints them. Returns name of a field of `HostRates` -> value."""
-    from bytescope.memory.commands import calibration_text
+    from bytescope.memory.commands import calibration_document
     from bytescope.memory.seconds.calibration.host_measure import MEASUREMENTS, constants_of, measure_host
 
     with progress(len(MEASUREMENTS), "measuring host memory") as report_progress:
         samples, left_out = measure_host(report_progress)
-    calibration_text.show_host(samples, left_out)
+    put("")
+    draw_terminal.show(calibration_document.host_document(samples, left_out))
     return constants_of(samples)

@@ -39,10 +39,9 @@ from bytescope.memory.records import report_diff
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.subjects.opening import load_subjects
 from bytescope.memory.subjects.subject import Subject
-from bytescope.memory.view.console import put
+from bytescope.memory.view import draw_terminal
+from bytescope.memory.view.document import Card, Document, Paragraph, Rows
 from bytescope.memory.view.table_model import ColumnView, TableView
-from bytescope.memory.view.table_views import terminal_table
-from bytescope.memory.view.text_layout import Prose
 
 # Files whose content may decide what a program computes.
 _SOURCES = (".py", ".toml", ".yaml", ".yml", ".json", ".gin", ".cfg", ".ini")
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.chdir(path.absolute().parent):
         results, interrupted = _compile(args, chosen, outputs)
     results = [_compared(result, before, {} if args.update_baseline else accepted) for result in results]
-    show(results)
+    draw_terminal.show(document(results))
     write_json(args, budgets.make_result(results), caveats=(COMPILED,))
     written = [args.json]
     if args.update_baseline:
@@ -129,16 +128,16 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(result.is_kept for result in results) else 1
 
 
-def show(results: Sequence[BudgetResult]) -> None:
-    """Prints the table of budgets, one line per budget, and a line for each problem."""
-    columns = COLUMNS if any(result.before for result in results) else COLUMNS[:-2]
-    put(terminal_table(TableView(columns, results)))
+def document(results: Sequence[BudgetResult]) -> Document:
+    """Returns the table of budgets, one row per budget, and a line for each problem."""
+    lines = []
     for result in results:
         if result.report and result.before:
-            for warning in report_diff.warnings(result.before, result.report):
-                put(Prose(f"{result.budget.name}: warning: {warning}"))
-        for problem in result.problems:
-            put(Prose(f"{result.budget.name}: {problem}", "bold red"))
+            warnings = report_diff.warnings(result.before, result.report)
+            lines += [Paragraph(f"{result.budget.name}: warning: {warning}") for warning in warnings]
+        lines += [Paragraph(f"{result.budget.name}: {problem}", "exceeds") for problem in result.problems]
+    columns = COLUMNS if any(result.before for result in results) else COLUMNS[:-2]
+    return Document([Card("Budgets", [Rows(TableView(columns, results)), *lines])])
 
 
 def _compared(

@@ -7,10 +7,11 @@ import math
 from pathlib import Path
 
 from bytescope.memory.commands import github
-from bytescope.memory.commands.arguments import add_json, check_files
+from bytescope.memory.commands.arguments import add_json, check_files, user_path, write
 from bytescope.memory.commands.json_output import COMPILED, write_json
 from bytescope.memory.records import report_diff, report_record
-from bytescope.memory.report.difference import render_text
+from bytescope.memory.report.difference import document
+from bytescope.memory.view import draw_page, draw_terminal
 from bytescope.memory.view.console import put
 from bytescope.memory.view.text_layout import Prose
 
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "than PERCENT from BEFORE to AFTER (default: never)",
     )
     add_json(parser, "the differences")
+    parser.add_argument("--html", metavar="FILE", type=user_path, help="write the differences as a page")
     parser.add_argument("--github", action="store_true", help=github.FLAG_HELP)
 
 
@@ -55,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
     check_files(args)
     before, after = (report_record.load(name) for name in (args.before, args.after))
     changes = report_diff.diff(before, after)
-    put(render_text(before, after, changes))
+    shown = document(before, after, changes)
+    draw_terminal.show(shown)
+    if args.html:
+        write(args.html, draw_page.draw(shown))
     failed = report_diff.grew_above(changes, args.fail_above) if args.fail_above is not None else ()
     if args.github:
         github.print_annotations(github.difference_annotations(before, after, changes, failed, args.fail_above or 0.0))

@@ -15,10 +15,9 @@ from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.remat.recognition import Value
-from bytescope.memory.units import human
-from bytescope.memory.view.console import put
-from bytescope.memory.view.text_layout import Prose
-from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
+from bytescope.memory.view import draw_terminal
+from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.table_model import ColumnView, TableView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         except ReportError as error:
             raise ReportError(f"{subject.name}: {error}; {remedy}") from None
     values = find_values(find_layers(loss.jaxpr, loss.active), loss.shards).values.values()
-    show(list(values))
+    draw_terminal.show(document(list(values)))
     rows = [
         SavableValue(value.name, value.label, value.type, value.count, value.bytes, value.where) for value in values
     ]
@@ -88,19 +87,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def show(values: Sequence[Value]) -> None:
-    """Prints one row per value: its checkpoint name, type, number of copies, bytes on one device, and source line."""
-    table = FigureTable(label("name", min_width=16), fixed("value"), figure("copies"), figure("bytes"), label("line"))
-    for value in values:
-        place = Path(value.where).name if value.where else ""
-        table.add(value.name or "-", value.type, str(value.count), human(value.bytes), place)
-    put(Prose("values that a remat policy can save, with the bytes of all copies on one device", "bold"))
-    put(table)
-    if not all(value.name for value in values):
-        put(
-            Prose(
-                "The policy of memory.plan_remat can also save values without a name. For your own policy, name them "
-                "with jax.ad_checkpoint.checkpoint_name.",
-                "dim",
-            )
-        )
+COLUMNS = (
+    ColumnView("name", "name", min_width=16, read=lambda value: value.name or "-"),
+    ColumnView("type", "value", "text"),
+    ColumnView("count", "copies", "number"),
+    ColumnView("bytes", "bytes", "bytes"),
+    ColumnView("line", "line", read=lambda value: Path(value.where).name if value.where else ""),
+)
+
+
+def document(values: Sequence[Value]) -> Document:
+    """Returns one row per value: its checkpoint name, type, number of copies, bytes on one device, and source line."""
+    unnamed = (
+        "The policy of memory.plan_remat can also save values without a name. For your own policy, name them with "
+        "jax.ad_checkpoint.checkpoint_name."
+    )
+    parts = [
+        Paragraph("values that a remat policy can save, with the bytes of all copies on one device", "strong"),
+        Rows(TableView(COLUMNS, values)),
+        Paragraph("" if all(value.name for value in values) else unnamed, "dim"),
+    ]
+    return Document([Card("", parts)])

@@ -9,10 +9,12 @@ from typing import Any
 
 from bytescope.memory.commands.arguments import add_json, add_rates, check_files
 from bytescope.memory.commands.json_output import PROFILED, predicted_caveat, write_json
-from bytescope.memory.profile import breakdown, instruction_seconds, profile_text, xplane
+from bytescope.memory.profile import breakdown, instruction_seconds, trace_document, xplane
 from bytescope.memory.profile.op_scopes import OpScopes
 from bytescope.memory.records import report_record
+from bytescope.memory.records.result import plain
 from bytescope.memory.seconds import step_prediction
+from bytescope.memory.view import draw_terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     measured = breakdown.find(trace, max(report.subject.calls, 1) if report else 1, op_scopes)
     predicted = prediction(report) if report else None
     compared = instruction_seconds.compare(measured, op_scopes.main_attribution(), report) if report else None
-    profile_text.show(measured, predicted=predicted, comparison=compared)
     result = make_result(measured, predicted, compared)
+    draw_terminal.show(trace_document.document(plain(result), trace_document.prediction(measured, predicted)))
     caveats = (PROFILED, *predicted_caveat((predicted or {}).get("rates") or ""))
     write_json(args, result, target=report.target if report else None, caveats=caveats)
     return 0

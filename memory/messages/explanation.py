@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from bytescope.memory.devices.chips import CHIPS, GPU_PLATFORMS
 from bytescope.memory.devices.platform import JAX_FRACTION
-from bytescope.memory.messages import causes, explanation_page, explanation_text, log_text
+from bytescope.memory.messages import causes, explanation_document, log_text
 from bytescope.memory.messages.culprits import Culprit, describe
 from bytescope.memory.messages.explanation_record import ExplanationRecord
 from bytescope.memory.messages.message_forms import FORMS, KINDS
@@ -17,6 +17,7 @@ from bytescope.memory.messages.message_record import Message
 from bytescope.memory.messages.remedies import remedies_for
 from bytescope.memory.messages.report_match import match_report
 from bytescope.memory.records.report_record import ReportRecord
+from bytescope.memory.view import draw_page, draw_terminal
 from bytescope.memory.view.console import plain_text, prompt_width
 
 # Maximum bytes by which an allocator rounds a request up.
@@ -29,11 +30,11 @@ class Explanation(ExplanationRecord):
     """An explanation of a log, as `memory.explain` returns it. `print` shows it on one screen."""
 
     def __str__(self) -> str:
-        return plain_text(explanation_text.render(self), prompt_width())
+        return plain_text(draw_terminal.draw(explanation_document.document(self)), prompt_width())
 
     def to_html(self) -> str:
         """Returns the explanation as an HTML page that opens offline, with a bar for each listed buffer."""
-        return explanation_page.render(self)
+        return draw_page.draw(explanation_document.document(self))
 
 
 def explain(text: str | bytes, report: ReportRecord | None = None) -> Explanation:

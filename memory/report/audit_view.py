@@ -9,10 +9,10 @@ from rich.text import Text
 
 from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
+from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import plural
-from bytescope.memory.view.elements import PageTable
-from bytescope.memory.view.table_model import ColumnView, TableView
-from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.text_layout import Prose
 
 # Maximum number of requests on the page of a report. The JSON has all requests.
@@ -43,16 +43,24 @@ COLUMNS = (
 )
 
 
-def render(rows: Sequence[AuditRow]) -> RenderableType:
-    """Returns the audit for the terminal: a table of everything that the program asks jax and XLA to do (recompute,
-    save, offload, donate, keep sharded) with what the compiled program does, and a sentence for each request that
-    was not honored. Without rows, returns a sentence that there is nothing to audit."""
+def cards(rows: Sequence[AuditRow]) -> list[Card]:
+    """Returns the card of the audit: a table of everything that the program asks jax and XLA to do (recompute, save,
+    offload, donate, keep sharded) with what the compiled program does, and a sentence for each request that was not
+    honored. The tooltip of a row on a page is its message. Without rows, returns []."""
     if not rows:
-        return Prose(
-            "nothing to audit: the program uses no jax.checkpoint, checkpoint_name, offload, donation or sharding"
-        )
-    parts: list[RenderableType] = [terminal_table(TableView(COLUMNS, rows)), Text(), Prose(summary(rows), "bold")]
-    return Group(*parts, *(Prose(line, "yellow", indent=2) for line in sentences(rows)))
+        return []
+    table = Rows(TableView(COLUMNS, rows, hover=lambda row: row.message), {PAGE: MAX_ROWS}, css="traffic")
+    failures = [Paragraph(line, "tight", indent=2) for line in sentences(rows)]
+    note = f"What the program asks for, and what the compiled program does: {summary(rows)}."
+    found = [table, Paragraph(summary(rows), "strong", only=TERMINAL), *failures]
+    return [Card("Requests to jax and XLA", found, note, id="audit")]
+
+
+def document(report: ReportRecord) -> Document:
+    """Returns the document of a report's audit."""
+    nothing = "nothing to audit: the program uses no jax.checkpoint, checkpoint_name, offload, donation or sharding"
+    title = Paragraph(f"{report.title} on {report.target.get('name', 'an unnamed target')}", "strong")
+    return Document([Card("", [title]), *(cards(report.audit) or [Card("", [Paragraph(nothing)])])])
 
 
 def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:
@@ -63,14 +71,6 @@ def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:
         return None
     head = Text(f"not done as asked ({summary(rows)})", style="bold")
     return Group(head, *(Prose(line, "yellow", indent=2) for line in lines))
-
-
-def page_rows(rows: Sequence[AuditRow]) -> PageTable | None:
-    """Returns the table of the audit for the HTML report, with at most MAX_ROWS rows; None if `rows` is empty. The
-    tooltip of a row is its message."""
-    if not rows:
-        return None
-    return page_table(TableView(COLUMNS, rows[:MAX_ROWS], hover=lambda row: row.message))
 
 
 def summary(rows: Sequence[AuditRow]) -> str:

@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from bytescope.memory.errors import ReportError, type_phrase
 from bytescope.memory.records import report_diff as plan_diff
 from bytescope.memory.records.report_diff import Change, Measure, measures, version_changes, warnings
 from bytescope.memory.records.report_record import ReportRecord, load
-from bytescope.memory.units import human, plural
-from bytescope.memory.view.console import notebook_html, plain_text, prompt_width, put
-from bytescope.memory.view.table_model import ColumnView, TableView
-from bytescope.memory.view.table_views import terminal_table
-from bytescope.memory.view.text_layout import Items, Prose, blocks
+from bytescope.memory.units import human
+from bytescope.memory.view import draw_terminal
+from bytescope.memory.view.console import plain_text, prompt_width
+from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 
 # Number of buffers that a prompt and a notebook list, and that the command and `show` print.
 _BUFFERS, _SHOWN = 5, 20
@@ -64,14 +61,14 @@ class Difference:
         return plan_diff.grew_above(self.changes, percent)
 
     def __repr__(self) -> str:
-        return plain_text(render_text(self.before, self.after, self.changes, _BUFFERS), prompt_width())
+        return plain_text(draw_terminal.draw(document(self.before, self.after, self.changes, _BUFFERS)), prompt_width())
 
     def _repr_html_(self) -> str:
-        return notebook_html(render_text(self.before, self.after, self.changes, _BUFFERS))
+        return draw_terminal.draw_notebook(document(self.before, self.after, self.changes, _BUFFERS))
 
     def show(self) -> None:
         """Prints the changes, like the command `bytescope diff`, in the width of the terminal."""
-        put(render_text(self.before, self.after, self.changes))
+        draw_terminal.show(document(self.before, self.after, self.changes))
 
 
 def diff(before: ReportRecord | str | Path, after: ReportRecord | str | Path) -> Difference:
@@ -176,32 +173,31 @@ MEASURE_COLUMNS = (
 )
 
 
-# ---- the terminal ---------------------------------------------------------------------------------------------
+# ---- the document ---------------------------------------------------------------------------------------------
 
 
-def render_text(
+def document(
     before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
-) -> RenderableType:
-    """Returns the comparison of two reports as a rich renderable. `changes`: the changed sizes. The sections are
-    warnings; totals, categories and residuals; seconds, FLOPs and traffic; the `max_buffers` buffers with the largest
-    changes; versions.
+) -> Document:
+    """Returns the comparison of two reports. `changes`: the changed sizes. The cards are warnings; totals, categories
+    and residuals; seconds, FLOPs and traffic; the `max_buffers` buffers with the largest changes; versions.
     """
     sizes = [change for change in changes if change.kind != "buffer"]
     buffers = [change for change in changes if change.kind == "buffer"]
-    more = len(buffers) - max_buffers
-    warning_lines = [Prose(f"warning: {text}", "bold yellow") for text in warnings(before, after)]
-    versions = [f"{name} {old} -> {new}" for name, old, new in version_changes(before, after)]
-    rest = [Text(f"and {plural(more, 'more buffer')}", style="dim")] if more > 0 else []
-    measured = measures(before, after)
-    named = change_columns("buffers that changed most", lambda change: change.name)
-    printed = blocks(
-        Group(*warning_lines) if warning_lines else None,
-        terminal_table(TableView(change_columns("", _kind_and_name), sizes)) if sizes else None,
-        terminal_table(TableView(MEASURE_COLUMNS, measured)) if measured else None,
-        Group(terminal_table(TableView(named, buffers[:max_buffers])), *rest) if buffers else None,
-        Items(versions, style="dim", separator=";", gap=1) if versions else None,
-    )
-    return printed if printed.renderables else Text("nothing to compare")
+    versions = "; ".join(f"{name} {old} -> {new}" for name, old, new in version_changes(before, after))
+    size_columns = change_columns("bytes of one device", _kind_and_name)
+    buffer_columns = change_columns("buffers that changed most", lambda change: change.name)
+    limits = {TERMINAL: max_buffers, PAGE: max_buffers}
+    cards = [
+        Card("", [Paragraph(f"warning: {text}", "tight") for text in warnings(before, after)]),
+        Card("Bytes of one device", [Rows(TableView(size_columns, sizes))]),
+        Card("Seconds, FLOPs and traffic", [Rows(TableView(MEASURE_COLUMNS, measures(before, after)))]),
+        Card("Buffers that changed most", [Rows(TableView(buffer_columns, buffers), limits)]),
+        Card("Versions", [Paragraph(versions, "dim")]),
+    ]
+    if not any(card.parts_for(TERMINAL) for card in cards):
+        cards = [Card("", [Paragraph("nothing to compare")])]
+    return Document(cards, heading=f"{before.title} and {after.title}", where="memory of two programs")
 
 
 def _kind_and_name(change: Change) -> str:

@@ -7,12 +7,12 @@ the columns of `report_data.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from bytescope.memory.analysis import pool_notes
 from bytescope.memory.cost.roofline import at_best
 from bytescope.memory.devices.limits import limit_share
-from bytescope.memory.messages.explanation_page import page_content
+from bytescope.memory.messages import explanation_document
 from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.peak import naming
 from bytescope.memory.records.report_record import (
@@ -31,9 +31,11 @@ from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
+from bytescope.memory.view.draw_page import page_cards
 from bytescope.memory.view.elements import (
     HeaderFigure,
     PageTable,
+    RankedBar,
     Section,
     figure,
     parts,
@@ -57,22 +59,6 @@ VERDICTS = {
 MAX_BARS = 30
 # Maximum number of collectives on the page. The JSON has all collectives.
 MAX_COLLECTIVES = 60
-
-
-class RankedBar(NamedTuple):
-    """A bar of a bar chart with its name.
-
-    Fields:
-        name: the name shown.
-        title: the tooltip.
-        bytes: the size in bytes.
-        width: the width of the bar in per cent of the largest bar.
-    """
-
-    name: str
-    title: str
-    bytes: int
-    width: float
 
 
 def render(
@@ -106,9 +92,7 @@ def render(
         held=_table(report_tables.held(report, MAX_COLLECTIVES)),
         host=host_view.page_rows(report.host_memory),
         host_line=host_view.line(report.host_memory),
-        audit=audit_view.page_rows(report.audit),
-        audit_summary=audit_view.summary(report.audit),
-        audit_failures=audit_view.sentences(report.audit),
+        audit=page_cards(audit_view.cards(report.audit)),
         allocators=page_table(TableView(allocator_table.COLUMNS, allocators)) if allocators else None,
         allocator_notes=allocator_table.sentences(allocators) if allocators else [],
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),
@@ -138,7 +122,7 @@ def _failure_section(post_mortem: PostMortem) -> dict[str, Any]:
         "error": post_mortem.error,
         "cause": " ".join(filter(None, (explanation.cause, explanation.evidence))),
         "allocator": " · ".join(allocator),
-        "explained": page_content(explanation),
+        "cards": page_cards(explanation_document.cards(explanation)),
     }
 
 

@@ -110,6 +110,24 @@ class BreakdownPart(NamedTuple):
     width: float
 
 
+class RankedBar(NamedTuple):
+    """A bar of a bar chart with its name.
+
+    Fields:
+        name: the name shown.
+        title: the tooltip.
+        bytes: the size in bytes.
+        width: the width of the bar in per cent of the largest bar.
+        row: the category that colours the bar; "" for the colour of the chart.
+    """
+
+    name: str
+    title: str
+    bytes: int
+    width: float
+    row: str = ""
+
+
 class Section(NamedTuple):
     """A section of a page's "About" part: a title and (name, value) pairs."""
 

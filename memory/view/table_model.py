@@ -72,12 +72,14 @@ def _signed_bytes(value: Any, digits: int) -> str:
 
 KINDS: Mapping[str, ValueKind] = {
     # Texts. If a table is too wide, paths and words wrap, names are shortened in their middle, places at their
-    # beginning, and values wrap after commas; "text" is never shortened. A value of "lines" has several lines.
+    # beginning, and values wrap after commas; sentences stay in their column, and "text" is never shortened. A value of
+    # "lines" has several lines.
     "name": ValueKind("label", "text", _plain, _plain),
     "path": ValueKind("path", "text", _plain, _plain),
     "value": ValueKind("value", "text", _plain, _plain),
     "text": ValueKind("fixed", "text", _plain, _plain),
     "words": ValueKind("words", "text", _plain, _plain),
+    "sentence": ValueKind("sentence", "text", _plain, _plain),
     "place": ValueKind("place", "text", _plain, _plain),
     "lines": ValueKind("value", "text", _plain, _plain),
     "command": ValueKind("fixed", "text", _plain, _plain),
@@ -140,6 +142,7 @@ class ColumnView:
         absent: text on the terminal for a row without a value.
         css: additional CSS classes of the cells on a page.
         min_width: minimum width of a text on the terminal, in columns.
+        tint: rich style of the title on the terminal; "" for that of all titles.
     """
 
     key: str
@@ -162,6 +165,7 @@ class ColumnView:
     absent: str = ""
     css: str = ""
     min_width: int = 0
+    tint: str = ""
 
     @property
     def heading(self) -> str:

@@ -39,7 +39,8 @@ def terminal_table(view: TableView, size: int | None = None) -> FigureTable:
 def terminal_column(column: ColumnView) -> FigureColumn:
     """Returns a column in the form that the terminal prints."""
     make = getattr(text_table, KINDS[column.kind].column)
-    return make(column.heading, min_width=column.min_width) if column.min_width else make(column.heading)
+    title = Text(column.heading, column.tint)
+    return make(title, min_width=column.min_width) if column.min_width else make(title)
 
 
 def terminal_cell(column: ColumnView, row: Any, size: int | None = None) -> Text:

@@ -92,6 +92,11 @@ def words(title: str | Text = "", style: str = "dim", min_width: int = MIN_WORDS
     return FigureColumn(title, style, min_width=min_width, shrink=wrap, part=part, under=under)
 
 
+def sentence(title: str | Text = "") -> FigureColumn:
+    """Returns a column of sentences that are always next to their rows."""
+    return words(title, style="", under=False)
+
+
 def value(title: str | Text = "", style: str = "", min_width: int = MIN_LABEL) -> FigureColumn:
     """Returns a column of values that identify the row, such as a remat policy. They are wrapped after commas and
     before a plus sign. A part longer than 24 columns is shortened in its middle."""

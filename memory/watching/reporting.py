@@ -240,14 +240,15 @@ def write_post_mortem(post_mortem: PostMortem, folder: Path, number: int = 0) ->
 
     number: the number of this process in a run of several processes. It is part of the file names unless it is 0.
     """
-    from bytescope.memory.messages import explanation_page
+    from bytescope.memory.messages.explanation_document import document
     from bytescope.memory.report import report_page
+    from bytescope.memory.view import draw_page
 
     stem = folder / (f"{FILE_NAME}-{number}" if number else FILE_NAME)
     report = post_mortem.report
     texts = {
         ".html": lambda: (
-            report_page.render(report, post_mortem) if report else explanation_page.render(post_mortem.explanation)
+            report_page.render(report, post_mortem) if report else draw_page.draw(document(post_mortem.explanation))
         ),
         ".json": lambda: json.dumps(post_mortem.to_json(), indent=1) + "\n",
     }
@@ -265,11 +266,11 @@ def printed_post_mortem(post_mortem: PostMortem, files: Iterable[str] = (), widt
 
     files: names of the written files, which the text mentions. width: characters per line (default: the terminal's).
     """
-    from bytescope.memory.messages import explanation_text
+    from bytescope.memory.messages.explanation_document import document
+    from bytescope.memory.view import draw_terminal
     from bytescope.memory.view.console import columns, make_console, put
 
     out = io.StringIO()
-    put(
-        explanation_text.render(post_mortem.explanation, tuple(files)), make_console(file=out, width=width or columns())
-    )
+    drawn = draw_terminal.draw(document(post_mortem.explanation, tuple(files)))
+    put(drawn, make_console(file=out, width=width or columns()))
     return out.getvalue().rstrip()

@@ -77,14 +77,10 @@ def make_audited_report(args: argparse.Namespace) -> ReportRecord:
 def show(report: ReportRecord) -> None:
     """Prints the audit of a report: what the program asks jax and XLA to do, and whether the compiled program does
     it."""
-    from rich.console import Group
-    from rich.text import Text
-
     from bytescope.memory.report import audit_view
-    from bytescope.memory.view.console import put
+    from bytescope.memory.view import draw_terminal
 
-    title = Text(f"{report.title} on {report.target.get('name', 'an unnamed target')}", "bold")
-    put(Group(title, Text(), audit_view.render(report.audit)))
+    draw_terminal.show(audit_view.document(report))
 
 
 def finish(args: argparse.Namespace, report: ReportRecord) -> int:

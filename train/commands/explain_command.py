@@ -17,11 +17,12 @@ from bytescope.memory.commands import registry
 from bytescope.memory.commands.arguments import add_json, add_settings, check_files, show_written, user_path, write
 from bytescope.memory.commands.json_output import LOGGED, STANDARD, to_stdout, write_json
 from bytescope.memory.errors import ReportError, check_readable
-from bytescope.memory.messages import explanation_text
+from bytescope.memory.messages import explanation_document
 from bytescope.memory.messages.explanation import explain
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.records.result_envelope import MemoryLimit
-from bytescope.memory.view.console import make_console, put
+from bytescope.memory.view import draw_terminal
+from bytescope.memory.view.console import make_console
 from bytescope.train.commands.config_arguments import SET_KEY, add_target
 
 
@@ -129,7 +130,7 @@ def explain_log(
     """
     explanation = explain(log, report)
     if not to_stdout(args):
-        put(explanation_text.render(explanation), console)
+        draw_terminal.show(explanation_document.document(explanation), console)
     limit = MemoryLimit(explanation.limit_bytes, "the limit in the log") if explanation.limit_bytes else None
     write_json(args, explanation, target=report.target if report else None, limit=limit, caveats=(LOGGED,))
     if args.html:

@@ -7,10 +7,13 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
+from bytescope.memory.view import draw_terminal
+from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.table_model import ColumnView, TableView
 
 if TYPE_CHECKING:
     from bytescope.train.program.program import Program
@@ -22,8 +25,6 @@ def run(args: argparse.Namespace) -> int:
 
     The program is traced, but not compiled.
     """
-    from bytescope.memory.view.console import put
-    from bytescope.memory.view.text_layout import Prose
     from bytescope.train.plan.block_description import trace_gradient
     from bytescope.train.plan.config_factory import build_program
 
@@ -33,9 +34,7 @@ def run(args: argparse.Namespace) -> int:
     program = build_program(subject.name, subject.overrides, target)
     tensors = named_tensors(trace_gradient(program))
     rows = [row(tensor, *sharding_of(program, tensor.name)) for tensor in tensors]
-    put(_table(rows))
-    for line in excess_warnings(tensors):
-        put(Prose(line, "yellow"))
+    draw_terminal.show(document(rows, excess_warnings(tensors)))
     write_json(args, NamedTensors(rows), target=target.to_json(), caveats=(TRACED,))
     return 0
 
@@ -112,28 +111,19 @@ def row(tensor: NamedTensor, sharding: str, shards: int) -> NamedTensorRow:
     )
 
 
-def _table(rows: Sequence[NamedTensorRow]) -> Any:
-    from rich.console import Group
+COLUMNS = (
+    ColumnView("name", "name", min_width=16),
+    ColumnView("tensor", "tensor", "text", read=lambda row: f"{row.dtype}{list(row.shape)}".replace(" ", "")),
+    ColumnView("sharding", "sharding", read=lambda row: row.sharding.replace("'", "")),
+    ColumnView("copies", "layers", "number"),
+    ColumnView("bytes_per_layer", "per layer", "bytes"),
+    ColumnView("bytes", "total", "bytes"),
+    ColumnView("flops", "GFLOP", "number", read=lambda row: f"{row.flops / 1e9:,.1f}"),
+)
 
-    from bytescope.memory.units import human
-    from bytescope.memory.view.text_layout import Prose
-    from bytescope.memory.view.text_table import FigureTable, figure, fixed, label
 
-    table = FigureTable(
-        label("name", min_width=16),
-        fixed("tensor"),
-        label("sharding"),
-        *map(figure, ("layers", "per layer", "total", "GFLOP")),
-    )
-    for r in rows:
-        table.add(
-            r.name,
-            f"{r.dtype}{list(r.shape)}".replace(" ", ""),
-            r.sharding.replace("'", ""),
-            str(r.copies),
-            human(r.bytes_per_layer),
-            human(r.bytes),
-            f"{r.flops / 1e9:,.1f}",
-        )
+def document(rows: Sequence[NamedTensorRow], warnings: Sequence[str] = ()) -> Document:
+    """Returns the table of the named tensors, and warnings. `rows`: results of `row`."""
     title = "named tensors in order of computation, with the bytes and the GFLOP of recomputation on one device"
-    return Group(Prose(title, "bold"), table)
+    lines = [Paragraph(line, "tight") for line in warnings]
+    return Document([Card("", [Paragraph(title, "strong"), Rows(TableView(COLUMNS, rows)), *lines])])

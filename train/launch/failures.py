@@ -13,10 +13,11 @@ from typing import Any
 
 from bytescope.memory.devices.limits import limit_share
 from bytescope.memory.devices.live import sample
-from bytescope.memory.messages import explanation_text
+from bytescope.memory.messages import explanation_document
 from bytescope.memory.messages.post_mortem import PostMortem
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import human
+from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import columns, plain_text
 from bytescope.memory.watching.reporting import error_text, memory_line
 from bytescope.train.launch.runtime import RAISE_FILES, silence_abandoned
@@ -55,7 +56,7 @@ def _out_of_memory_error(error: BaseException, report: ReportRecord | None, devi
     )
     # The advice has remedies in the keys of the config.
     explanation = dataclasses.replace(found.explanation, remedies=())
-    lines = plain_text(explanation_text.render(explanation), columns()).splitlines()
+    lines = plain_text(draw_terminal.draw(explanation_document.document(explanation)), columns()).splitlines()
     return DoesNotFit(f"out of device memory: {', '.join(known)}", ["", *lines, "", *advice()])
 
 

@@ -21,10 +21,11 @@ from rich.console import Console
 
 from bytescope.memory.commands.trace_command import make_result, prediction
 from bytescope.memory.errors import ReportError
-from bytescope.memory.profile import breakdown, profile_text, xplane
+from bytescope.memory.profile import breakdown, trace_document, xplane
 from bytescope.memory.profile.xplane import HOST
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.records.result import plain
+from bytescope.memory.view import draw_terminal
 from bytescope.train.checkpoints.workdir import write_atomically
 from bytescope.train.user_errors import UserError
 
@@ -164,7 +165,8 @@ class Profile:
         measured, predicted = breakdown.find(xplane.read(path)), prediction(self.report)
         answer = plain(make_result(measured, predicted))
         write_atomically(self.workdir / BREAKDOWN, json.dumps(answer, indent=1) + "\n")
-        profile_text.show(measured, self.console, predicted)
+        line = trace_document.prediction(measured, predicted)
+        draw_terminal.show(trace_document.document(answer, line), self.console)
         self.console.print(
             f"trace {path}; opens with xprof {self.workdir / FOLDER} (or tensorboard --logdir="
             f"{self.workdir}), and its perfetto_trace.json.gz at ui.perfetto.dev",

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from bytescope.memory.errors import ReportError, one_line
-from bytescope.memory.profile import trace_tables
+from bytescope.memory.profile import trace_document
 from bytescope.memory.records import report_record, result
 from bytescope.memory.records.host_record import HOST_PHASES, HostMemory, HostTerm
 from bytescope.memory.records.result import parse, plain
 from bytescope.memory.records.result_envelope import unwrap
+from bytescope.memory.view.draw_page import page_cards
 from bytescope.train.source import CONFIG, MEMORY, METRICS, is_run
 
 PROFILE, PAGE = "profile.json", "index.html"
@@ -156,12 +157,7 @@ def _flatten_finite_numbers(value: Any, prefix: str = "") -> dict[str, float]:
 
 def _read_breakdown(path: Path) -> Mapping[str, Any]:
     breakdown = unwrap(parse(path.read_bytes()), "trace")
-    for draw in (
-        trace_tables.where_text,
-        trace_tables.figures,
-        trace_tables.cells,
-        trace_tables.operations,
-        trace_tables.page_data,
-    ):
-        draw(breakdown)  # raises an error if the file is damaged
+    # These raise an error if the file is damaged.
+    trace_document.page_data(breakdown)
+    page_cards(trace_document.document(breakdown).cards)
     return breakdown

@@ -14,12 +14,13 @@ from typing import Any
 from urllib.parse import quote
 
 from bytescope.memory.files import write_whole
-from bytescope.memory.profile import trace_tables
+from bytescope.memory.profile import trace_document
 from bytescope.memory.records.report_record import Finding, ReportRecord
 from bytescope.memory.report import host_view
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import column_unit, human
 from bytescope.memory.view import prediction_text as times_text
+from bytescope.memory.view.draw_page import page_cards
 from bytescope.memory.view.elements import (
     HeaderFigure,
     Section,
@@ -85,13 +86,7 @@ def render(run: RunDirectory, folder: str = ".") -> str:
         memory_figures=_memory(report) if report else [],
         findings=_findings(run),
         host=host_view.page_rows(run.host),
-        trace=trace
-        and {
-            "where": trace_tables.where_text(trace),
-            "figures": trace_tables.figures(trace),
-            "cells": trace_tables.cells(trace),
-            "operations": trace_tables.operations(trace),
-        },
+        trace=page_cards(trace_document.document(trace).cards) if trace else [],
         config=_config_sections(run.config),
         has_rows=bool(run.rows or run.evaluations),
     )
@@ -112,7 +107,7 @@ def page_data(run: RunDirectory) -> dict[str, Any]:
         "limit": _memory_limit_bytes(run),
         "shared": run.report is not None and _on_cpu(run.report),
         "unit": column_unit(max([*bytes_shown, 1]), 1.0),
-        "trace": run.breakdown and trace_tables.page_data(run.breakdown),
+        "trace": run.breakdown and trace_document.page_data(run.breakdown),
     }
 
 
@@ -175,7 +170,7 @@ def _figures(run: RunDirectory) -> list[HeaderFigure]:
     speeds = [row["tokens_per_s"] for row in run.rows if "tokens_per_s" in row]
     if speeds:
         times = [row["step_time_s"] for row in run.rows if "step_time_s" in row]
-        note = f"{trace_tables.written(median(times))} per update, medians" if times else "median"
+        note = f"{trace_document.written(median(times))} per update, medians" if times else "median"
         figures.append(HeaderFigure("tokens/s", f"{median(speeds):,.0f}", note))
         prediction = StepPrediction.stated(run.report) if run.report else None
         if prediction:

@@ -12,10 +12,11 @@ import pytest
 
 from bytescope import memory
 from bytescope.memory.hlo.sharding_text import parse_sharding
-from bytescope.memory.messages import causes, culprits, explanation_text
+from bytescope.memory.messages import causes, culprits, explanation_document
 from bytescope.memory.messages.message_forms import FORMS
 from bytescope.memory.messages.message_record import ArrayType, ListedBuffer
 from bytescope.memory.messages.remedies import BY_CAUSE, BY_FORM, REMEDIES, remedies_for
+from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import plain_text
 from support import memory_messages as written
 from support.pages.sweep import check_page
@@ -137,11 +138,11 @@ def test_equal_buffers_of_several_layers_are_one_row():
     buffers = [ListedBuffer(2**20, ArrayType("bfloat16", (8, 64)), f"jit(f)/jvp(Net)/h_{i}/mlp/add") for i in (3, 7, 5)]
     (culprit,) = culprits.describe([*buffers], "gpu_buffers")
     assert culprit.count == 3 and culprit.layers == (3, 5, 7) and culprit.bytes == 3 * 2**20
-    assert explanation_text.culprit_name(culprit) == "3 x bfloat16[8,64]"
-    origin = explanation_text.culprit_origin(culprit)
+    assert explanation_document.culprit_name(culprit) == "3 x bfloat16[8,64]"
+    origin = explanation_document.culprit_origin(culprit)
     assert "; layers 3 to 7; mlp add; source line not in the message" in origin
     library = dataclasses.replace(culprit, source="/usr/lib/python3.9/contextlib.py:84")
-    assert explanation_text.culprit_origin(library).endswith("; source line in Python's library")
+    assert explanation_document.culprit_origin(library).endswith("; source line in Python's library")
 
 
 def test_a_rematerialization_warning_becomes_a_need():
@@ -195,7 +196,7 @@ def test_both_shardings_are_on_the_screen_and_the_page():
 def test_an_explanation_is_one_screen(width):
     for sample in SAMPLES:
         found = memory.explain(sample.text)
-        text = plain_text(explanation_text.render(found), width)
+        text = plain_text(draw_terminal.draw(explanation_document.document(found)), width)
         lines = text.splitlines()
         assert len(lines) <= 45 and max(map(len, lines)) <= width, text
         assert "{" not in found.happened.replace("{devices", "") and found.happened.endswith("."), found.happened

@@ -9,14 +9,16 @@ import pytest
 from rich.console import Console
 
 from bytescope.memory.findings import finding_rules
-from bytescope.memory.messages import explanation_page, explanation_text
+from bytescope.memory.messages import explanation_document
 from bytescope.memory.messages.explanation import explain
 from bytescope.memory.messages.post_mortem import _BATCH, HeldArrays, PostMortem, memory_sum, ways_out
 from bytescope.memory.records import report_record
 from bytescope.memory.records.report_record import ROWS, AuditRow, Buffer, Finding, ReportRecord
 from bytescope.memory.report import report_page
 from bytescope.memory.units import GIB, MIB
+from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import plain_text
+from bytescope.memory.view.document import Bars
 from support import memory_messages
 
 pytestmark = pytest.mark.quick
@@ -132,7 +134,8 @@ def test_it_is_one_screen_whatever_is_held(width):
         ),
     )
     console = Console(width=width, file=io.StringIO(), record=True, markup=False)
-    console.print(explanation_text.render(found.explanation, ("memory-post-mortem.html",)), crop=False)
+    shown = explanation_document.document(found.explanation, ("memory-post-mortem.html",))
+    console.print(draw_terminal.draw(shown), crop=False)
     shown = console.export_text()
     lines = shown.splitlines()
     assert len(lines) <= 45 and max(map(len, lines)) <= width
@@ -175,7 +178,8 @@ def test_the_figures_of_the_process_decide_what_the_text_leaves_open(others, lim
     found = dataclasses.replace(found, report=report_of(KEPT)).explanation
     assert found.cause_kind == cause and words in found.cause
     assert found.figures.get("missing", 0) == max(6 * GIB + others - limit, 0)
-    assert ("which may be enough" in plain_text(explanation_text.render(found), 100)) is (cause != "unknown")
+    text = plain_text(draw_terminal.draw(explanation_document.document(found)), 100)
+    assert ("which may be enough" in text) is (cause != "unknown")
 
 
 def test_buffers_of_the_report_and_other_arrays_are_one_list():
@@ -195,9 +199,10 @@ def test_buffers_of_the_report_and_other_arrays_are_one_list():
         (1, "bfloat16[8,512,512]", 3 * GIB, "scores", "workspace", ()),
         (2, "float32[2,3]", 2 * GIB, "saved", "residuals", (3, 4)),
     ]
-    page = explanation_page.page_content(found)
-    assert [bar["row"] for bar in page["bars"]] == ["unattributed", "workspace", "residuals"]
-    text = plain_text(explanation_text.render(found), 120)
+    shown = explanation_document.document(found)
+    bars = next(part.bars for card in shown.cards for part in card.parts if isinstance(part, Bars))
+    assert [bar.row for bar in bars] == ["unattributed", "workspace", "residuals"]
+    text = plain_text(draw_terminal.draw(shown), 120)
     assert (
         "2 x float32[2,3] " in text
         and "layers 3 to 4" in text
@@ -216,7 +221,7 @@ def test_the_buffers_and_the_cause_of_the_exception_are_shown(width):
     alone = explain(sample.text, report)
     assert (found.explanation.cause_kind, found.explanation.cause) == (alone.cause_kind, alone.cause)
     assert found.explanation.requested_bytes == sample.requested
-    shown = plain_text(explanation_text.render(found.explanation), width)
+    shown = plain_text(draw_terminal.draw(explanation_document.document(found.explanation)), width)
     whole = " ".join(shown.split())
     assert f"cause: {alone.cause} {alone.evidence} " in whole and "The step takes 9.00 GiB" in whole
     assert "largest buffers" in shown and len(shown.splitlines()) <= 45

@@ -162,7 +162,11 @@ def test_a_gpu_trace(proto, named, tmp_path, capsys):
     ][::-1]
     assert main(["report", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "update 4, us per update" in out and "transfers hidden behind compute" in out and named["dot"] in out
+    assert (
+        "update 4 · 1 device · us per update" in out
+        and "transfers hidden behind compute" in out
+        and named["dot"] in out
+    )
 
 
 def test_operations_without_a_module_are_of_their_own_words():

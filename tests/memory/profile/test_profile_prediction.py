@@ -4,7 +4,7 @@ import pytest
 
 from bytescope.memory.commands import trace_command
 from bytescope.memory.devices import targets
-from bytescope.memory.profile import profile_text
+from bytescope.memory.profile import trace_document
 from bytescope.memory.profile.breakdown import Breakdown
 from bytescope.memory.records.report_record import Description, ReportRecord
 
@@ -36,7 +36,7 @@ def test_a_trace_is_compared_with_as_many_calls_as_it_ran():
     """6 s are predicted of an update of two calls: a trace of three has 9 s; at the peak it has 3 s."""
     report = ReportRecord(8, 8, {}, target=TARGET, work=WORK, prediction=STATED, subject=Description(calls=2))
     found = trace_command.prediction(report)
-    assert profile_text.prediction(traced(), found) == (
+    assert trace_document.prediction(traced(), found) == (
         "predicted 9.00 s (7.5 to 12; rates: by hand), measured 12 s, 1.33 x; at least 3 s by data-sheet rates"
     )
     assert expected_of(trace_command.make_result(traced(), found)) == {
@@ -50,7 +50,7 @@ def test_a_trace_is_compared_with_as_many_calls_as_it_ran():
 
 def test_the_bound_alone_is_not_called_a_prediction():
     found = trace_command.prediction(ReportRecord(8, 8, {}, target=TARGET, work=WORK))
-    assert profile_text.prediction(traced(paused=1), found) == (
+    assert trace_document.prediction(traced(paused=1), found) == (
         "at least 3 s by data-sheet rates, measured 12 s without pauses, 4 x"
     )
     assert trace_command.make_result(traced(), found).predicted_seconds is None

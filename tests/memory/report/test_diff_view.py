@@ -9,6 +9,7 @@ from bytescope.memory.records import report_diff
 from bytescope.memory.records.parallel_records import Communication
 from bytescope.memory.records.report_record import Buffer, Description, ReportRecord, TimelinePoint
 from bytescope.memory.report import difference
+from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import plain_text
 
 GIB = 2**30
@@ -96,7 +97,7 @@ def test_the_command_reads_files_and_run_directories(tmp_path, capsys):
 )
 def test_what_cannot_be_compared_is_said(change, said):
     after = make_report(**change)
-    printed = plain_text(difference.render_text(BEFORE, after, report_diff.diff(BEFORE, after)), 200)
+    printed = plain_text(draw_terminal.draw(difference.document(BEFORE, after, report_diff.diff(BEFORE, after))), 200)
     assert said in printed and printed.count("warning:") == 1
 
 
@@ -139,7 +140,7 @@ def test_seconds_flops_and_traffic_are_compared():
         "recomputed FLOPs": ("FLOPs", 0.5e12, 1e12),
         "sent by all-gather over fsdp": ("bytes", 7, 21),
     }
-    printed = plain_text(difference.render_text(before, after, report_diff.diff(before, after)), 100)
+    printed = plain_text(draw_terminal.draw(difference.document(before, after, report_diff.diff(before, after))), 100)
     assert re.search(r"update, predicted +2.00 s +3.00 s +\+1.00 s +\+50.0\n", printed)
     assert re.search(r"spent on products +1.00 s +1.00 s +unchanged\n", printed)
     assert re.search(r"sent by all-gather over fsdp +7 B +21 B +\+14 B +\+200.0", printed)

@@ -203,7 +203,7 @@ def test_the_requests_of_the_audit_in_a_browser(report, browser):
     assert [row[1] for row in rows] == [f"kept: {HOSTILE}", "merged", "", ""]
     colours = [row[2] for row in rows]
     assert colours[0] == colours[1] and len(set(colours)) == 3
-    facts = browser.call('[...document.querySelectorAll("#audit .fact")].map((fact) => fact.innerText)')
+    facts = browser.call('[...document.querySelectorAll("#audit p.tight")].map((fact) => fact.innerText)')
     assert len(facts) == 2 and facts[0].startswith("offload hidden at model.py:7: kept:") and "7 * 6" in facts[0]
     for k, _ in enumerate(rows):
         x, y = browser.call(f"""(row => {{ row.scrollIntoView({{ block: "center", behavior: "instant" }});

@@ -13,7 +13,7 @@ from bytescope.memory.compare import compare_rows, compare_text, fit_view
 from bytescope.memory.compare.fit_search import Step
 from bytescope.memory.formulas import reconcile
 from bytescope.memory.formulas.memory_estimate import Question, estimate, shape_for
-from bytescope.memory.profile import profile_text
+from bytescope.memory.profile import trace_document
 from bytescope.memory.profile.breakdown import Breakdown, HostWork, Instructions
 from bytescope.memory.profile.op_scopes import OpScope
 from bytescope.memory.records import report_diff
@@ -34,6 +34,7 @@ from bytescope.memory.records.report_record import (
 )
 from bytescope.memory.report import difference, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
+from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import make_console, put
 from bytescope.train.commands import estimate_command, list_command, names_config
 from bytescope.train.plan import frontier, frontier_view, levers, levers_view
@@ -308,7 +309,7 @@ def show_formulas(console, name):
 
 def show_diff(console, name):
     before, after = report(name), dataclasses.replace(report(f"{name}'", 23_456_789_012), versions={"jax": name})
-    put(difference.render_text(before, after, report_diff.diff(before, after)), console)
+    draw_terminal.show(difference.document(before, after, report_diff.diff(before, after)), console)
 
 
 def show_trace(console, name):
@@ -328,25 +329,23 @@ def show_trace(console, name):
         (HostWork(name, 10**12, 10**11, 7),),
         {name: 10**11},
     )
-    profile_text.show(
-        found,
-        console,
-        {
-            "seconds": 0.698,
-            "low": 0.612,
-            "high": 0.811,
-            "rates": f"rates of {name}",
-            "at_least": 0.44,
-            "bound": "data-sheet rates",
-        },
-    )
+    predicted = {
+        "seconds": 0.698,
+        "low": 0.612,
+        "high": 0.811,
+        "rates": f"rates of {name}",
+        "at_least": 0.44,
+        "bound": "data-sheet rates",
+    }
+    shown = trace_document.document(found.to_json(), trace_document.prediction(found, predicted))
+    draw_terminal.show(shown, console)
 
 
 def show_names(console, name):
     tensor = names_config.NamedTensorRow(
         name, (8, 4096, 14336), "bf16", 2, 32, 123_400 * 10**9, "", 0, False, f"('{name}',)", 128 * MIB, 4 * GIB
     )
-    put(names_config._table([tensor]), console)
+    draw_terminal.show(names_config.document([tensor]), console)
 
 
 def show_listing(console, name):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bytescope.memory import cli
-from bytescope.memory.commands import calibration_text as view
+from bytescope.memory.commands.calibration_document import document
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices import targets
 from bytescope.memory.errors import ReportError
@@ -38,6 +38,7 @@ from bytescope.memory.seconds.calibration.cases import (
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample, fit_rates
 from bytescope.memory.seconds.operation_seconds import kernel_seconds
 from bytescope.memory.seconds.rate_records import WAYS, from_json
+from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import plain_text
 from support.described import described
 
@@ -171,7 +172,9 @@ def test_devices_that_a_cpu_simulates_share_its_rates(tmp_path, used):
 @pytest.mark.parametrize("width", [80, 100])
 def test_the_table_stands_beside_the_data_sheet(h200, width):
     left = {f"products fp8 {side}": "no time: give more --seconds" for side in range(5)}
-    shown = plain_text(view.render(Calibration(fit_rates(SAMPLES, h200, ABOUT), SAMPLES, left), h200), width)
+    shown = plain_text(
+        draw_terminal.draw(document(Calibration(fit_rates(SAMPLES, h200, ABOUT), SAMPLES, left), h200)), width
+    )
     lines = shown.splitlines()
     assert max(map(len, lines)) <= width
     for told in (

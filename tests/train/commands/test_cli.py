@@ -30,7 +30,7 @@ STAYING = {
         "--names --audit --strict --passes --trace --save-program --value --without --auto-axes --function --timeout",
     ),
     "explain": ("--json --html", ""),
-    "diff": ("--fail-above --json --github", ""),
+    "diff": ("--fail-above --json --html --github", ""),
     "check": ("--pyproject --baseline --update-baseline --github --no-cache --jobs --json", ""),
     "estimate": ("--json --html", "--stages --micro-batches --schedule"),
     "compare": (

@@ -12,6 +12,7 @@ from bytescope.memory.compare import compare_columns, compare_page, compare_rows
 from bytescope.memory.records import report_diff
 from bytescope.memory.records.result import plain
 from bytescope.memory.report import difference as report_difference
+from bytescope.memory.view import draw_page, draw_terminal
 from bytescope.memory.view.console import make_console
 from bytescope.memory.view.table_model import KINDS, PAGE, TERMINAL
 from bytescope.memory.view.text_table import FigureTable
@@ -115,12 +116,13 @@ def difference():
         for report, seconds in ((before, 1.0), (after, 2.0))
     )
     tables = [
-        (report_difference.change_columns("", str), TERMINAL),
-        (report_difference.change_columns("buffers that changed most", str), TERMINAL),
-        (report_difference.MEASURE_COLUMNS, TERMINAL),
+        (report_difference.change_columns("bytes of one device", str), BOTH),
+        (report_difference.change_columns("buffers that changed most", str), BOTH),
+        (report_difference.MEASURE_COLUMNS, BOTH),
     ]
-    report_difference.render_text(before, after, report_diff.diff(before, after))
-    return tables, ""
+    shown = report_difference.document(before, after, report_diff.diff(before, after))
+    draw_terminal.draw(shown)
+    return tables, draw_page.draw(shown)
 
 
 VIEWS = {

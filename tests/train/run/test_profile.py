@@ -98,10 +98,10 @@ def test_files_are_where_the_viewers_look_and_hold_scope_names(runs):
 def test_the_page_of_the_run_shows_its_trace(runs, breakdown):
     page = html.unescape(" ".join((runs[2] / "index.html").read_text().split()))
     updates = f"updates 3-4 · mean of {breakdown['devices']} devices"
-    for expected in ("✓ finished", updates, "held-out loss", "Where an update's time went", "seq_len"):
+    for expected in ("✓ finished", updates, "held-out loss", "Where an update's time goes", "seq_len"):
         assert expected in page, expected
     assert breakdown["instructions"][0]["name"] in page
-    assert "Where an update's time went" not in (runs[1] / "index.html").read_text()
+    assert "Where an update's time goes" not in (runs[1] / "index.html").read_text()
 
 
 def test_sums_are_the_wall_time(breakdown):
@@ -143,7 +143,7 @@ def test_the_table_is_on_the_screen_and_again_from_the_files(runs, breakdown, ca
         "attention",
         "busy",
         "idle",
-        "total",
+        "whole update",
         "wait for data",
         "longest instructions",
         "predicted ",

@@ -1,15 +1,11 @@
-"""The table that `bytescope calibrate` prints: the measured rate of each kernel and its share of the data sheet's
+"""The document of `bytescope calibrate`: the measured rate of each kernel and its share of the data sheet's
 rate."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
-
-from rich.console import Group
-from rich.text import Text
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bytescope.memory.cost.collectives import WIRE
 from bytescope.memory.devices.targets import Target
@@ -28,24 +24,32 @@ from bytescope.memory.seconds.calibration.cases import (
 from bytescope.memory.seconds.calibration.host_measure import HostSample
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.units import human, list_names
-from bytescope.memory.view.console import put
-from bytescope.memory.view.text_layout import Prose
-from bytescope.memory.view.text_table import FigureTable, figure, label
+from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.table_model import ColumnView, TableView
 
 _T, _G = 1e12, 1e9
 # A median spread above this fraction means that other programs ran on the devices or the host.
 _BUSY = 0.2
 
 
-def show(calibration: Calibration, target: Target, console: Any = None) -> None:
-    """Prints the measured rates of a device as a table, to stdout by default.
+RATE_COLUMNS = (
+    ColumnView("kernel", "kernel", min_width=17),
+    ColumnView("size", "size", min_width=12),
+    ColumnView("seconds", "time", "number", read=lambda row: _time(row["seconds"])),
+    ColumnView("spread", "spread", "share", digits=0),
+    ColumnView("rate", "rate", "number"),
+    ColumnView("sheet", "sheet", "number"),
+    ColumnView("share", "share", "share", digits=0),
+)
+HOST_COLUMNS = (
+    ColumnView("words", "host memory", min_width=17),
+    ColumnView("bytes", "measured", "bytes"),
+    ColumnView("reference", "shipped", "bytes"),
+    ColumnView("ratio", "ratio", "ratio", digits=2, read=lambda sample: sample.bytes / sample.reference),
+)
 
-    target: the measured device. Its data sheet rates, if known, are shown beside the measured rates.
-    """
-    put(render(calibration, target), console)
 
-
-def render(calibration: Calibration, target: Target) -> Group:
+def document(calibration: Calibration, target: Target) -> Document:
     """Returns the measured rates of a device as a table, followed by notes on what was not measured and why.
 
     A measured rate is work (FLOPs or bytes) divided by seconds, including the fixed cost of starting a kernel. Rates
@@ -53,41 +57,27 @@ def render(calibration: Calibration, target: Target) -> Group:
 
     target: the measured device, whose data sheet rates are shown if they are known.
     """
-    table = FigureTable(
-        label("kernel", min_width=17),
-        label("size", min_width=12),
-        *map(figure, ("time", "spread", "rate", "sheet", "share")),
-    )
+    rows = []
     for sample in sorted(calibration.samples, key=_sort_key):
         name, size = _NAMES[sample.part](sample)
+        row = {"kernel": name, "size": size, "seconds": sample.seconds, "spread": sample.spread}
         rate, sheet = _measured_rate(sample), _sheet(sample, target)
-        table.add(
-            name,
-            size,
-            _time(sample.seconds),
-            "" if sample.spread is None else f"{sample.spread:.0%}",
-            _rate_text(rate, sample) if rate else "",
-            _rate_text(sheet, sample).partition(" ")[0] if rate and sheet else "",
-            f"{rate / sheet:.0%}" if rate and sheet else "",
-        )
-    return Group(
-        Prose(f"measured rates of one device: {calibration.rates.source}", "bold"),
-        table,
-        *_notes(calibration),
-    )
+        if rate:
+            row["rate"] = _rate_text(rate, sample)
+        if rate and sheet:
+            row |= {"sheet": _rate_text(sheet, sample).partition(" ")[0], "share": rate / sheet}
+        rows.append(row)
+    title = Paragraph(f"measured rates of one device: {calibration.rates.source}", "strong")
+    return Document([Card("", [title, Rows(TableView(RATE_COLUMNS, rows)), *_notes(calibration)])])
 
 
-def show_host(samples: Iterable[HostSample], left_out: Mapping[str, str], console: Any = None) -> None:
-    """Prints measured sizes of host memory beside the sizes that the shipped constants stand for, to stdout by default.
+def host_document(samples: Sequence[HostSample], left_out: Mapping[str, str]) -> Document:
+    """Returns measured sizes of host memory beside the sizes that the shipped constants stand for.
 
     samples: the measured sizes. left_out: what was not measured -> reason.
     """
-    table = FigureTable(label("host memory", min_width=17), *map(figure, ("measured", "shipped", "ratio")))
-    for sample in samples:
-        ratio = sample.bytes / sample.reference
-        table.add(sample.words, human(sample.bytes), human(sample.reference), f"{ratio:.2f}")
-    notes = [Prose(f"not measured: {name}: {reason}", "yellow") for name, reason in left_out.items()]
-    put(Group(Text(), table, *notes), console)
+    notes = [Paragraph(f"not measured: {name}: {reason}", "tight") for name, reason in left_out.items()]
+    return Document([Card("Host memory", [Rows(TableView(HOST_COLUMNS, samples)), *notes])])
 
 
 def _sort_key(sample: Sample) -> tuple:
@@ -98,21 +88,21 @@ def _sort_key(sample: Sample) -> tuple:
     )
 
 
-def _notes(calibration: Calibration) -> Iterator[Any]:
-    yield Prose(
+def _notes(calibration: Calibration) -> Iterator[Paragraph]:
+    yield Paragraph(
         "spread: interquartile range / median; sheet: rate of the data sheet, in the unit of the measured rate", "dim"
     )
     spreads = [sample.spread for sample in calibration.samples if sample.spread is not None]
     if spreads and (middle := statistics.median(spreads)) > _BUSY:
-        yield Prose(
+        yield Paragraph(
             f"half of the spreads are above {middle:.0%}: other programs ran on this machine; measure without them",
-            "yellow",
+            "tight",
         )
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, why in calibration.left_out.items():
         reasons[why].append(name)
     for why, names in reasons.items():
-        yield Prose(f"not measured: {list_names(names)}: {why}", "yellow")
+        yield Paragraph(f"not measured: {list_names(names)}: {why}", "tight")
 
 
 def _measured_rate(sample: Sample) -> float:

@@ -1,12 +1,11 @@
-"""Shows an explanation of an out-of-memory message or of a failed step on one screen, at any width from 80
-columns."""
+"""Shows an explanation of an out-of-memory message or of a failed step: one screen at any width from 80 columns, or a
+page with a bar for each buffer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.hlo.sharding_text import parse_sharding
@@ -18,18 +17,19 @@ from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.records.report_record import ROWS as BREAKDOWN
 from bytescope.memory.units import human, plural
 from bytescope.memory.view.console import one_line, safe, shorten
-from bytescope.memory.view.elements import row_name
-from bytescope.memory.view.text_layout import CopyCommand, Items, Prose, blocks
-from bytescope.memory.view.text_table import FigureTable, figure, fixed, label, words
+from bytescope.memory.view.document import Bars, Card, Commands, Document, Lines, Paragraph, Part, Rows
+from bytescope.memory.view.elements import RankedBar, figure, row_name
+from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 
 # Maximum number of buffers, remedies, other messages, and rows of a drawn sharding.
 MAX_CULPRITS, MAX_REMEDIES, MAX_OTHERS, MAX_DRAWN_ROWS = 4, 4, 4, 8
+# Maximum number of bars, and of rows in the table of buffers, on a page.
+MAX_BARS = 30
 # Maximum characters of a buffer's name, of a path, of a buffer's origin, and of a row of a drawn sharding.
 _MAX_NAME, _MAX_PATH, _MAX_ORIGIN, _MAX_DRAWING = 34, 40, 150, 76
 # Maximum characters of the quoted message, of an instruction, and of an instruction for one program.
 _MAX_QUOTE, _MAX_INSTRUCTION, _MAX_OWN_INSTRUCTION = 140, 330, 200
 NOT_SAID = "not in the message"
-_SHARDINGS = "the two shardings (numbers are devices)"
 # Phase -> its name on the screen.
 PHASES = {
     "forward": "forward",
@@ -86,32 +86,68 @@ _TOTAL_NAMES = {
 }
 
 
-def render(explanation: ExplanationRecord, files: Sequence[str] = ()) -> RenderableType:
-    """Returns an explanation as a rich renderable of about one screen. `files`: paths of files with more details."""
-    if not explanation.recognized and not explanation.call:
-        return blocks(
-            Prose("No message about memory was recognized.", "bold"),
-            Prose(
-                "bytescope recognizes out-of-memory errors of JAX, XLA (GPU, TPU, CPU) and PyTorch, and memory "
-                "warnings of JAX and of XLA's compiler. If the log contains one, its beginning may be missing: give "
-                "the whole log."
-            ),
-        )
-    shardings = draw_shardings(explanation)
-    sentence, commands = next_steps(explanation)
-    return blocks(
-        _head(explanation),
-        _where(explanation),
-        _culprits(explanation),
-        Group(Text(_SHARDINGS, style="bold"), *map(Text, shardings)) if shardings else None,
-        _compared(explanation),
-        _remedies(explanation),
-        Group(Prose(sentence), *map(CopyCommand, commands)) if sentence else None,
-        Items([f"written: {', '.join(files)}"], style="dim") if files else None,
+NOTES = (
+    "Sizes with two decimals are rounded by XLA or libtpu. Units are binary: 1 GiB is 2**30 bytes.",
+    "The kind of tensor is a guess from the name of the operation, the shape and the dtype. The message does not "
+    "contain it.",
+    "XLA lists at most 15 buffers on a GPU and 20 on a TPU, the largest first. Newer versions list none on a GPU.",
+)
+
+
+def document(explanation: ExplanationRecord, files: Sequence[str] = ()) -> Document:
+    """Returns the document of an explanation, about one screen on the terminal. `files`: paths of files with more
+    details."""
+    recognized = explanation.recognized or bool(explanation.call)
+    head = _head(explanation) if recognized else _UNRECOGNIZED
+    written = Paragraph(f"written: {', '.join(files)}" if files else "", "dim", only=TERMINAL)
+    return Document(
+        [Card("", head), *cards(explanation), Card("", [written])],
+        title="out of memory · explained",
+        heading=explanation.happened,
+        where=explanation.place,
+        facts=[_cause(explanation)],
+        figures=[
+            figure(name, size)
+            for name, size in (
+                ("requested", explanation.requested_bytes),
+                ("limit", explanation.limit_bytes),
+                ("in total", explanation.total_bytes),
+            )
+            if size is not None
+        ],
+        notes=NOTES,
     )
 
 
-def _head(explanation: ExplanationRecord) -> RenderableType:
+def cards(explanation: ExplanationRecord) -> list[Card]:
+    """Returns the cards of an explanation, which the page of a report after a failure shows too."""
+    source = "the message" if not explanation.call else "the report, the allocator and the live arrays"
+    sentence, commands = next_steps(explanation)
+    return [
+        Card("Where the bytes are", _memory(explanation), f"Bytes of one device, from {source}."),
+        Card("The largest buffers", _buffers(explanation), f"From {source}, equal ones in one row.", "explained"),
+        Card("The two shardings: each cell is a piece, with its devices", [Lines(draw_shardings(explanation))]),
+        Card("Compared with the report", _comparison(explanation)),
+        Card("What to do, the cheapest first", [_remedies(explanation)]),
+        Card("What to run next", [Paragraph(sentence), Commands(commands)]),
+    ]
+
+
+_UNRECOGNIZED = (
+    Paragraph("No message about memory was recognized.", "strong"),
+    Paragraph(
+        "bytescope recognizes out-of-memory errors of JAX, XLA (GPU, TPU, CPU) and PyTorch, and memory warnings of JAX "
+        "and of XLA's compiler. If the log contains one, its beginning may be missing: give the whole log."
+    ),
+)
+
+
+def _cause(explanation: ExplanationRecord) -> str:
+    return " ".join(filter(None, (explanation.cause, explanation.evidence)))
+
+
+def _head(explanation: ExplanationRecord) -> list[Paragraph]:
+    """Returns the first lines on the terminal; a page has the same texts at its top."""
     title = (
         "out of memory" if explanation.failure and explanation.cause_kind != "no_memory_problem" else "memory message"
     )
@@ -119,19 +155,19 @@ def _head(explanation: ExplanationRecord) -> RenderableType:
     head = Text.assemble((title, "bold red" if explanation.failure else "bold yellow"), place)
     if code := explanation.words.get("code"):
         head.append(f", error code {code}")
-    lines = [Prose(head)]
+    lines = [Paragraph(head, only=TERMINAL)]
     if explanation.call:
-        lines.append(Prose(shorten(one_line(explanation.quote[: 2 * _MAX_QUOTE]), _MAX_QUOTE), "dim"))
+        quote = shorten(one_line(explanation.quote[: 2 * _MAX_QUOTE]), _MAX_QUOTE)
+        lines.append(Paragraph(quote, "dim", only=TERMINAL))
     else:
-        lines.append(Prose(one_line(explanation.happened)))
-    cause = " ".join(filter(None, (explanation.cause, explanation.evidence)))
-    lines.append(Prose(Text.assemble(("cause: ", "bold"), cause)))
+        lines.append(Paragraph(one_line(explanation.happened), only=TERMINAL))
+    lines.append(Paragraph(Text.assemble(("cause: ", "bold"), _cause(explanation)), only=TERMINAL))
     counts = {form: count - (form == explanation.form) for form, count in explanation.messages.items()}
     others = [f"{count} x {FORMS[form].name}" for form, count in counts.items() if count]
     if others and not explanation.call:
         more = f", {plural(len(others) - MAX_OTHERS, 'more kind')}" if len(others) > MAX_OTHERS else ""
-        lines.append(Prose(f"also in the log: {', '.join(others[:MAX_OTHERS])}{more}", "dim"))
-    return Group(*lines)
+        lines.append(Paragraph(f"also in the log: {', '.join(others[:MAX_OTHERS])}{more}", "dim", only=TERMINAL))
+    return lines
 
 
 def memory_rows(explanation: ExplanationRecord) -> list[tuple[str, int | None]]:
@@ -175,16 +211,19 @@ def missing_words(explanation: ExplanationRecord) -> str:
     return "unknown" if explanation.call else NOT_SAID
 
 
-def _where(explanation: ExplanationRecord) -> RenderableType | None:
+MEMORY_COLUMNS = (
+    ColumnView("name", "what", path="0", short="where the bytes are"),
+    ColumnView("bytes", "bytes", "bytes", path="1"),
+)
+
+
+def _memory(explanation: ExplanationRecord) -> list[Part]:
     rows = memory_rows(explanation)
-    known, unknown = [row for row in rows if row[1] is not None], [name for name, size in rows if size is None]
-    table = FigureTable(label("where the bytes are"), figure("bytes"))
-    for name, size in known:
-        table.add(name, human(size))
-    missing = Prose(f"{missing_words(explanation)}: {', '.join(unknown)}", "dim") if unknown else None
-    if not known:
-        return missing
-    return Group(table, missing) if missing else table
+    unknown = [name for name, size in rows if size is None]
+    return [
+        Rows(TableView(MEMORY_COLUMNS, [row for row in rows if row[1] is not None]), id="explained-memory"),
+        Paragraph(f"{missing_words(explanation)}: {', '.join(unknown)}" if unknown else "", "dim"),
+    ]
 
 
 def culprit_name(culprit: Culprit) -> str:
@@ -217,26 +256,66 @@ def culprit_origin(culprit: Culprit) -> str:
     return "; ".join(filter(None, (f"{culprit.what}{padding}", layers, where, source)))
 
 
-def _culprits(explanation: ExplanationRecord) -> RenderableType | None:
-    """Returns a table of the first groups of alike buffers, with one more row for the others."""
-    if not explanation.culprits:
+def _phase(culprit: Culprit) -> str:
+    unphased = culprit.identity in ("chunk", "other", "resharded")
+    return PHASES.get(culprit.phase) or ("" if unphased else "unknown")
+
+
+BUFFER_COLUMNS = (
+    ColumnView(
+        "name",
+        "largest buffers",
+        "text",
+        read=lambda culprit: shorten(one_line(culprit_name(culprit)), _MAX_NAME),
+        only=TERMINAL,
+    ),
+    ColumnView("shape", "shape", read=lambda culprit: culprit.shape or NOT_SAID, only=PAGE),
+    ColumnView("count", "times", "count", only=PAGE),
+    ColumnView("bytes", "bytes", "bytes", absent="?"),
+    ColumnView("phase", "phase", "text", read=_phase),
+    ColumnView(
+        "origin",
+        kind="words",
+        read=lambda culprit: shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN),
+        only=TERMINAL,
+    ),
+    ColumnView("component", "component", "words", only=PAGE),
+    ColumnView("layers", "layers", "words", read=lambda culprit: ", ".join(map(str, culprit.layers)), only=PAGE),
+    ColumnView("operation", "operation", "words", only=PAGE),
+    ColumnView("what", "probable kind of tensor", "words", only=PAGE),
+    ColumnView("source", "source", "words", read=lambda culprit: culprit.source or NOT_SAID, css="where", only=PAGE),
+)
+
+
+def _buffers(explanation: ExplanationRecord) -> list[Part]:
+    """Returns bars and a table of the groups of alike buffers, and the sum of those that are left out."""
+    found = explanation.culprits
+    if not found:
         may_list = explanation.form in _LISTS_NO_MORE and explanation.cause_kind != "no_memory_problem"
-        if explanation.call or not may_list:
-            return None
-        return Prose(
-            f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29.", "dim"
+        none = f"largest buffers: {NOT_SAID}. XLA has not listed them for most GPU errors since jaxlib 0.4.29."
+        return [Paragraph(none, "dim", only=TERMINAL)] if may_list and not explanation.call else []
+    most = max(culprit.bytes or 0 for culprit in found) or 1
+    bars = [
+        RankedBar(
+            culprit_name(culprit),
+            culprit_origin(culprit),
+            culprit.bytes,
+            100 * culprit.bytes / most,
+            culprit.category or ("workspace" if culprit.identity != "other" else "unattributed"),
         )
-    table = FigureTable(fixed("largest buffers"), figure("bytes"), fixed("phase"), words())
-    for culprit in explanation.culprits[:MAX_CULPRITS]:
-        size = human(culprit.bytes) if culprit.bytes is not None else "?"
-        phase = PHASES.get(culprit.phase) or ("" if culprit.identity in ("chunk", "other", "resharded") else "unknown")
-        name = shorten(one_line(culprit_name(culprit)), _MAX_NAME)
-        table.add(name, size, phase, shorten(one_line(culprit_origin(culprit)), _MAX_ORIGIN))
-    rest = explanation.culprits[MAX_CULPRITS:]
-    if rest:
-        total = human(sum(culprit.bytes or 0 for culprit in rest))
-        table.add(f"{sum(culprit.count for culprit in rest)} more", total, style="dim")
-    return table
+        for culprit in found[:MAX_BARS]
+        if culprit.bytes
+    ]
+    limits = {TERMINAL: MAX_CULPRITS, PAGE: MAX_BARS}
+    return [
+        Bars(bars),
+        Rows(TableView(BUFFER_COLUMNS, found), limits, _rest, id="explained-buffers", css="sortable"),
+    ]
+
+
+def _rest(culprits: Sequence[Culprit]) -> str:
+    total = human(sum(culprit.bytes or 0 for culprit in culprits))
+    return f"and {sum(culprit.count for culprit in culprits)} more, {total}"
 
 
 def draw_shardings(explanation: ExplanationRecord) -> list[str]:
@@ -264,33 +343,56 @@ def shown_match(explanation: ExplanationRecord) -> ReportMatch | None:
     return None if explanation.call else explanation.match
 
 
-def _compared(explanation: ExplanationRecord) -> RenderableType | None:
+COMPARED_COLUMNS = (
+    ColumnView("name", "what", path="0", short="compared with the report"),
+    ColumnView("report", "report", "bytes", path="1"),
+    ColumnView("log", "log", "bytes", path="2"),
+)
+
+
+def _comparison(explanation: ExplanationRecord) -> list[Part]:
     match = shown_match(explanation)
     if match is None:
-        return None
-    table = FigureTable(label("compared with the report"), figure("report"), figure("log"))
-    for name, predicted, logged in compared_rows(match):
-        table.add(name, human(predicted), human(logged) if logged is not None else "")
-    lines: list[RenderableType] = [table, Prose(f"{one_line(match.title)}: {one_line(match.sentence)}")]
+        return []
+    lines = [Paragraph(f"{one_line(match.title)}: {one_line(match.sentence)}")]
     for buffer in match.buffers[:MAX_CULPRITS]:
-        where = buffer.source or buffer.module or "source line unknown"
+        where = one_line(buffer.source or buffer.module or "source line unknown")
         lines.append(
-            Prose(f"{buffer.count} x {buffer.shape} at the program's peak: {buffer.category}, {one_line(where)}", "dim")
+            Paragraph(f"{buffer.count} x {buffer.shape} at the program's peak: {buffer.category}, {where}", "dim")
         )
-    return Group(*lines)
+    return [Rows(TableView(COMPARED_COLUMNS, compared_rows(match)), id="explained-compared"), *lines]
 
 
-def _remedies(explanation: ExplanationRecord) -> RenderableType | None:
-    if not explanation.remedies:
-        return None
-    table = FigureTable(fixed(), words(style="", under=False), gap=1)
-    for number, remedy in enumerate(explanation.remedies[:MAX_REMEDIES], 1):
+def _remedies(explanation: ExplanationRecord) -> Rows:
+    """Returns the table of remedies: what the user can do, the command-line flags that do it, and the maximum bytes
+    that this frees."""
+
+    def number(remedy: Remedy) -> str:
+        return f"{explanation.remedies.index(remedy) + 1}."
+
+    def instruction(remedy: Remedy) -> Text:
         saved = remedy_saving(explanation, remedy)
         flags = f"{safe(remedy.flags)}: " if remedy.flags else ""
-        most = _MAX_OWN_INSTRUCTION if remedy.bytes is not None else _MAX_INSTRUCTION
-        instruction = shorten(one_line(remedy.words[: 2 * most]), most)
-        table.add(f"{number}.", Text.assemble(flags, instruction, (f" {saved}" if saved else "", "bold")))
-    return Group(Text("what to do, the cheapest first", style="bold"), table)
+        most = _MAX_OWN_INSTRUCTION if remedy.bytes is not None and not remedy.saves else _MAX_INSTRUCTION
+        words = shorten(one_line(remedy.words[: 2 * most]), most)
+        return Text.assemble(flags, words, (f" {saved}" if saved else "", "bold"))
+
+    columns = (
+        ColumnView("number", kind="text", read=number, only=TERMINAL),
+        ColumnView("instruction", kind="sentence", terminal=instruction, only=TERMINAL),
+        ColumnView("words", "what to do", only=PAGE),
+        ColumnView("flags", "flags", "words", only=PAGE),
+        ColumnView(
+            "saves",
+            "frees up to",
+            "bytes",
+            read=lambda remedy: remedy.bytes,
+            page=lambda remedy: remedy_saving(explanation, remedy, short=True),
+            only=PAGE,
+        ),
+    )
+    limits = {TERMINAL: MAX_REMEDIES}
+    return Rows(TableView(columns, explanation.remedies), limits, lambda remedies: "", id="explained-remedies")
 
 
 def remedy_saving(explanation: ExplanationRecord, remedy: Remedy, short: bool = False) -> str:
