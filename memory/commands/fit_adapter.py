@@ -16,8 +16,9 @@ from typing import Any
 from bytescope.memory.adapters.trainers import TrainerFactory
 from bytescope.memory.commands.arguments import check_files
 from bytescope.memory.commands.fit_program import ProgramSearch, limits_of, show_and_write
-from bytescope.memory.compare.fit_search import Limits, Step
+from bytescope.memory.compare.fit_search import Step
 from bytescope.memory.compare.grids import CONFIG
+from bytescope.memory.compare.search_limits import Limits
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.remat_problem import LayerPlan, RematProblem

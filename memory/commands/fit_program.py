@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import DOES_NOT_FIT, INTERRUPTED, check_files, show_written
-from bytescope.memory.compare.fit_search import CTRL_C, FitSearch, Limits, Step
+from bytescope.memory.compare.fit_search import FitSearch, Step
+from bytescope.memory.compare.search_limits import CTRL_C, Limits
 
 if TYPE_CHECKING:
     from bytescope.memory.compare.fit_view import FitTable

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bytescope.memory.compare import row_cache
+from bytescope.memory.compare.search_limits import CTRL_C, Limits, Stopped
 from bytescope.memory.devices.platform import simulate_devices
 from bytescope.memory.errors import one_line
 from bytescope.memory.host.node_memory import free_host_bytes
@@ -287,42 +288,77 @@ def run(
         progress: called with the labels of the running jobs and the number of finished jobs.
     """
     with Pool(max(min(workers, len(jobs)), 1), env=env, measure=measure) as pool:
-        return ask(pool, jobs, cache=cache, progress=progress)
+        runner = JobRunner(pool, cache, progress)
+        try:
+            runner.ask(jobs)
+        except Stopped:
+            return runner.answers, True
+        return runner.answers, False
 
 
-def ask(
-    pool: Pool, jobs: Sequence[Job], *, cache: Path | None = None, progress: Progress = lambda labels, done: None
-) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Runs jobs in a pool of workers. Returns (`Job.name` -> answer, whether Ctrl-C interrupted the run).
+class JobRunner:
+    """Runs jobs in a pool of workers, each job once.
 
     Args:
-        jobs: jobs with distinct names.
+        pool: the workers.
         cache: the folder of cached answers; None disables reading and writing.
-        progress: called with the labels of the running jobs and the number of finished jobs.
+        progress: called with the labels of the running jobs and the number of jobs that are finished since the start.
+        limits: the limits on compiles and seconds; None for no limits. Cached answers and jobs with a `method` are no
+            compiles.
+
+    Attributes:
+        answers: `Job.name` -> answer, for the finished jobs.
     """
-    answers: dict[str, dict[str, Any]] = {}
-    for job in jobs:
-        cached = row_cache.read(cache, job.name) if cache else None
-        if cached:
-            answers[job.name] = cached
-    left = [job for job in jobs if job.name not in answers]
-    begun: dict[str, str] = {}
-    progress((), len(answers))
-    pool.submit(left)
-    try:
-        while len(answers) < len(jobs):
-            job, answer = _next(pool)
-            if answer is None:
-                begun[job.name] = job.label
+
+    def __init__(
+        self,
+        pool: Pool,
+        cache: Path | None = None,
+        progress: Progress = lambda labels, done: None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._pool, self._cache, self._progress, self._limits = pool, cache, progress, limits or Limits()
+        self.answers: dict[str, dict[str, Any]] = {}
+
+    def ask(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Returns the answers of jobs. Raises Stopped at a limit or after Ctrl-C; `answers` then has the finished
+        jobs."""
+        new: dict[str, Job] = {}
+        for job in jobs:
+            if job.name in self.answers:
+                continue
+            cached = row_cache.read(self._cache, job.name) if self._cache else None
+            if cached:
+                self.answers[job.name] = cached
             else:
-                begun.pop(job.name, None)
-                answers[job.name] = answer
-                if cache and answer.get("status") == "ok":
-                    row_cache.write(cache, job.name, answer)
-            progress(tuple(begun.values()), len(answers))
-    except KeyboardInterrupt:
-        return answers, True
-    return answers, False
+                new[job.name] = job
+        self._progress((), len(self.answers))
+        if new:
+            self._run(list(new.values()))
+        return [self.answers[job.name] for job in jobs]
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        self._limits.check()
+        allowed = jobs[: int(min(self._limits.max_compiles - self._limits.compiles, len(jobs)))]
+        left, begun = {job.name for job in allowed}, dict[str, str]()
+        self._pool.submit(allowed)
+        try:
+            while left:
+                job, answer = _next(self._pool)
+                if answer is None:
+                    begun[job.name] = job.label
+                else:
+                    begun.pop(job.name, None)
+                    left.discard(job.name)
+                    self.answers[job.name] = answer
+                    self._limits.compiles += not job.method
+                    if self._cache and answer.get("status") == "ok":
+                        row_cache.write(self._cache, job.name, answer)
+                self._progress(tuple(begun.values()), len(self.answers))
+        except KeyboardInterrupt:
+            raise Stopped(CTRL_C) from None
+        if len(allowed) < len(jobs):
+            raise self._limits.too_many()
 
 
 def _next(pool: Pool) -> tuple[Job, dict[str, Any] | None]:

@@ -12,7 +12,7 @@ import queue
 import re
 from types import SimpleNamespace
 
-from bytescope.memory.compare.fit_search import Limits
+from bytescope.memory.compare.search_limits import Limits
 from bytescope.memory.devices import targets
 from bytescope.memory.records import schedule_records
 from bytescope.memory.records.schedule_records import TO_DEVICE, TO_HOST, ScheduledKernel, Start, Wait

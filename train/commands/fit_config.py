@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bytescope.memory.commands.arguments import check
 from bytescope.memory.commands.fit_program import limits_of, show_and_write
 from bytescope.memory.compare.compiling import Effort, compile_jobs
-from bytescope.memory.compare.fit_search import CTRL_C
+from bytescope.memory.compare.search_limits import CTRL_C
 from bytescope.memory.devices import targets
 from bytescope.memory.devices.limits import budget_of
 from bytescope.memory.errors import ReportError

@@ -13,10 +13,10 @@ from typing import Any
 
 from bytescope.memory.compare import row_cache, worker_pool
 from bytescope.memory.compare.compiling import Effort
-from bytescope.memory.compare.fit_search import CTRL_C, Limits, Stopped
 from bytescope.memory.compare.grids import CONFIG
 from bytescope.memory.compare.jobs import Jobs
 from bytescope.memory.compare.program_factory import ProgramFactory
+from bytescope.memory.compare.search_limits import Limits, Stopped
 from bytescope.memory.devices.targets import Target
 from bytescope.memory.errors import ReportError
 from bytescope.memory.remat.layer_graph import LayerGraph
@@ -65,7 +65,7 @@ class Trials:
 
     def __post_init__(self) -> None:
         self._jobs = Jobs(self.factory)
-        self._done: dict[str, dict[str, Any]] = {}
+        self._runner = worker_pool.JobRunner(self.pool, self.cache, self.progress, self.limits)
         rates = ranking.large(self.target)
         if rates is None:
             raise ReportError(
@@ -94,12 +94,12 @@ class Trials:
         Raises:
             Stopped: a limit was reached or the user pressed Ctrl-C.
         """
-        return self._ask([self.job(keys) for keys in variants])
+        return self._runner.ask([self.job(keys) for keys in variants])
 
     def done(self, keys: Keys) -> dict[str, Any] | None:
         """Returns the worker's JSON record of bytes, FLOPs and schedule for a variant that was compiled before; None if
         it was not. `keys`: the config keys that the variant sets."""
-        return self._done.get(self.job(keys).name)
+        return self._runner.answers.get(self.job(keys).name)
 
     def job(self, keys: Keys, *, describe: bool = False, target: str = "", measure: bool = False) -> worker_pool.Job:
         """Returns the job that a worker process runs to compile a variant.
@@ -122,34 +122,6 @@ class Trials:
 
     def _overrides(self, keys: Keys) -> dict[str, str]:
         return {CONFIG: self.config, **dict(self.overrides), **keys}
-
-    def _ask(self, jobs: Sequence[worker_pool.Job]) -> list[dict[str, Any]]:
-        new: dict[str, worker_pool.Job] = {}
-        for job in jobs:
-            if job.name in self._done:
-                continue
-            cached = row_cache.read(self.cache, job.name) if self.cache else None
-            if cached:
-                self._done[job.name] = cached
-            else:
-                new[job.name] = job
-        if new:
-            self._compile_within_limits(list(new.values()))
-        return [self._done[job.name] for job in jobs]
-
-    def _compile_within_limits(self, jobs: Sequence[worker_pool.Job]) -> None:
-        self.limits.check()
-        allowed = jobs[: int(min(self.limits.max_compiles - self.limits.compiles, len(jobs)))]
-        before = len(self._done)
-        answers, interrupted = worker_pool.ask(
-            self.pool, allowed, cache=self.cache, progress=lambda labels, done: self.progress(labels, before + done)
-        )
-        self._done |= answers
-        self.limits.compiles += sum(not job.method for job in allowed if job.name in answers)
-        if interrupted:
-            raise Stopped(CTRL_C)
-        if len(allowed) < len(jobs):
-            raise self.limits.too_many()
 
     # ---- the least recomputation of a variant -----------------------------------------------------------------
 
@@ -175,7 +147,7 @@ class Trials:
             Stopped: a limit was reached or the user pressed Ctrl-C.
         """
         full_keys = {**keys, **remat_keys(FULL)}
-        full, described = self._ask([self.job(full_keys), self.job(full_keys, describe=True)])
+        full, described = self._runner.ask([self.job(full_keys), self.job(full_keys, describe=True)])
         for answer in (described, full):
             if answer["status"] != "ok":
                 raise ReportError(answer["status"])

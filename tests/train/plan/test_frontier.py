@@ -10,6 +10,7 @@ import pytest
 
 from bytescope.memory import __main__ as command
 from bytescope.memory.compare import worker_pool
+from bytescope.memory.compare.search_limits import Stopped
 from bytescope.memory.remat.layer_graph import GraphStep, LayerGraph
 from bytescope.memory.remat.remat_problem import PassSeconds, PlanFigures, RecomputeRates, RematProblem
 from bytescope.memory.remat.remat_search import RematSearch, spread
@@ -18,7 +19,6 @@ from bytescope.model.remat.policies import POLICIES
 from bytescope.train.plan import block_description, frontier, frontier_view
 from bytescope.train.plan.config_grid import ConfigRow as Row
 from bytescope.train.plan.frontier import Fixed, Front, Point
-from bytescope.train.plan.trials import Stopped
 from bytescope.train.program.config_files import load_flat
 from support.browser import HOSTILE, body, browse, literally, one_file
 from support.cached_rows import keep_sources
@@ -347,6 +347,9 @@ def test_points_that_are_settled_outlive_a_stop():
 
 
 def test_ctrl_c_keeps_what_is_finished(monkeypatch, capsys):
-    monkeypatch.setattr(worker_pool, "ask", lambda *about, **more: ({}, True))
+    def interrupt(*about):
+        raise Stopped("Ctrl-C")
+
+    monkeypatch.setattr(worker_pool.JobRunner, "ask", interrupt)
     assert command.main(["fit", "--budgets=10", "tiny", "cpu:1", "--no-cache"]) == 130
     assert "10 points left" in capsys.readouterr().out

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from bytescope.memory.compare.fit_search import Step, Stopped
+from bytescope.memory.compare import worker_pool
+from bytescope.memory.compare.fit_search import Step
 from bytescope.memory.compare.fit_view import render_text
+from bytescope.memory.compare.search_limits import Stopped
 from bytescope.memory.remat.remat_search import FULL, NONE
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view.console import plain_text
@@ -298,7 +300,7 @@ def test_time_that_is_over_stops_it(monkeypatch):
     def refuse(self, jobs):
         raise Stopped("the time limit (0.001 s) was reached")
 
-    monkeypatch.setattr(Trials, "_ask", refuse)
+    monkeypatch.setattr(worker_pool.JobRunner, "ask", refuse)
     done = walk(24)
     assert done.stopped == "the time limit (0.001 s) was reached" and not done.steps
     assert as_json(done)["best"] is as_json(done)["certificate"] is None
