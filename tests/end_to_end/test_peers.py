@@ -44,11 +44,8 @@ def finished(peers, rows):
     return {(each.row, each.setting): each for each in cells}
 
 
-def test_names_of_rows_are_unique(peers):
+def test_rows_have_names_of_their_own_and_config_accepts_our_keys_of_every_cell(peers):
     assert len({peers.name_of(row) for row in peers.ROWS}) == len(peers.ROWS)
-
-
-def test_config_accepts_our_keys_of_every_cell(peers):
     for row in peers.ROWS:
         for setting in (peers.MATCHED, peers.CONFIG_LOSS):
             FACTORY.check(peers.our_keys(row, setting))
@@ -84,13 +81,8 @@ def test_run_continues_after_finished_cells(peers, rows, tmp_path, monkeypatch):
     assert len(left) == 5 and not set(left) & set(compiled)
     again = [(peers.name_of(row), setting) for row, setting in peers.missing_cells(rows, peers.read_cells(path), True)]
     assert set(again) == {*left, compiled[0]}
-
-
-def test_cell_after_a_partial_line_is_read(peers, rows, tmp_path, monkeypatch):
-    path = tmp_path / "cells.jsonl"
-    path.write_text('{"row": "llama')
     monkeypatch.setattr(peers, "run_cell", lambda row, setting, *rest: peers.Cell(peers.name_of(row), setting))
-    peers.compile_missing(rows, path, None, 25, False)
+    peers.compile_missing(rows, path, None, 25, False)  # cells after the partial line are read
     assert not list(peers.missing_cells(rows, peers.read_cells(path)))
 
 
@@ -127,23 +119,19 @@ def test_summary_lists_medians_and_missed_aims(peers, rows):
 def test_show_prints_the_table_and_writes_a_page(peers, rows, tmp_path, monkeypatch, capsys):
     path, page = tmp_path / "cells.jsonl", tmp_path / "page.html"
     cells = finished(peers, rows)
+    key = (peers.name_of(rows[0]), peers.MATCHED)
+    cells[key] = dataclasses.replace(cells[key], versions={"python": "3.12.3", "jax": "0.10.2"})
     path.write_text("".join(json.dumps(dataclasses.asdict(each)) + "\n" for each in cells.values()))
     monkeypatch.setattr("sys.argv", ["peers.py", "--show", f"--cells={path}", f"--html={page}"])
     assert peers.main() == 0
     shown = capsys.readouterr().out
     assert "| row | step | allocated GiB |" in shown and "| llama2-7b full | MaxText by layer | 16.00 |" in shown
     assert "not compiled after 25 minutes" in shown and "not compiled yet" in shown
+    assert "compiled with: python 3.12.3, jax 0.10.2" in shown
     text = page.read_text()
     assert "Ours divided by MaxText" in text and "not compiled after 25 minutes" in text
     assert text.count('<table class="ledger sortable"') == 2
     assert ">allocated</th>" in text and ">16.00 GiB</td>" in text and ">allocated GiB<" not in text
-
-
-def test_versions_are_of_the_compile(peers, rows):
-    key = (peers.name_of(rows[0]), peers.MATCHED)
-    cells = {key: peers.Cell(*key, versions={"python": "3.12.3", "jax": "0.10.2"})}
-    assert peers.versions_of(cells) == "compiled with: python 3.12.3, jax 0.10.2"
-    assert peers.versions_of({}) == ""
 
 
 def test_child_imports_the_package_maxtext_not_the_script(peers, rows, monkeypatch):

@@ -7,55 +7,57 @@ import pytest
 from bytescope import memory
 from bytescope.memory.cost import flops
 from bytescope.model.remat.tile import count_tiles
+from support.exhaustive import exhaustive
 from support.toy import run_losses, small_program
 
 GPT2 = {"model.mlp": "gelu", "model.norm": "layernorm", "model.bias": "true"}
 
 
-@pytest.fixture(scope="module")
-def whole():
-    """Losses without tiles, by what makes them others."""
-    known = {}
-
-    def losses(**keys):
-        if str(keys) not in known:
-            known[str(keys)] = run_losses(small_program(keys), 3)
-        return known[str(keys)]
-
-    return losses
-
-
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "layout", "devices"),
     [
-        {
-            "remat.policy": "custom",
-            "remat.save": "(mid,context)",
-            "remat.granularity": "parts",
-            "batch.micro": 4,
-            "batch.accumulation": 2,
-            "batch.mode": "scan",
-        },
+        (
+            {},
+            {
+                "model.mlp_chunk": 8,
+                "remat.policy": "custom",
+                "remat.save": "(mid,context)",
+                "remat.granularity": "parts",
+                "batch.micro": 4,
+                "batch.accumulation": 2,
+                "batch.mode": "scan",
+            },
+            1,
+        ),
+        *exhaustive(
+            # A tile has biases, and the mask of dropout is that of whole sequences.
+            (
+                {**GPT2, "model.dropout": 0.1},
+                {"model.mlp_chunk": 16, "remat.policy": "none", "model.scan": "false"},
+                1,
+            ),
+            # Every device tiles its own positions.
+            (
+                {},
+                {
+                    "model.mlp_chunk": 4,
+                    "remat.policy": "full",
+                    "batch.micro": 4,
+                    "mesh.context": 2,
+                    "mesh.tensor": 2,
+                    "mesh.sequence_parallel": "true",
+                },
+                8,
+            ),
+        ),
     ],
     ids=str,
 )
-def test_losses_are_those_of_the_whole_mlp(whole, keys):
-    found = run_losses(small_program({"model.mlp_chunk": 8, **keys}), 3)
-    np.testing.assert_allclose(found, whole(), rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_a_tile_has_biases_and_the_mask_of_dropout_is_that_of_whole_sequences(whole):
-    """With unrolled layers of which nothing is recomputed."""
-    keys, tiled = {**GPT2, "model.dropout": 0.1}, {"model.mlp_chunk": 16, "remat.policy": "none", "model.scan": "false"}
-    np.testing.assert_allclose(run_losses(small_program({**keys, **tiled}), 3), whole(**keys), rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_every_device_tiles_its_own_positions(whole):
-    mesh = {"batch.micro": 4, "mesh.context": 2, "mesh.tensor": 2, "mesh.sequence_parallel": "true"}
-    found = run_losses(small_program({"model.mlp_chunk": 4, "remat.policy": "full", **mesh}, 8), 3)
-    np.testing.assert_allclose(found, whole(), rtol=1e-6)
+def test_losses_are_those_of_the_whole_mlp(keys, layout, devices):
+    """Under momentum: Adam's updates do not show by what factor a gradient is wrong."""
+    keys = {**keys, "optimizer.name": "momentum", "optimizer.learning_rate": 0.3, "optimizer.warmup_steps": 0}
+    whole = run_losses(small_program(keys), 3)
+    np.testing.assert_allclose(run_losses(small_program({**keys, **layout}, devices), 3), whole, rtol=1e-6)
 
 
 def largest_mlp_array(keys):

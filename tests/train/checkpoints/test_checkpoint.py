@@ -38,16 +38,19 @@ def fail(text):
     raise AssertionError(text)
 
 
-def test_round_trip_on_another_mesh(tmp_path, program):
-    checkpoints = open_checkpoints(tmp_path)
-    state = bumped(program, 3)
+def test_round_trip_on_another_mesh(tmp_path):
+    """Of 8-bit moments too, whose codes and scales are laid out unlike the parameters."""
+    keys = {"model.n_layers": 1, "model.d_model": 64, "model.d_ff": 128, "optimizer.name": "adamw_8bit"}
+    checkpoints, state = open_checkpoints(tmp_path), bumped(small_program(keys), 3)
+    assert {"int8", "uint8"} <= {leaf.dtype.name for leaf in jax.tree.leaves(state.opt_state)}
     checkpoints.save(state, Position(5, 40))
     checkpoints.wait()
-    other = small_program({"model.n_layers": 1, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)
+    other = small_program({**keys, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)
     restored, position = checkpoints.restore(other.state, fail)
     assert position == Position(5, 40)
     assert_equal(restored, state)
-    assert jax.tree.map(lambda leaf: leaf.sharding, restored) == jax.tree.map(lambda leaf: leaf.sharding, other.state)
+    for found, wanted in zip(*map(jax.tree.leaves, (restored, other.state)), strict=True):
+        assert (found.dtype, found.sharding) == (wanted.dtype, wanted.sharding)
     checkpoints.close()
 
 
@@ -147,16 +150,6 @@ def test_another_model_is_refused_and_nothing_is_moved(tmp_path, program):
     with pytest.raises(UserError, match=r"another model or optimizer \(.*w_\w+'\] is float32\[.*, not float32\["):
         checkpoints.restore(other.state, fail)
     assert checkpoints.steps() == [1]
-    checkpoints.close()
-
-
-@pytest.mark.exhaustive
-def test_unrolled_layers_come_back_too(tmp_path):
-    program = small_program({"model.scan": False, "model.n_layers": 2})
-    checkpoints = open_checkpoints(tmp_path)
-    checkpoints.save(first_state(program), Position(1, 8))
-    checkpoints.wait()
-    assert_equal(checkpoints.restore(program.state, fail)[0], first_state(program))
     checkpoints.close()
 
 

@@ -153,25 +153,6 @@ def test_words_after_the_subject_set_keys(line, config, target):
     assert sorted(args.subject.keys) == [("batch.micro", "4"), ("train.steps", "2")]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "train batch.micro=4",
-            "batch.micro=4 is the first word, which is the config: write a config such as tiny before it, or "
-            "--config.batch.micro=4",
-        ),
-        ("train tiny h100:8", "h100:8 is a target, which bytescope train does not take"),
-        ("report tiny batch.mico=4", "batch.mico is an unknown key: did you mean batch.micro?"),
-        ("report tiny h100:8 -- batch.micro=4", "the words after -- are arguments of a script"),
-    ],
-)
-def test_other_words_are_refused(line, message, capsys):
-    assert cli.main(line.split()) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1 and message in err
-
-
 def test_every_command_and_flag_stays_or_has_a_new_spelling():
     """At most 150 flags; the table of what is gone names none of them."""
     planned = {name: {*kept.split(), *new.split()} for name, (kept, new) in STAYING.items()}
@@ -213,27 +194,6 @@ def test_the_new_spelling_exists(name):
 def test_the_trainers_config_by_position():
     assert cli.parse(["train", "char", "--workdir=x"]).config == "char"
     assert cli.parse(["train"]).config == "tiny"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["reprot"], "unknown command 'reprot': did you mean report?"),
-        (["xyzzy"], "choose one of report, explain, "),
-        (["report", "tiny", "--config=char"], "bytescope report has no --config: give the config as the first word"),
-        (["train", "--config=char"], "bytescope train has no --config: give the config as the first word"),
-        (["fit"], "no config: give a config file, or the name of a shipped config, as the first argument"),
-        (["report", "tiny", "cpu:8", "more"], "unrecognized arguments: more; see bytescope report --help"),
-        (["list", "keys", "--grep=qqq"], "--grep=qqq: no row that bytescope list keys prints contains this word"),
-        (["list", "configs", "--config.a=1"], "takes no --config.a"),
-        (["prepare"], "required"),
-        (["compare", "--jobs=x"], "--jobs"),
-    ],
-)
-def test_mistakes_are_one_line(words, message, capsys):
-    assert cli.main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
 @pytest.mark.parametrize(

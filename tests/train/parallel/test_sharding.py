@@ -309,17 +309,12 @@ def compiled_for_gpus(prefetch):
     return program, program.compile()
 
 
-def test_described_gpus_scatter_gradients():
-    text = compiled_for_gpus(0)[1].as_text()
-    kinds = {kind for kind, _, operation in (one for ones in collectives(text).values() for one in ones)}
-    assert "reduce-scatter" in kinds
-    large = [
-        result
-        for ones in collectives(text).values()
-        for kind, result, _ in ones
-        if kind == "all-reduce" and re.search(r"\[\d+,\d+", result)
-    ]
+def test_described_gpus_scatter_gradients_and_gather_no_stack():
+    ones = [one for ones in collectives(compiled_for_gpus(0)[1].as_text()).values() for one in ones]
+    assert {"reduce-scatter", "all-gather"} <= {kind for kind, _, _ in ones}
+    large = [result for kind, result, _ in ones if kind == "all-reduce" and re.search(r"\[\d+,\d+", result)]
     assert not large, "a gradient is reduced whole"
+    assert not [result for kind, result, _ in ones if kind == "all-gather" and "[12," in result]
 
 
 @pytest.mark.exhaustive

@@ -24,11 +24,14 @@ def test_the_idle_fraction_is_the_formula(name, stages, micro_batches, virtual):
 
 def test_stored_activations_beside_those_of_programs_of_which_every_stage_has_its_own():
     """Korthikanti et al. 2022, section 4.2.3: the first stage holds L (1 + (p - 1)/(pm)) layers, m chunks a stage. A
-    tick has a forward and a backward pass, so that 1F1B holds 2 - 1/P, and a V half as much as 1F1B."""
-    assert held_share(make_schedule("1f1b", 4, 8), 32) == 2 - Fraction(1, 4)
-    for chunks in (2, 3):
-        assert held_share(make_schedule("interleaved", 4, 8, chunks), 24) == 1 + Fraction(3, 4 * chunks)
-    assert held_share(make_schedule("v", 4, 8, 2), 32) == 1
+    tick has a forward and a backward pass, so that 1F1B holds 2 - 1/P, and a V half as much as 1F1B.
+    More micro-batches take no more."""
+    for micro_batches in (8, 16, 32):
+        assert held_share(make_schedule("1f1b", 4, micro_batches), 32) == 2 - Fraction(1, 4)
+        for chunks in (2, 3):
+            assert held_share(make_schedule("interleaved", 4, micro_batches, chunks), 24) == 1 + Fraction(3, 4 * chunks)
+        assert held_share(make_schedule("v", 4, micro_batches, 2), 32) == 1
+    assert make_schedule("v", 8, 32, 2).stash_slots == (16,) * 8
     # The fullest of four stages has two of five layers.
     assert held_share(make_schedule("1f1b", 4, 8), 5) == 7 * Fraction(2, 5)
 

@@ -225,7 +225,9 @@ def test_experts_have_the_losses_loads_and_biases_of_one_device():
         ({"mesh.stage": 1, "pipeline.virtual": 2}, "there is only one stage"),
         ({"model.n_layers": 1}, "give at most 1 virtual stages"),
         ({"pipeline.schedule": "1f1bb"}, "did you mean 1f1b"),
-        ({"pipeline.schedule": "zero_bubble"}, "set pipeline.schedule=1f1b"),
+        ({"pipeline.schedule": "zero_bubble"}, "zero_bubble is gone: set pipeline.schedule=1f1b"),
+        ({"pipeline.virtual": 2}, "set pipeline.virtual=1"),
+        ({"pipeline.schedule": "v", "pipeline.virtual": 3}, "set pipeline.virtual=2"),
         (
             {"pipeline.schedule": "interleaved", "pipeline.virtual": 2, "batch.accumulation": 3},
             "set batch.accumulation=4",

@@ -63,44 +63,11 @@ def test_every_table_is_complete_and_no_slot_is_used_twice_at_once(name):
         assert all(abs(a - b) in (0, 1, stages - 1) for a, b in pairwise(places))
 
 
-def test_stashes_do_not_grow_with_micro_batches():
-    """In units of the inputs of all layers for a micro-batch: 2 - 1/P where a tick has a forward and a backward pass,
-    for which PipeDream-Flush, whose ticks have either, holds 1; a V holds 1 on every stage."""
-
-    def most(name, micro_batches, virtual=1, stages=4):
-        return max(make_schedule(name, stages, micro_batches, virtual).stash_slots) / virtual / stages
-
-    for micro_batches in (8, 16, 32):
-        assert most("1f1b", micro_batches) == 2 - 1 / 4
-        assert most("interleaved", micro_batches, 2) == 11 / 8
-        assert most("v", micro_batches, 2) == 1
-    assert make_schedule("v", 8, 32, 2).stash_slots == (16,) * 8
-
-
 def test_ticks_are_those_of_the_published_bubble():
     """M + 2 (P - 1) ticks of 1F1B, of which 2 (P - 1) do half the work: a bubble of (P - 1) / (M + P - 1)."""
     for stages, micro_batches in ((2, 4), (4, 8), (8, 32)):
         assert make_schedule("1f1b", stages, micro_batches).ticks == micro_batches + 2 * (stages - 1)
         assert make_schedule("interleaved", stages, micro_batches, 2).ticks == 2 * micro_batches + 3 * stages - 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("1f1bb", 2, 4), "did you mean 1f1b"),
-        (("gpipe", 2, 4), "gpipe is gone: set pipeline.schedule=1f1b"),
-        (("zero_bubble", 2, 4), "zero_bubble is gone: set pipeline.schedule=1f1b"),
-        (("1f1b", 2, 4, 2), "set pipeline.virtual=1"),
-        (("interleaved", 4, 6, 2), "set batch.accumulation=8"),
-        (("v", 2, 4, 3), "set pipeline.virtual=2"),
-        (("1f1b", 0, 4), "give 1 or more"),
-    ],
-    ids=str,
-)
-def test_sizes_without_a_schedule_are_refused_in_a_line(arguments, words):
-    with pytest.raises(ReportError, match=words) as caught:
-        make_schedule(*arguments)
-    assert "\n" not in str(caught.value)
 
 
 def test_layers_that_do_not_divide_leave_the_ends_lighter():

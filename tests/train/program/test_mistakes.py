@@ -214,7 +214,8 @@ LARGE_COUNTS = {
 MISTAKES = {
     "": [
         ("", "no command"),
-        ("reprot", "did you mean report?"),
+        ("reprot", "unknown command 'reprot': did you mean report?"),
+        ("xyzzy", "choose one of report, explain, "),
         ("REPORT", "did you mean report?"),
         ("trane", "did you mean train?"),
         (LONE, "unknown command"),
@@ -265,7 +266,10 @@ MISTAKES = {
         ("tiny cpu:2x2", "have a count and no shape"),
         (f"tiny {LONE}", "unknown target"),
         ("tiny h100 more", "unrecognized arguments: more"),
-        ("tiny more h100", "unrecognized arguments: more"),
+        ("tiny more h100", "unrecognized arguments: more; see bytescope report --help"),
+        ("tiny --config=char", "bytescope report has no --config: give the config as the first word"),
+        ("tiny batch.mico=4", "batch.mico is an unknown key: did you mean batch.micro?"),
+        ("tiny h100:8 -- batch.micro=4", "the words after -- are arguments of a script"),
         ("tiny h100 h200", "h200 is a second target: give one; to compare targets, run bytescope compare SUBJECT"),
         ("./tiny", "there is no file or folder ./tiny: did you mean tiny?"),
         ("gpt:7e9", "gpt:7e9 has only formulas: run bytescope estimate gpt:7e9"),
@@ -679,6 +683,13 @@ MISTAKES["compare"] += [("tiny --grid=target=h200,h100 --rates=rates.json", "mea
 MISTAKES["trace"] += [(f"missing.xplane.pb {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [(f"tiny {words}", message) for words, message in OF_RATES]
 MISTAKES["train"] += [
+    ("--config=char", "bytescope train has no --config: give the config as the first word"),
+    ("tiny h100:8", "h100:8 is a target, which bytescope train does not take"),
+    (
+        "batch.micro=4",
+        "batch.micro=4 is the first word, which is the config: write a config such as tiny before it, or "
+        "--config.batch.micro=4",
+    ),
     ("tiny --config.train.eval_prompts=missing", "train.eval_prompts is an unknown key, because it is gone"),
     ("tiny --config.init.adapter=missing", "init.adapter=missing cannot be used without init.folder"),
 ]

@@ -57,29 +57,25 @@ def test_losses_are_those_of_the_unfused_update_to_the_last_bit(overrides):
 
 
 @pytest.mark.exhaustive
-def test_parameters_in_bf16_are_rounded_by_the_same_random_bits():
-    """As XLA compiles them: random bits that are not fused take it ten seconds a program."""
-    overrides = {"precision.preset": "bf16_params"}
-    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_losses_are_the_same_on_every_mesh():
-    mesh = {"mesh.strategy": "zero3", "mesh.fsdp": 4, "batch.micro": 1}
-    np.testing.assert_array_equal(losses({**mesh, **FUSED}, 4), losses(mesh, 4))
-
-
-@pytest.mark.exhaustive
-def test_a_layer_knows_its_number():
-    """By which it rotates and drops, forward and backward."""
-    overrides = {"model.dropout": 0.1, "model.rope_local_theta": 10.0, "model.global_every": 2, "model.qk_norm": True}
-    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
-
-
-@pytest.mark.exhaustive
-def test_a_rule_over_whole_matrices():
-    overrides = {"optimizer.name": "adamw_8bit", "model.d_model": 64, "model.d_ff": 64}
-    np.testing.assert_allclose(losses({**overrides, **FUSED}), losses(overrides), rtol=1e-6)
+@pytest.mark.parametrize(
+    ("overrides", "devices", "rtol"),
+    [
+        ({"mesh.strategy": "zero3", "mesh.fsdp": 4, "batch.micro": 1}, 4, 0),
+        # Rounded by the same random bits. As XLA compiles them: random bits that are not fused take it ten seconds.
+        ({"precision.preset": "bf16_params"}, 1, 1e-6),
+        # A layer knows its number, by which it rotates and drops, forward and backward.
+        (
+            {"model.dropout": 0.1, "model.rope_local_theta": 10.0, "model.global_every": 2, "model.qk_norm": True},
+            1,
+            1e-6,
+        ),
+        # A rule over whole matrices.
+        ({"optimizer.name": "adamw_8bit", "model.d_model": 64, "model.d_ff": 64}, 1, 1e-6),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_the_unfused_update(overrides, devices, rtol):
+    np.testing.assert_allclose(losses({**overrides, **FUSED}, devices), losses(overrides, devices), rtol=rtol)
 
 
 def one_step(overrides):

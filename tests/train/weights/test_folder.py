@@ -6,7 +6,6 @@ import os
 import numpy as np
 import pytest
 
-from bytescope.memory import cli
 from bytescope.train.source import CONFIG, INDEX, SINGLE
 from bytescope.train.user_errors import UserError
 from bytescope.train.weights.folder import Folder
@@ -190,24 +189,3 @@ def test_a_file_that_changes_while_it_is_read(folder, change):
     with pytest.raises(UserError, match="has changed since it was verified|No such file") as caught:
         opened.read("model.embed_tokens.weight", [(0, 250), (0, 32)])
     assert str(folder / SINGLE) in str(caught.value) and len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("report", "hf:"),
-        ("train", "hf:none"),
-        ("fit", "hf:model/config.json", "h100"),
-        ("names", "hf:model/..", "h100"),
-        ("train", "hf:model", "--config.model.n_layers=3"),
-        ("train", "model"),
-        ("estimate", "hf:~nobody-here/x"),
-        ("report", "llama_8b", "h100", "--config.init.folder=model"),
-        ("compare", "hf:a\udcff", "h100"),
-    ],
-)
-def test_every_command_refuses_in_one_line(words, folder, monkeypatch, capsys):
-    monkeypatch.chdir(folder.parent)
-    assert cli.main(list(words)) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.startswith("error: ") and len(err.splitlines()) == 1
