@@ -9,9 +9,9 @@ from rich.text import Text
 
 from bytescope.memory.records.host_record import HOST_PHASES, HostMemory
 from bytescope.memory.units import human
-from bytescope.memory.view.elements import PageTable
+from bytescope.memory.view.document import Card, Rows
 from bytescope.memory.view.table_model import ColumnView, TableView
-from bytescope.memory.view.table_views import page_table, terminal_table
+from bytescope.memory.view.table_views import terminal_table
 from bytescope.memory.view.text_layout import Prose
 
 VERDICT_STYLE = {"fits": "", "tight": "yellow", "exceeds": "bold red", "unknown": ""}
@@ -100,7 +100,7 @@ def render(host: HostMemory | None, verbose: bool = True) -> RenderableType | No
     return Group(*parts)
 
 
-def page_rows(host: HostMemory | None) -> PageTable | None:
-    """Returns the table of phases for a page; None if no phase has predicted or measured bytes."""
-    rows = phase_rows(host) if host else []
-    return page_table(TableView(COLUMNS, rows)) if rows else None
+def card(host: HostMemory | None, note: str) -> Card:
+    """Returns the card of a page with the table of phases, without rows if no phase has predicted or measured bytes."""
+    view = TableView(COLUMNS, phase_rows(host) if host else [])
+    return Card("Host memory", [Rows(view, css="traffic")], note, id="host")

@@ -31,6 +31,7 @@ from bytescope.memory.report.tried_remedies import tried_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.units import human
 from bytescope.memory.view import prediction_text as times
+from bytescope.memory.view.document import Card, Paragraph, Rows
 from bytescope.memory.view.draw_page import page_cards
 from bytescope.memory.view.elements import (
     HeaderFigure,
@@ -87,14 +88,7 @@ def render(
         communication=_table(report_tables.communication(report)),
         collectives=_table(report_tables.collectives(report, MAX_COLLECTIVES)),
         collectives_left=max(len(report.collectives) - MAX_COLLECTIVES, 0),
-        transfers=_table(report_tables.transfers(report)),
-        recomputed=_table(report_tables.recomputed(report, MAX_COLLECTIVES)),
-        held=_table(report_tables.held(report, MAX_COLLECTIVES)),
-        host=host_view.page_rows(report.host_memory),
-        host_line=host_view.line(report.host_memory),
-        audit=page_cards(audit_view.cards(report.audit)),
-        allocators=page_table(TableView(allocator_table.COLUMNS, allocators)) if allocators else None,
-        allocator_notes=allocator_table.sentences(allocators) if allocators else [],
+        cards=page_cards(_cards(report, allocators)),
         findings=sorted(report.findings, key=lambda finding: -finding.bytes),
         tried={finding.kind: tried_text(report, finding) for finding in report.findings},
         ledger=_table(report_tables.ledger(report)),
@@ -105,6 +99,49 @@ def render(
         details=_details(report),
         notes=[METHODS.get(report.method, report.method), *report.notes],
     )
+
+
+def _cards(report: ReportRecord, allocators: Sequence[dict[str, Any]]) -> list[Card]:
+    """Returns the cards between the communication and the state ledger."""
+
+    def traffic(view: TableView) -> Rows:
+        return Rows(view, css="traffic")
+
+    allocator_notes = allocator_table.sentences(allocators) if allocators else []
+    return [
+        *audit_view.cards(report.audit),
+        Card(
+            "Recomputed by XLA",
+            [traffic(report_tables.recomputed(report, MAX_COLLECTIVES))],
+            "Values that XLA's rematerialization pass computes again, because the program exceeds XLA's memory limit. "
+            "Bytes freed: between the first and the second computation.",
+            id="recomputed",
+        ),
+        Card(
+            "Held by the schedule",
+            [traffic(report_tables.held(report, MAX_COLLECTIVES))],
+            "Buffers that are alive at the peak because XLA runs their reader late or computes them early. An order of "
+            "least memory would not hold them; it overlaps less communication.",
+            id="held",
+        ),
+        Card(
+            "Allocators",
+            [traffic(TableView(allocator_table.COLUMNS, allocators)), *map(Paragraph, allocator_notes)],
+            "The allocations of the run, replayed on models of jax's allocators for GPUs. Bytes of one device.",
+            id="allocators",
+        ),
+        host_view.card(
+            report.host_memory,
+            f"Bytes of one process in the memory of the computer, by phase: {host_view.line(report.host_memory)}.",
+        ),
+        Card(
+            "Host link",
+            [Rows(report_tables.transfers(report), css="transfers")],
+            "Bytes per step and device between device and host memory; seconds at the target's bandwidth, overlapped "
+            "with compute or not.",
+            id="transfers",
+        ),
+    ]
 
 
 def _table(view: TableView) -> PageTable | None:

@@ -18,8 +18,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytescope.memory.view.elements import HeaderFigure, RankedBar
-from bytescope.memory.view.table_model import PAGE, TableView
+from bytescope.memory.view.elements import HeaderFigure
+from bytescope.memory.view.table_model import TableView
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -87,51 +87,33 @@ class Rows(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Lines(Part):
+class Listing(Part):
+    """A section of several items. Lines, commands, figures and bars are listings."""
+
+    items: Sequence[Any]
+
+    def has_content(self, place: str) -> bool:
+        return super().has_content(place) and bool(self.items)
+
+
+class Lines(Listing):
     """Preformatted lines of text, such as a drawing."""
 
-    lines: Sequence[str]
 
-    def has_content(self, place: str) -> bool:
-        return super().has_content(place) and bool(self.lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class Commands(Part):
+class Commands(Listing):
     """Shell commands that the user can copy."""
 
-    commands: Sequence[str]
 
-    def has_content(self, place: str) -> bool:
-        return super().has_content(place) and bool(self.commands)
+class Figures(Listing):
+    """Large numbers with captions (`HeaderFigure`), on pages. The terminal has them in a paragraph."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PagePart(Part):
-    """A section that only pages have."""
-
-    only: str = PAGE
+class Bars(Listing):
+    """A bar for each size, with its name (`RankedBar`), on pages. The terminal has the sizes in a table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures(PagePart):
-    """Large numbers with captions. The terminal has them in a paragraph."""
-
-    figures: Sequence[HeaderFigure]
-
-
-@dataclasses.dataclass(frozen=True)
-class Bars(PagePart):
-    """A bar for each size, with its name. The terminal has the sizes in a table."""
-
-    bars: Sequence[RankedBar]
-
-    def has_content(self, place: str) -> bool:
-        return super().has_content(place) and bool(self.bars)
-
-
-@dataclasses.dataclass(frozen=True)
-class Plot(PagePart):
+class Plot(Part):
     """A chart that the page's script draws into the element `id`. `label`: description for screen readers."""
 
     id: str

@@ -33,7 +33,7 @@ def draw_notebook(document: Document) -> str:
 
 
 def _card(card: Card) -> Group | None:
-    parts = card.parts_for(TERMINAL)
+    parts = [part for part in card.parts_for(TERMINAL) if type(part) in KINDS]
     if not parts:
         return None
     first = parts[0]
@@ -53,9 +53,10 @@ def _rows(part: Rows) -> RenderableType:
     return Group(table, Text(rest, style="dim")) if rest else table
 
 
+# The sections that the terminal shows; pages show all.
 KINDS: Mapping[type[Part], Callable[[Any], RenderableType]] = {
     Paragraph: lambda part: Prose(part.text, TONES[part.tone], part.indent),
     Rows: _rows,
-    Lines: lambda part: Group(*map(Text, part.lines)),
-    Commands: lambda part: Group(*map(CopyCommand, part.commands)),
+    Lines: lambda part: Group(*map(Text, part.items)),
+    Commands: lambda part: Group(*map(CopyCommand, part.items)),
 }

@@ -4,7 +4,7 @@ tables."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bytescope.memory.devices.limits import limit_share
@@ -133,10 +133,6 @@ class Section(NamedTuple):
 
     title: str
     entries: list[tuple[str, str]]
-
-
-# (title, CSS class, function that returns the cell of an item, "" for an empty cell).
-Column = tuple[str, str, Callable[[Any], Cell | str]]
 
 
 def row_name(row: RowName) -> str:
@@ -288,11 +284,6 @@ def limit_notes(target: Mapping[str, Any], limit: int | None) -> list[str]:
     return [f"Limit: {share}."] if share else []
 
 
-def size(count: int | None) -> Cell:
-    """Returns a cell that shows a number of bytes, with the exact count on hover. The cell is empty for None."""
-    return Cell("" if count is None else human(count), exact(count), value=count)
-
-
 def parts(breakdown: Mapping[RowName, int], total: int, scale: int = 0) -> list[BreakdownPart]:
     """Returns the categories of a memory breakdown that have bytes, in the order of `ROWS`. Their shares add up to 100.
 
@@ -305,26 +296,3 @@ def parts(breakdown: Mapping[RowName, int], total: int, scale: int = 0) -> list[
         BreakdownPart(row, row_name(row), size, share, 100 * size / full)
         for (row, size), share in zip(sizes.items(), shares([*sizes.values()]))
     ]
-
-
-def table(
-    columns: Sequence[Column],
-    items: Sequence[Any],
-    kind: Callable[[Any], str] = lambda item: "",
-    title: Callable[[Any], str] = lambda item: "",
-) -> PageTable:
-    """Returns a page's table with one row per item. Columns that are empty in all rows are left out.
-
-    columns: (title, CSS class, function from an item to its cell) of each column. kind, title: functions from an item
-    to the CSS class and the hover text of its row.
-    """
-    cells = [[_cell(write(item)) for item in items] for _, _, write in columns]
-    used = [number for number, column in enumerate(cells) if any(cell.text for cell in column)]
-    return PageTable(
-        [Head(*columns[number][:2]) for number in used],
-        [PageRow([cells[number][i] for number in used], kind(item), title(item)) for i, item in enumerate(items)],
-    )
-
-
-def _cell(content: Cell | str) -> Cell:
-    return Cell(content) if isinstance(content, str) else content

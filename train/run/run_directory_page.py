@@ -47,6 +47,10 @@ CURVES = {
     "predicted": "memory.predicted_bytes",
 }
 REPORT = "memory.html"  # the page of the report of the step
+HOST_NOTE = (
+    "Bytes of one process in the memory of the computer, by phase of the last start. If there are several processes, "
+    "each value is that of the process with the most."
+)
 
 
 def write(workdir: Path, out: Path | None = None) -> None:
@@ -85,7 +89,7 @@ def render(run: RunDirectory, folder: str = ".") -> str:
         memory=parts(report.breakdown, report.allocated_bytes) if report else [],
         memory_figures=_memory(report) if report else [],
         findings=_findings(run),
-        host=host_view.page_rows(run.host),
+        host=page_cards([host_view.card(run.host, HOST_NOTE)]),
         trace=page_cards(trace_document.document(trace).cards) if trace else [],
         config=_config_sections(run.config),
         has_rows=bool(run.rows or run.evaluations),

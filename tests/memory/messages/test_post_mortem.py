@@ -200,7 +200,7 @@ def test_buffers_of_the_report_and_other_arrays_are_one_list():
         (2, "float32[2,3]", 2 * GIB, "saved", "residuals", (3, 4)),
     ]
     shown = explanation_document.document(found)
-    bars = next(part.bars for card in shown.cards for part in card.parts if isinstance(part, Bars))
+    bars = next(part.items for card in shown.cards for part in card.parts if isinstance(part, Bars))
     assert [bar.row for bar in bars] == ["unattributed", "workspace", "residuals"]
     text = plain_text(draw_terminal.draw(shown), 120)
     assert (

@@ -14,6 +14,8 @@ from bytescope.memory.formulas.model_shape import StepLayout, gpt
 from bytescope.memory.units import BINARY, human, plural
 from bytescope.memory.view import elements, frame
 from bytescope.memory.view.figures import seconds
+from bytescope.memory.view.table_model import ColumnView, TableView
+from bytescope.memory.view.table_views import page_table
 from bytescope.train.plan import estimate_page
 from support.browser import HOSTILE, Page, browse, literally
 
@@ -54,10 +56,9 @@ def test_macros_show_hostile_text_as_it_is():
             text=HOSTILE,
             figures=[elements.HeaderFigure(*[HOSTILE] * 4)],
             section=elements.Section(HOSTILE, [(HOSTILE, HOSTILE)]),
-            table=elements.table(
-                [(HOSTILE, "name", lambda item: item), (HOSTILE, "num", lambda item: elements.Cell(item, item, item))],
-                [HOSTILE],
-                title=lambda item: item,
+            table=elements.PageTable(
+                [elements.Head(HOSTILE, "name"), elements.Head(HOSTILE, "num")],
+                [elements.PageRow([elements.Cell(HOSTILE), elements.Cell(*[HOSTILE] * 3)], "", HOSTILE)],
             ),
         )
     )
@@ -80,19 +81,16 @@ def test_a_name_that_nobody_gives_is_an_error():
 
 
 def test_a_table_has_no_empty_column():
-    table = elements.table(
-        [
-            ("a", "name", str),
-            ("b", "num", lambda item: ""),
-            ("c", "num", lambda item: elements.size(2048 if item else None)),
-        ],
-        [0, 1],
-        kind=lambda item: "total" if item else "",
+    columns = (
+        ColumnView("a", "a", "text", path="0"),
+        ColumnView("b", "b", "bytes", read=lambda row: None),
+        ColumnView("c", "c", "bytes", path="1"),
     )
+    table = page_table(TableView(columns, [("x", None), ("y", 2048)], lambda row: "total" if row[1] else ""))
     assert [head.title for head in table.heads] == ["a", "c"]
-    assert [[cell.text for cell in line.cells] for line in table.lines] == [["0", ""], ["1", "2.00 KiB"]]
+    assert [[cell.text for cell in line.cells] for line in table.lines] == [["x", ""], ["y", "2.00 KiB"]]
     assert table.lines[1].cells[1].title == "2,048 bytes" and [line.kind for line in table.lines] == ["", "total"]
-    assert elements.table([], []) == ([], [])
+    assert page_table(TableView((), [])) == ([], [])
 
 
 def test_a_breakdown_is_shares_of_its_total_and_widths_of_its_scale():
