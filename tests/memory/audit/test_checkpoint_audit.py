@@ -6,10 +6,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 from bytescope.memory.analysis import report_of
 from bytescope.memory.audit.checkpoint_names_audit import _is_misspelling
-from bytescope.memory.audit.checkpoint_requests import mentioned_names, request_for
+from bytescope.memory.audit.checkpoint_requests import find_regions, mentioned_names, request_for
 from bytescope.memory.devices import targets
 from bytescope.memory.program.compilation import compiled_for
 from support import checkpoint_programs as programs
@@ -190,3 +191,25 @@ def test_names_of_policies():
 )
 def test_misspelling(name, other, expected):
     assert _is_misspelling(name, other) is expected
+
+
+@pytest.mark.quick
+def test_regions_of_a_jaxpr():
+    def layer(x, scale):
+        mask = jnp.arange(4.0) > 1  # depends on no argument
+        return jnp.where(mask, jnp.sin(checkpoint_name(jnp.cos(x), "cosine")), 0) * scale
+
+    def loss(x, scale):
+        x = jax.checkpoint(layer)(x, scale)
+        x, _ = jax.lax.scan(lambda x, _: (jax.checkpoint(layer)(x, scale), None), x, length=3)
+        return x.sum()
+
+    plain = find_regions(jax.make_jaxpr(loss)(jnp.ones(4), 1.0))
+    assert plain == []  # nothing is differentiated
+    regions = find_regions(jax.make_jaxpr(jax.grad(loss))(jnp.ones(4), 1.0))
+    assert [(region.title, region.count, region.unrolled) for region in regions] == [("layer", 3, 0), ("layer", 1, 1)]
+    for region in regions:
+        assert region.names == {"cosine"}
+        assert {each.equation.primitive.name for each in region.constant} >= {"iota", "gt"}
+        assert "cos" not in {each.equation.primitive.name for each in region.constant}
+        assert {each.equation.primitive.name for each in region.recomputed} >= {"cos", "iota"}

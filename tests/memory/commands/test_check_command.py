@@ -13,7 +13,7 @@ import pytest
 
 from bytescope.memory import cli
 from bytescope.memory.adapters.trainers import find_adapter
-from bytescope.memory.commands import budgets, check_command, github
+from bytescope.memory.commands import budgets, check_command, github, trainer_packages
 from bytescope.memory.commands.budgets import Budget, BudgetResult
 from bytescope.memory.compare import worker_pool
 from bytescope.memory.errors import ReportError
@@ -218,6 +218,13 @@ def test_a_name_is_no_command_in_the_log_of_github(tmp_path, capsys, monkeypatch
     assert code == 2 and len(annotations) == 1 and annotations[0].startswith("::error title=memory budget %3A%3Aerror")
     rest = [line for line in lines if line not in annotations]
     assert any(": :error::a ## [error]b" in line for line in rest) and "##[" not in "".join(rest) + err
+
+
+@pytest.mark.quick
+def test_a_config_without_the_trainer_names_the_extra(monkeypatch):
+    monkeypatch.setattr(trainer_packages, "PACKAGES", ("bytescope_no_such_module",))
+    with pytest.raises(ReportError, match=r"pip install -e '\.\[train\]'"):
+        check_command._subject(Budget("a", "", "tiny", "cpu"))
 
 
 @pytest.mark.quick

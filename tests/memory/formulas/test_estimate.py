@@ -98,6 +98,16 @@ def test_the_total_is_the_sum_of_its_parts(question):
     assert (selective == none) == (question.attention == "flash")
 
 
+def test_llama_8b_by_hand():
+    """ZeRO-3 over 8: 16 bytes a parameter by 8. Full recomputation: 2 D a token and layer, and one whole layer."""
+    found = estimate(LLAMA_8B)
+    assert sum(found.state.values()) == 16 * LLAMA_8B.parameters / 8
+    block = 8192 * (2 * (4 * 4096 + 2 * 4096 + 2 * 1024 + 3 * 14336) + 4 * 32)
+    full = found.activations["full"]
+    assert full.kept == 32 * 2 * 4096 * 8192 and full.recomputed == block - 2 * 4096 * 8192
+    assert full.outside == 2 * 2 * 4096 * 8192 + 4 * 128256 * 1024
+
+
 def test_the_shipped_config_asks_that_question():
     config = load_flat
     asked = question_of(config("llama_8b", [("mesh.fsdp", "8")]))

@@ -39,6 +39,14 @@ def proto():
     return compile_lowered(programs.scan()).proto
 
 
+def test_wire_reads_every_kind_of_field():
+    data = field(1, 300) + field(2, b"abc") + b"\x1d\x01\x00\x00\x00" + b"\x21" + b"\x02" + b"\x00" * 7
+    assert list(wire.fields(data, (0, len(data)))) == [(1, 300), (2, (5, 8)), (3, 1), (4, 2)]
+    assert wire.text(data, (5, 8)) == "abc"
+    assert wire.numbers(b"\x01\xac\x02", (0, 3)) == [1, 300]
+    assert wire.signed(2**64 - 1) == -1
+
+
 def test_buffers_and_trace_by_hand():
     instruction = field(1, "add.1") + field(2, "add") + field(35, 7)
     module = field(1, "m") + field(6, 1) + field(3, field(1, "main") + field(2, instruction) + field(5, 1))

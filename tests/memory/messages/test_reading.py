@@ -181,6 +181,18 @@ def test_the_time_to_explain_a_log_is_bounded():
     check_time(5_000_000, max_ratio=5.0)  # most of it is spent on messages, which are bounded for logs of any size
 
 
+def test_places_are_those_of_a_plain_search():
+    rng = random.Random(5)
+    log = bytes(rng.choice(b"abc of memory\n") for _ in range(300_000)) + b"of memory"
+    phrases = (b"of", b"memo", b"of memory", b"not there")
+    expected = {at for phrase in phrases for at in range(len(log)) if log.startswith(phrase, at)}
+    assert log_text.find_phrases(log, phrases, 10**9) == sorted(expected)
+    few = log_text.find_phrases(log, phrases, 3)
+    assert few == sorted(
+        {at for phrase in phrases for at in [p for p in sorted(expected) if log.startswith(phrase, p)][:3]}
+    )
+
+
 @pytest.mark.parametrize("name", ["remat", "bfc", "plain", "tpu_vmem"])
 def test_messages_without_their_first_words(name):
     sample = written.FORMS[name](random.Random(3))

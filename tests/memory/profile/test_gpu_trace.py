@@ -224,3 +224,34 @@ def test_missing_kernels_do_not_shift_the_others(llama):
     )
     wrong = [one for one, other in zip(named, kept, strict=True) if one.name != other.name]
     assert len(wrong) < 0.01 * len(kept)
+
+
+def slots(*families):
+    return [kernel_owners._Slot(f"{family}.{n}", family, frozenset()) for n, family in enumerate(families)]
+
+
+def names(owners):
+    return [owner and (owner.name, owner.continues_run) for owner in owners]
+
+
+def test_kernels_of_a_call_follow_its_first():
+    assign = kernel_owners._assign
+    # A memset before each product, and the sum of a split reduction after the first.
+    found = assign(["memset", "cublas", "cublas", "memset", "cublas"], slots("cublas", "cublas"))
+    assert names(found) == [
+        ("cublas.0", False),
+        ("cublas.0", True),
+        ("cublas.0", True),
+        ("cublas.1", False),
+        ("cublas.1", True),
+    ]
+    found = assign(["cudnn", "memset", "cudnn", "copy", "cublas"], slots("cudnn", "copy", "cublas"))
+    assert names(found) == [
+        ("cudnn.0", False),
+        ("cudnn.0", True),
+        ("cudnn.0", True),
+        ("copy.1", False),
+        ("cublas.2", False),
+    ]
+    assert names(assign(["cudnn"], slots("cublas", "copy"))) == [None]
+    assert names(assign(["memset"], slots("copy"))) == [("copy.0", False)]

@@ -9,7 +9,7 @@ from flax import linen
 from bytescope import memory
 from bytescope.memory.devices.compiler import compile_lowered
 from bytescope.memory.devices.signature import SignatureLeaf
-from bytescope.memory.program.pairing import ResultPair, pairs
+from bytescope.memory.program.pairing import ResultPair, keys_of, pairs, root_of
 from bytescope.memory.program.roles import RULES, Evidence, decide, role
 from bytescope.memory.program.state_flow import ELEMENTWISE, SAME, WRITTEN, Update
 from bytescope.memory.records.report_record import ROWS
@@ -21,6 +21,21 @@ B, D, F, T, V = 8, 32, 48, 16, 80
 # ---- results paired with arguments, by hand -------------------------------------------------------------------------
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("path", "root", "keys"),
+    [
+        ("state.params['w']", "state", ("params", "w")),
+        ("args[1]['a/b'][0]", "args[1]", ("a/b", "0")),
+        ("flat_args[3]", "flat_args[3]", ()),
+        ('[0].params["it\'s"]', "", ("0", "params", "it's")),
+        ("", "", ()),
+    ],
+)
+def test_paths_are_roots_and_keys(path, root, keys):
+    assert (root_of(path), keys_of(path)) == (root, keys)
+
+
 def leaves(*paths, shape=(4, 4), dtype="float32"):
     return [SignatureLeaf(path, shape, dtype, parameter=number) for number, path in enumerate(paths)]
 
@@ -30,6 +45,30 @@ def paired(arguments, results, updates=(), trained=True, aliased=()):
     updates = [*updates, *[Update()] * (len(results) - len(updates))]
     found = pairs(arguments, results, updates, trained, dict(aliased))
     return {(arguments[p.argument].path, results[p.result].path, p.gradient) for p in found}
+
+
+@pytest.mark.quick
+def test_state_comes_back_under_its_own_path():
+    arguments = leaves("state.params['w']", "state.opt[0].mu['w']", "state.opt[0].nu['w']", "batch['w']")
+    results = leaves("[0].opt[0].mu['w']", "[0].opt[0].nu['w']", "[0].params['w']", "[1]")
+    assert paired(arguments, results) == {
+        (f"state{rest}", f"[0]{rest}", False) for rest in (".params['w']", ".opt[0].mu['w']", ".opt[0].nu['w']")
+    }
+
+
+@pytest.mark.quick
+def test_shapes_and_dtypes_have_to_agree():
+    assert paired(leaves("p['w']"), leaves("['w']", shape=(4, 5))) == set()
+    assert paired(leaves("p['w']"), leaves("['w']", dtype="bfloat16")) == set()
+
+
+@pytest.mark.quick
+def test_places_in_tuples_count_for_whole_arguments_only():
+    assert paired(leaves("carry[0]", "carry[1]", "x"), leaves("[0][0]", "[0][1]", "[1]")) == {
+        ("carry[0]", "[0][0]", False),
+        ("carry[1]", "[0][1]", False),
+    }
+    assert paired(leaves("batch[0]"), leaves("[0]")) == set()
 
 
 @pytest.mark.quick
@@ -49,6 +88,13 @@ def test_what_the_backward_pass_returns_is_a_gradient():
 def test_without_paths_the_flow_of_values_tells(how, trained, found):
     """x + f(x) is no update of x where nothing is learned; what is written into x is."""
     assert bool(paired(leaves("p"), leaves("[0]"), [Update({0: how})], trained)) == found
+
+
+@pytest.mark.quick
+def test_moments_are_made_of_fewer_arguments_than_the_parameter():
+    arguments, results = leaves("p", "m", "v"), leaves("[0]", "[1]", "[2]")
+    made = [Update(dict.fromkeys(numbers, ELEMENTWISE)) for numbers in ((0, 1, 2), (1,), (2,))]
+    assert paired(arguments, results, made) == {("p", "[0]", False), ("m", "[1]", False), ("v", "[2]", False)}
 
 
 @pytest.mark.quick
@@ -293,7 +339,7 @@ STATES = {
 
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
-    [*((layout, "adamw") for layout in STATES), *(("dict", name) for name in list(OPTIMIZERS)[1:])],
+    [*((layout, "adamw") for layout in STATES), ("dict", "sgd with momentum"), ("dict", "decay before momentum")],
 )
 def test_moments_of_linen_variables_are_optimizer_state(layout, optimizer):
     layout, (tx, moments, counters) = STATES[layout], OPTIMIZERS[optimizer]
