@@ -7,13 +7,14 @@ the JSON of a step with thousands of kernels has only some hundred records.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bytescope.memory.records.buffer_records import STEP_PHASES
-from bytescope.memory.records.result import is_count
+from bytescope.memory.records.result import Count, is_count, read
 
 # Kinds of kernels: a matrix product; a flash attention kernel, forward and backward; a convolution; a kernel of unknown
 # work; a product of 8-bit operands with a scale per tile (tiled); products of rows with the matrices of their experts
@@ -51,12 +52,12 @@ class ScheduledKernel:
 
     kind: str
     phase: str
-    bytes: int
-    flops: int = 0
+    bytes: Count
+    flops: Count = 0
     dtype: str = ""
-    size: tuple[int, ...] = ()
+    size: tuple[Count, ...] = ()
     causal: bool = False
-    times: int = 1
+    times: Count = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Start:
     name: str
     kind: str
     phase: str
-    bytes: int
-    group: int = 1
-    hosts: int = 1
-    arrays: int = 1
+    bytes: Count
+    group: Count = 1
+    hosts: Count = 1
+    arrays: Count = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +204,7 @@ def unit_of(dtype: str) -> str:
 # ---- JSON ----------------------------------------------------------------------------------------------------------
 
 # Letter of a record in JSON -> its class. The fields follow the letter in order, without trailing default values.
-_LETTERS: Mapping[str, type] = {"k": ScheduledKernel, "s": Start, "w": Wait, "l": Loop}
+_LETTERS: Mapping[str, Any] = {"k": ScheduledKernel, "s": Start, "w": Wait, "l": Loop}
 _LETTER = {kind: letter for letter, kind in _LETTERS.items()}
 _MAX_DEPTH = 32
 
@@ -244,28 +245,20 @@ def _step(row: Any, depth: int) -> Step:
                 f"the schedule contains the loop {row!s:.40}, which needs an iteration count and a list of steps"
             )
         return Loop(row[1], from_json(row[2], depth + 1))
-    fields = dataclasses.fields(kind)
-    values = [tuple(value) if isinstance(value, list) else value for value in row[1:]]
-    known = len(values) <= len(fields) and all(_fits(row[0], field, value) for field, value in zip(fields, values))
-    required = [field for field in fields if field.default is dataclasses.MISSING]
-    if not known or len(values) < len(required):
+    names = [field.name for field in dataclasses.fields(kind)]
+    step = None
+    if len(row) <= 1 + len(names):
+        with contextlib.suppress(TypeError):  # a missing field, or a field of a wrong type
+            step = read(kind, dict(zip(names, row[1:])))
+    if step is None or any(getattr(step, name) not in known for name, known in _VALUES.get(row[0], {}).items()):
         raise ValueError(
             f"the schedule contains the step {row!s:.60}, which has a missing field or a field of a wrong type"
         )
-    return kind(*values)
+    return step
 
 
-# Annotation -> function that checks a value.
-_FITS = {
-    "str": lambda value: isinstance(value, str),
-    "int": lambda value: is_count(value) and value >= 0,
-    "bool": lambda value: isinstance(value, bool),
-    "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(is_count(each) and each >= 0 for each in value),
+# Letter -> field -> its valid values.
+_VALUES: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "k": {"kind": KERNELS, "phase": STEP_PHASES},
+    "s": {"phase": STEP_PHASES},
 }
-# (Letter, field) -> its valid values.
-_VALUES = {("k", "kind"): KERNELS, ("k", "phase"): STEP_PHASES, ("s", "phase"): STEP_PHASES}
-
-
-def _fits(letter: str, field: dataclasses.Field[Any], value: Any) -> bool:
-    known = _VALUES.get((letter, field.name))
-    return _FITS[str(field.type)](value) and (known is None or value in known)
