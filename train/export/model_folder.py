@@ -58,16 +58,14 @@ def move_into_place(partial: Path, out: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors_explained(out: Path, left: str = "nothing was left there") -> Iterator[None]:
-    """Turns an OSError in the `with` block into a UserError of one line. `left` ends the message and says what remains
-    on disk.
-    """
+def disk_errors_explained(out: Path) -> Iterator[None]:
+    """Turns an OSError in the `with` block into a UserError of one line."""
     try:
         yield
     except OSError as error:
         raise UserError(
             f"{error.filename or out} cannot be written or read ({error.strerror or error}): "
-            f"{disk_remedy(error)}choose another folder; {left}"
+            f"{disk_remedy(error)}choose another folder; nothing was left there"
         ) from error
 
 

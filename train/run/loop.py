@@ -473,7 +473,7 @@ def next_commands(config: ConfigDict, data: Data, workdir: Path, command: Comman
     commands = {"for more steps": command.extend(workdir, 2 * config.train.steps)}
     if not isinstance(data.tokenizer, IdTokenizer):
         chat = ["--chat"] if config.data.format == "chat" else []
-        commands["to generate text"] = shlex.join(["bytescope", "generate", str(workdir), *chat])
+        commands["to generate text"] = shlex.join(["bytescope", "generate", str(workdir), *chat, "--prompt=TEXT"])
     with contextlib.suppress(UserError):
         config_json(config.model.to_dict(), read_config(config.init.folder) if config.init.folder else None)
         commands["for transformers and vLLM"] = shlex.join(

@@ -297,11 +297,15 @@ def test_the_command_that_goes_on_names_the_directory_and_flags_but_no_key(tmp_p
 @pytest.mark.parametrize(
     ("keys", "tokenizer", "commands"),
     [
-        ({}, ByteTokenizer(), ["generate {run}", "export {run} {run}/model", "report {run} --html=run.html"]),
+        (
+            {},
+            ByteTokenizer(),
+            ["generate {run} --prompt=TEXT", "export {run} {run}/model", "report {run} --html=run.html"],
+        ),
         (
             {"data.format": "chat"},
             ByteTokenizer(),
-            ["generate {run} --chat", "export {run} {run}/model", "report {run} --html=run.html"],
+            ["generate {run} --chat --prompt=TEXT", "export {run} {run}/model", "report {run} --html=run.html"],
         ),
         (
             {"model.position": "none"},
