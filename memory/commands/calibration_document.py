@@ -24,7 +24,7 @@ from bytescope.memory.seconds.calibration.cases import (
 from bytescope.memory.seconds.calibration.host_measure import HostSample
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.units import human, list_names
-from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.document import Card, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import ColumnView, TableView
 
 _T, _G = 1e12, 1e9
@@ -49,7 +49,7 @@ HOST_COLUMNS = (
 )
 
 
-def document(calibration: Calibration, target: Target) -> Document:
+def document(calibration: Calibration, target: Target) -> ResultDocument:
     """Returns the measured rates of a device as a table, followed by notes on what was not measured and why.
 
     A measured rate is work (FLOPs or bytes) divided by seconds, including the fixed cost of starting a kernel. Rates
@@ -68,16 +68,16 @@ def document(calibration: Calibration, target: Target) -> Document:
             row |= {"sheet": _rate_text(sheet, sample).partition(" ")[0], "share": rate / sheet}
         rows.append(row)
     title = Paragraph(f"measured rates of one device: {calibration.rates.source}", "strong")
-    return Document([Card("", [title, Rows(TableView(RATE_COLUMNS, rows)), *_notes(calibration)])])
+    return ResultDocument([Card("", [title, Rows(TableView(RATE_COLUMNS, rows)), *_notes(calibration)])])
 
 
-def host_document(samples: Sequence[HostSample], left_out: Mapping[str, str]) -> Document:
+def host_document(samples: Sequence[HostSample], left_out: Mapping[str, str]) -> ResultDocument:
     """Returns measured sizes of host memory beside the sizes that the shipped constants stand for.
 
     samples: the measured sizes. left_out: what was not measured -> reason.
     """
     notes = [Paragraph(f"not measured: {name}: {reason}", "tight") for name, reason in left_out.items()]
-    return Document([Card("Host memory", [Rows(TableView(HOST_COLUMNS, samples)), *notes])])
+    return ResultDocument([Card("Host memory", [Rows(TableView(HOST_COLUMNS, samples)), *notes])])
 
 
 def _sort_key(sample: Sample) -> tuple:

@@ -40,7 +40,7 @@ from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.subjects.opening import load_subjects
 from bytescope.memory.subjects.subject import Subject
 from bytescope.memory.view import draw_terminal
-from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.document import Card, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import ColumnView, TableView
 
 # Files whose content may decide what a program computes.
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(result.is_kept for result in results) else 1
 
 
-def document(results: Sequence[BudgetResult]) -> Document:
+def document(results: Sequence[BudgetResult]) -> ResultDocument:
     """Returns the table of budgets, one row per budget, and a line for each problem."""
     lines = []
     for result in results:
@@ -137,7 +137,7 @@ def document(results: Sequence[BudgetResult]) -> Document:
             lines += [Paragraph(f"{result.budget.name}: warning: {warning}") for warning in warnings]
         lines += [Paragraph(f"{result.budget.name}: {problem}", "exceeds") for problem in result.problems]
     columns = COLUMNS if any(result.before for result in results) else COLUMNS[:-2]
-    return Document([Card("Budgets", [Rows(TableView(columns, results)), *lines])])
+    return ResultDocument([Card("Budgets", [Rows(TableView(columns, results)), *lines])])
 
 
 def _compared(

@@ -16,7 +16,7 @@ from bytescope.memory.errors import ReportError
 from bytescope.memory.program import user_program
 from bytescope.memory.remat.recognition import Value
 from bytescope.memory.view import draw_terminal
-from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.document import Card, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import ColumnView, TableView
 
 
@@ -96,7 +96,7 @@ COLUMNS = (
 )
 
 
-def document(values: Sequence[Value]) -> Document:
+def document(values: Sequence[Value]) -> ResultDocument:
     """Returns one row per value: its checkpoint name, type, number of copies, bytes on one device, and source line."""
     unnamed = (
         "The policy of memory.plan_remat can also save values without a name. For your own policy, name them with "
@@ -107,4 +107,4 @@ def document(values: Sequence[Value]) -> Document:
         Rows(TableView(COLUMNS, values)),
         Paragraph("" if all(value.name for value in values) else unnamed, "dim"),
     ]
-    return Document([Card("", parts)])
+    return ResultDocument([Card("", parts)])

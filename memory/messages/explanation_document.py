@@ -17,7 +17,7 @@ from bytescope.memory.messages.report_match import ReportMatch
 from bytescope.memory.records.report_record import ROWS as BREAKDOWN
 from bytescope.memory.units import human, plural
 from bytescope.memory.view.console import one_line, safe, shorten
-from bytescope.memory.view.document import Bars, Card, Commands, Document, Lines, Paragraph, Part, Rows
+from bytescope.memory.view.document import Bars, Card, Commands, DocumentPart, Drawing, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.elements import RankedBar, figure, row_name
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 
@@ -94,13 +94,13 @@ NOTES = (
 )
 
 
-def document(explanation: ExplanationRecord, files: Sequence[str] = ()) -> Document:
+def document(explanation: ExplanationRecord, files: Sequence[str] = ()) -> ResultDocument:
     """Returns the document of an explanation, about one screen on the terminal. `files`: paths of files with more
     details."""
     recognized = explanation.recognized or bool(explanation.call)
     head = _head(explanation) if recognized else _UNRECOGNIZED
     written = Paragraph(f"written: {', '.join(files)}" if files else "", "dim", only=TERMINAL)
-    return Document(
+    return ResultDocument(
         [Card("", head), *cards(explanation), Card("", [written])],
         title="out of memory · explained",
         heading=explanation.happened,
@@ -126,7 +126,7 @@ def cards(explanation: ExplanationRecord) -> list[Card]:
     return [
         Card("Where the bytes are", _memory(explanation), f"Bytes of one device, from {source}."),
         Card("The largest buffers", _buffers(explanation), f"From {source}, equal ones in one row.", "explained"),
-        Card("The two shardings: each cell is a piece, with its devices", [Lines(draw_shardings(explanation))]),
+        Card("The two shardings: each cell is a piece, with its devices", [Drawing(draw_shardings(explanation))]),
         Card("Compared with the report", _comparison(explanation)),
         Card("What to do, the cheapest first", [_remedies(explanation)]),
         Card("What to run next", [Paragraph(sentence), Commands(commands)]),
@@ -217,7 +217,7 @@ MEMORY_COLUMNS = (
 )
 
 
-def _memory(explanation: ExplanationRecord) -> list[Part]:
+def _memory(explanation: ExplanationRecord) -> list[DocumentPart]:
     rows = memory_rows(explanation)
     unknown = [name for name, size in rows if size is None]
     return [
@@ -287,7 +287,7 @@ BUFFER_COLUMNS = (
 )
 
 
-def _buffers(explanation: ExplanationRecord) -> list[Part]:
+def _buffers(explanation: ExplanationRecord) -> list[DocumentPart]:
     """Returns bars and a table of the groups of alike buffers, and the sum of those that are left out."""
     found = explanation.culprits
     if not found:
@@ -350,7 +350,7 @@ COMPARED_COLUMNS = (
 )
 
 
-def _comparison(explanation: ExplanationRecord) -> list[Part]:
+def _comparison(explanation: ExplanationRecord) -> list[DocumentPart]:
     match = shown_match(explanation)
     if match is None:
         return []
@@ -387,7 +387,7 @@ def _remedies(explanation: ExplanationRecord) -> Rows:
             "frees up to",
             "bytes",
             read=lambda remedy: remedy.bytes,
-            page=lambda remedy: remedy_saving(explanation, remedy, short=True),
+            skip_zero=True,
             only=PAGE,
         ),
     )
@@ -395,13 +395,11 @@ def _remedies(explanation: ExplanationRecord) -> Rows:
     return Rows(TableView(columns, explanation.remedies), limits, lambda remedies: "", id="explained-remedies")
 
 
-def remedy_saving(explanation: ExplanationRecord, remedy: Remedy, short: bool = False) -> str:
-    """Returns a sentence with the bytes that a remedy can free, "" if they are unknown. `short`: only the bytes."""
+def remedy_saving(explanation: ExplanationRecord, remedy: Remedy) -> str:
+    """Returns a sentence with the bytes that a remedy can free, "" if they are unknown."""
     size, missing = remedy.bytes, explanation.figures.get("missing")
     if not size:
         return ""
-    if short:
-        return human(size)
     if not explanation.call:
         return f"Frees up to {human(size)} of the listed buffers."
     return f"Up to {human(size)}{', which may be enough' if missing and size >= missing else ''}."

@@ -14,7 +14,7 @@ from bytescope.memory.profile.op_scopes import COPIES, LOOPS
 from bytescope.memory.report.report_text import PHASE_STYLE
 from bytescope.memory.units import plural
 from bytescope.memory.view.console import one_line
-from bytescope.memory.view.document import Card, Document, Figures, Paragraph, Part, Plot, Rows
+from bytescope.memory.view.document import Card, DocumentPart, HeaderFigures, Paragraph, Plot, ResultDocument, Rows
 from bytescope.memory.view.elements import HeaderFigure
 from bytescope.memory.view.prediction_text import rounded
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
@@ -31,7 +31,7 @@ _LEGEND = {
 }
 
 
-def document(trace: Mapping[str, Any], predicted: str = "") -> Document:
+def document(trace: Mapping[str, Any], predicted: str = "") -> ResultDocument:
     """Returns the document of a traced update.
 
     trace: the JSON of a trace. predicted: line that compares it with the prediction, see `prediction`; "" for none.
@@ -39,7 +39,7 @@ def document(trace: Mapping[str, Any], predicted: str = "") -> Document:
     unit_name, scale = unit(trace["total"])
     share = 100 / (trace["total"] or 1)
     comparison = trace.get("comparison") or {}
-    return Document(
+    return ResultDocument(
         [
             Card("Where an update's time goes", _device(trace), where_text(trace)),
             Card("What the host did meanwhile", [_host(trace, scale, share)]),
@@ -155,7 +155,7 @@ def _components(trace: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return dict(sorted(rows.items(), key=lambda item: -sum(item[1].values())))
 
 
-def _device(trace: Mapping[str, Any]) -> list[Part]:
+def _device(trace: Mapping[str, Any]) -> list[DocumentPart]:
     components = _components(trace)
     legend = ["; ".join(text for word, text in _LEGEND.items() if word in components)]
     legend += [
@@ -167,7 +167,7 @@ def _device(trace: Mapping[str, Any]) -> list[Part]:
         shown["smaller"] = {phase: sum(row.get(phase, 0.0) for row in small.values()) for phase in PHASES}
     return [
         Paragraph(where_text(trace), only=TERMINAL),
-        Figures(figures(trace)),
+        HeaderFigures(figures(trace)),
         Plot("update", "seconds of one update by phase, and idle"),
         Rows(_component_table(trace, components), id="cells", only=PAGE),
         Rows(_component_table(trace, shown), only=TERMINAL),
@@ -200,7 +200,7 @@ def _component_table(trace: Mapping[str, Any], components: Mapping[str, Mapping[
     return TableView(columns, rows, lambda row: "total" if row["component"] in ("busy", "whole update") else "")
 
 
-def _host(trace: Mapping[str, Any], scale: float, share: float) -> Part:
+def _host(trace: Mapping[str, Any], scale: float, share: float) -> DocumentPart:
     if not trace["host"]:
         return Paragraph("the trace has no annotated work of the host", "dim")
     rows = [

@@ -11,7 +11,7 @@ from bytescope.memory.hlo.sources import short_place
 from bytescope.memory.records.audit_record import UNKNOWN, AuditRow
 from bytescope.memory.records.report_record import ReportRecord
 from bytescope.memory.units import plural
-from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.document import Card, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.memory.view.text_layout import Prose
 
@@ -56,11 +56,11 @@ def cards(rows: Sequence[AuditRow]) -> list[Card]:
     return [Card("Requests to jax and XLA", found, note, id="audit")]
 
 
-def document(report: ReportRecord) -> Document:
+def document(report: ReportRecord) -> ResultDocument:
     """Returns the document of a report's audit."""
     nothing = "nothing to audit: the program uses no jax.checkpoint, checkpoint_name, offload, donation or sharding"
     title = Paragraph(f"{report.title} on {report.target.get('name', 'an unnamed target')}", "strong")
-    return Document([Card("", [title]), *(cards(report.audit) or [Card("", [Paragraph(nothing)])])])
+    return ResultDocument([Card("", [title]), *(cards(report.audit) or [Card("", [Paragraph(nothing)])])])
 
 
 def render_failures(rows: Sequence[AuditRow]) -> RenderableType | None:

@@ -14,7 +14,7 @@ from bytescope.memory.records.report_record import ReportRecord, load
 from bytescope.memory.units import human
 from bytescope.memory.view import draw_terminal
 from bytescope.memory.view.console import plain_text, prompt_width
-from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.document import Card, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 
 # Number of buffers that a prompt and a notebook list, and that the command and `show` print.
@@ -178,7 +178,7 @@ MEASURE_COLUMNS = (
 
 def document(
     before: ReportRecord, after: ReportRecord, changes: Iterable[Change], max_buffers: int = _SHOWN
-) -> Document:
+) -> ResultDocument:
     """Returns the comparison of two reports. `changes`: the changed sizes. The cards are warnings; totals, categories
     and residuals; seconds, FLOPs and traffic; the `max_buffers` buffers with the largest changes; versions.
     """
@@ -197,7 +197,7 @@ def document(
     ]
     if not any(card.parts_for(TERMINAL) for card in cards):
         cards = [Card("", [Paragraph("nothing to compare")])]
-    return Document(cards, heading=f"{before.title} and {after.title}", where="memory of two programs")
+    return ResultDocument(cards, heading=f"{before.title} and {after.title}", where="memory of two programs")
 
 
 def _kind_and_name(change: Change) -> str:

@@ -1,6 +1,6 @@
 """Declares what a command shows, once for the terminal, pages and notebooks: cards with sections.
 
-    document = Document(
+    document = ResultDocument(
         [
             Card("Totals", [Rows(TableView(COLUMNS, totals))]),
             Card("Buffers", [Rows(TableView(COLUMNS, buffers), {TERMINAL: 5}), Paragraph("of one device", "dim")]),
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
+class DocumentPart:
     """A section of a document.
 
     Fields:
@@ -41,7 +41,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paragraph(Part):
+class Paragraph(DocumentPart):
     """A paragraph.
 
     Fields:
@@ -59,7 +59,7 @@ class Paragraph(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows(Part):
+class Rows(DocumentPart):
     """A table.
 
     Fields:
@@ -87,8 +87,8 @@ class Rows(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class Listing(Part):
-    """A section of several items. Lines, commands, figures and bars are listings."""
+class ItemList(DocumentPart):
+    """A section of several items, such as commands or bars."""
 
     items: Sequence[Any]
 
@@ -96,24 +96,24 @@ class Listing(Part):
         return super().has_content(place) and bool(self.items)
 
 
-class Lines(Listing):
+class Drawing(ItemList):
     """Preformatted lines of text, such as a drawing."""
 
 
-class Commands(Listing):
+class Commands(ItemList):
     """Shell commands that the user can copy."""
 
 
-class Figures(Listing):
+class HeaderFigures(ItemList):
     """Large numbers with captions (`HeaderFigure`), on pages. The terminal has them in a paragraph."""
 
 
-class Bars(Listing):
+class Bars(ItemList):
     """A bar for each size, with its name (`RankedBar`), on pages. The terminal has the sizes in a table."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Plot(Part):
+class Plot(DocumentPart):
     """A chart that the page's script draws into the element `id`. `label`: description for screen readers."""
 
     id: str
@@ -133,18 +133,18 @@ class Card:
     """
 
     title: str
-    parts: Sequence[Part]
+    parts: Sequence[DocumentPart]
     note: str = ""
     css: str = ""
     id: str = ""
 
-    def parts_for(self, place: str) -> list[Part]:
+    def parts_for(self, place: str) -> list[DocumentPart]:
         """Returns the sections that a place shows."""
         return [part for part in self.parts if part.has_content(place)]
 
 
 @dataclasses.dataclass(frozen=True)
-class Document:
+class ResultDocument:
     """Everything that a command shows.
 
     Fields:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bytescope.memory.view.document import Card, Document, Part, Rows
+from bytescope.memory.view.document import Card, DocumentPart, ResultDocument, Rows
 from bytescope.memory.view.elements import PageTable
 from bytescope.memory.view.frame import page
 from bytescope.memory.view.table_model import PAGE
@@ -35,7 +35,7 @@ class PageCard(NamedTuple):
     """A card for the macro `cards`, with (macro, its argument) of each section."""
 
     card: Card
-    parts: list[tuple[str, Part | PageRows]]
+    parts: list[tuple[str, DocumentPart | PageRows]]
 
 
 def page_cards(cards: Sequence[Card]) -> list[PageCard]:
@@ -44,7 +44,7 @@ def page_cards(cards: Sequence[Card]) -> list[PageCard]:
     return [card for card in drawn if card.parts]
 
 
-def _section(part: Part) -> tuple[str, Part | PageRows]:
+def _section(part: DocumentPart) -> tuple[str, DocumentPart | PageRows]:
     macro = type(part).__name__.lower()
     if isinstance(part, Rows):
         view, rest = part.limited(PAGE)
@@ -52,7 +52,7 @@ def _section(part: Part) -> tuple[str, Part | PageRows]:
     return macro, part
 
 
-def draw(document: Document) -> str:
+def draw(document: ResultDocument) -> str:
     """Returns a document as an HTML page that opens offline."""
     return page(
         "document",

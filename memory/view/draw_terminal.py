@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from bytescope.memory.view.console import notebook_html, put
-from bytescope.memory.view.document import Card, Commands, Document, Lines, Paragraph, Part, Rows
+from bytescope.memory.view.document import Card, Commands, DocumentPart, Drawing, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import TERMINAL
 from bytescope.memory.view.table_views import VERDICT_STYLES, terminal_table
 from bytescope.memory.view.text_layout import CopyCommand, Prose, blocks
@@ -17,17 +17,17 @@ from bytescope.memory.view.text_layout import CopyCommand, Prose, blocks
 TONES = {**VERDICT_STYLES, "strong": "bold"}
 
 
-def draw(document: Document) -> Group:
+def draw(document: ResultDocument) -> Group:
     """Returns a document for the terminal: its cards, separated by blank lines."""
     return blocks(*map(_card, document.cards))
 
 
-def show(document: Document, console: Console | None = None) -> None:
+def show(document: ResultDocument, console: Console | None = None) -> None:
     """Prints a document, to stdout by default."""
     put(draw(document), console)
 
 
-def draw_notebook(document: Document) -> str:
+def draw_notebook(document: ResultDocument) -> str:
     """Returns a document as HTML for a notebook's output area."""
     return notebook_html(draw(document))
 
@@ -54,9 +54,9 @@ def _rows(part: Rows) -> RenderableType:
 
 
 # The sections that the terminal shows; pages show all.
-KINDS: Mapping[type[Part], Callable[[Any], RenderableType]] = {
+KINDS: Mapping[type[DocumentPart], Callable[[Any], RenderableType]] = {
     Paragraph: lambda part: Prose(part.text, TONES[part.tone], part.indent),
     Rows: _rows,
-    Lines: lambda part: Group(*map(Text, part.items)),
+    Drawing: lambda part: Group(*map(Text, part.items)),
     Commands: lambda part: Group(*map(CopyCommand, part.items)),
 }

@@ -367,8 +367,8 @@ RATIOS = (
     ColumnView("time_of_defaults", "predicted seconds by the defaults", "ratio", path="defaults.seconds"),
     ColumnView("missed", "misses an aim", read=lambda ratios: ", ".join(ratios.missed)),
 )
-# The page uses the styles and the script of explanations: tables that can be sorted, and no chart.
-PAGE_NAME = "explain"
+# The page uses the styles and the script of documents: tables that can be sorted, and no chart.
+PAGE_NAME = "document"
 TEMPLATE = """{% extends "frame.html" %}
 {% import "elements.html" as ui %}
 {% block body %}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from bytescope.memory.commands.json_output import TRACED, write_json
 from bytescope.memory.cost.named_tensors import NamedTensor, excess_warnings, named_tensors
 from bytescope.memory.view import draw_terminal
-from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.document import Card, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import ColumnView, TableView
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ COLUMNS = (
 )
 
 
-def document(rows: Sequence[NamedTensorRow], warnings: Sequence[str] = ()) -> Document:
+def document(rows: Sequence[NamedTensorRow], warnings: Sequence[str] = ()) -> ResultDocument:
     """Returns the table of the named tensors, and warnings. `rows`: results of `row`."""
     title = "named tensors in order of computation, with the bytes and the GFLOP of recomputation on one device"
     lines = [Paragraph(line, "tight") for line in warnings]
-    return Document([Card("", [Paragraph(title, "strong"), Rows(TableView(COLUMNS, rows)), *lines])])
+    return ResultDocument([Card("", [Paragraph(title, "strong"), Rows(TableView(COLUMNS, rows)), *lines])])

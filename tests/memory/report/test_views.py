@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from bytescope.memory.commands import trace_command
 from bytescope.memory.compare import compare_rows, compare_text, fit_view
 from bytescope.memory.compare.fit_search import Step
 from bytescope.memory.formulas import reconcile
@@ -32,6 +33,7 @@ from bytescope.memory.records.report_record import (
     XlaStats,
     ZeroRow,
 )
+from bytescope.memory.records.result import plain
 from bytescope.memory.report import difference, report_text
 from bytescope.memory.seconds.step_prediction import StepPrediction
 from bytescope.memory.view import draw_terminal
@@ -337,7 +339,9 @@ def show_trace(console, name):
         "at_least": 0.44,
         "bound": "data-sheet rates",
     }
-    shown = trace_document.document(found.to_json(), trace_document.prediction(found, predicted))
+    shown = trace_document.document(
+        plain(trace_command.make_result(found, None, None)), trace_document.prediction(found, predicted)
+    )
     draw_terminal.show(shown, console)
 
 

@@ -22,7 +22,7 @@ from bytescope.memory.seconds.calibration.cases import MEMORY, PRODUCTS
 from bytescope.memory.seconds.calibration.measure import Calibration, Sample
 from bytescope.memory.view import draw_page, draw_terminal
 from bytescope.memory.view.console import plain_text
-from bytescope.memory.view.document import Card, Document, Paragraph, Rows
+from bytescope.memory.view.document import Card, Paragraph, ResultDocument, Rows
 from bytescope.memory.view.table_model import PAGE, TERMINAL, ColumnView, TableView
 from bytescope.train.commands import names_config
 from support import memory_messages
@@ -176,7 +176,9 @@ def test_a_page_is_sound_when_it_is_used(result, browser):
 def test_empty_sections_and_cards_are_left_out_and_other_rows_are_counted():
     table = TableView((ColumnView("name", "", path="0"),), [("one",), ("two",), ("three",)])
     empty = [Paragraph(""), Rows(dataclasses.replace(table, rows=[]))]
-    document = Document([Card("Nothing", empty), Card("Names", [Rows(table, {TERMINAL: 2, PAGE: 1})])], heading="x")
+    document = ResultDocument(
+        [Card("Nothing", empty), Card("Names", [Rows(table, {TERMINAL: 2, PAGE: 1})])], heading="x"
+    )
     assert plain_text(draw_terminal.draw(document), 80).splitlines() == ["names", "one", "two", "and 1 more"]
     words = Page(draw_page.draw(document)).words
     assert "Nothing" not in words and "two" not in words and "and 2 more" in words
