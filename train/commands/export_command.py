@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from bytescope.memory import environment
 from bytescope.memory.commands.arguments import Parser, user_path
-from bytescope.memory.errors import ReportError
 from bytescope.memory.host.process_memory import host_phase
-from bytescope.memory.units import human, parse_bytes
+from bytescope.memory.units import human
 from bytescope.memory.view.progress_bar import progress
+from bytescope.train.generate.generate_flags import parse_size
 from bytescope.train.source import CONFIG, RunPath, find_source, model_path
 from bytescope.train.user_errors import UserError
 
@@ -90,18 +90,6 @@ def add_shard_size(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="maximum size of a weight file, such as 2GB (default %(default)s)",
     )
-
-
-def parse_size(flag: str, text: str) -> int:
-    """Returns the bytes of a size such as "5GB". `flag`: the flag with this value, for messages. Raises UserError if
-    the size is not valid or 0."""
-    try:
-        size = parse_bytes(text)
-    except ReportError as error:
-        raise UserError(f"{flag}: {error}") from None
-    if size < 1:
-        raise UserError(f"{flag}={text} is too small: give 1 byte or more")
-    return size
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,8 @@ from bytescope.memory.commands.arguments import Parser, add_json, check_files, u
 from bytescope.memory.commands.json_output import write_json
 from bytescope.memory.host.process_memory import return_large_arrays
 from bytescope.memory.view.progress_bar import progress
-from bytescope.train.commands.export_command import add_shard_size, parse_size
-from bytescope.train.generate.generate_flags import add_budget, add_dtype, start_devices
+from bytescope.train.commands.export_command import add_shard_size
+from bytescope.train.generate.generate_flags import add_budget, add_dtype, parse_size, start_devices
 from bytescope.train.source import model_path
 from bytescope.train.user_errors import UserError
 
@@ -101,6 +101,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         if (value := getattr(args, name)) < minimum:
             raise UserError(f"--{name}={value} is too small: give {minimum} or more")
     args.shard_bytes = parse_size("--shard-size", args.shard_size)
+    if args.budget is not None:
+        parse_size("--budget", args.budget)
     check_files(args)
     return args
 

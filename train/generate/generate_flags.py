@@ -6,8 +6,10 @@ import argparse
 
 from bytescope.memory.devices.targets import MAX_CPU_DEVICES
 from bytescope.memory.errors import ReportError
+from bytescope.memory.units import parse_bytes
 from bytescope.train.launch.runtime import TRAIN_FRACTION
 from bytescope.train.source import model_path
+from bytescope.train.user_errors import UserError
 
 # Value of --kv -> dtype in which keys and values are stored; "" means the compute dtype.
 KV = {"compute": "", "int8": "int8"}
@@ -177,14 +179,28 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse_size(flag: str, text: str) -> int:
+    """Returns the bytes of a size such as "5GB". `flag`: the flag with this value, for messages. Raises UserError if
+    the size is not valid or 0."""
+    try:
+        size = parse_bytes(text)
+    except ReportError as error:
+        raise UserError(f"{flag}: {error}") from None
+    if size < 1:
+        raise UserError(f"{flag}={text} is too small: give 1 byte or more")
+    return size
+
+
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raises ReportError if the value of a flag for the devices, the KV cache or the sampling is out of range."""
+    """Raises ReportError or UserError if the value of a flag for the devices, the KV cache or the sampling is not valid."""
     for name, (minimum, maximum) in FLAGS.items():
         value, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
         if value is not None and not value >= minimum:  # nor nan
             raise ReportError(f"{flag}={value} is too small: give {minimum} or more")
         if value is not None and value > maximum:
             raise ReportError(f"{flag}={value} is too large: give at most {maximum}")
+    if getattr(args, "budget", None) is not None:
+        parse_size("--budget", args.budget)
 
 
 def given_pool_flags(args: argparse.Namespace) -> list[tuple[str, object]]:
