@@ -192,7 +192,7 @@ def parse_size(flag: str, text: str) -> int:
 
 
 def check_ranges(args: argparse.Namespace) -> None:
-    """Raises ReportError or UserError if the value of a flag for the devices, the KV cache or the sampling is not valid."""
+    """Raises ReportError or UserError if a flag for the devices, the KV cache or the sampling has a wrong value."""
     for name, (minimum, maximum) in FLAGS.items():
         value, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
         if value is not None and not value >= minimum:  # nor nan
