@@ -98,8 +98,8 @@ def names_of_a_function(name):
 
 
 def names_of_a_config(name):
-    sizes = {"copies": 32, "bytes_per_layer": 128 * MIB, "bytes": 4 * GIB, "flops": 123.4e12}
-    return names_config.document([{"name": name, "dtype": "bf16", "shape": [8, 4096], "sharding": "B data", **sizes}])
+    sizes = 123_400 * 10**9, "", 0, False, "B data", 128 * MIB, 4 * GIB
+    return names_config.document([names_config.NamedTensorRow(name, (8, 4096), "bf16", 2, 32, *sizes)])
 
 
 def check(name):
