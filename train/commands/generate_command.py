@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from bytescope.memory.commands.arguments import Parser, check_files, user_path
 from bytescope.memory.errors import disk_remedy
@@ -29,8 +30,9 @@ examples:
   bytescope generate smollm/ --prompts=questions.jsonl --out=answers.jsonl
 
 Each row of --prompts has text, tokens or messages, and optionally a seed; each
-row of --out has prompt, tokens and text. bytescope report --generate shows the
-memory for any device. To serve a model, export it to vLLM.
+row of --out has prompt, tokens and text. Run the same command again to continue
+an interrupted one. bytescope report --generate shows the memory for any device.
+To serve a model, export it to vLLM.
 exit codes: 0 done, 2 a mistake, 3 does not fit, 130 stopped by Ctrl-C"""
 
 
@@ -57,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--out",
         type=user_path,
         metavar="FILE",
-        help="with --prompts: new file to write, a JSON line for each finished answer",
+        help="with --prompts: write a JSON line for each finished answer to FILE; rows that FILE answers are skipped",
     )
     parser.add_argument(
         "--chat", action="store_true", help="treat each prompt as a user's message and apply the chat template"
@@ -77,8 +79,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     check_files(args, ("out",))
     if args.out is not None and args.prompts is None:
         raise UserError(f"--out={args.out} is only valid with --prompts=FILE: give both")
-    if args.out is not None and args.out.is_file() and args.out.stat().st_size:
-        raise UserError(f"--out={args.out} is not empty: give another file")
     return args
 
 
@@ -107,31 +107,59 @@ def generate(args: argparse.Namespace) -> None:
     source = open_source(args.source, args.step)
     prompts = Prompts(source, args.chat)
     rows = [{"text": args.prompt}] if args.prompts is None else read_rows(args.prompts)
+    finished = _finished_rows(args.out, rows) if args.out and args.out.is_file() else set()
+    numbers = [number for number in range(len(rows)) if number not in finished]
     requests = []
-    for number, row in enumerate(rows):
+    for number in numbers:
+        row = rows[number]
         where = "--prompt" if args.prompts is None else f"{args.prompts} row {number}"
         seed = row.get("seed", (args.seed + number) % 2**32)
         if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(f"{where}: seed={seed!r} is out of range: give a whole number from 0 to 2**32 - 1")
         requests.append(_make_request(args, prompts.of_row(row, where), where, source, seed))
+    if not requests:
+        print(f"{args.out}: {plural(len(rows), 'row')} answered already")
+        return
     needed = max(len(request.tokens) + request.most for request in requests)
     engine = open_engine(args, source, needed, len(requests), args.temperature > 0)
     printable = safe if sys.stdout.isatty() else str
-    with _opened(args.out) as out, progress(len(rows), "answering") as bar:
+    with _opened(args.out) as out, progress(len(requests), "answering") as bar:
         for one in engine.answers(requests):
+            number = numbers[one.number]
             text = source.tokenizer.decode(one.answer) if source.tokenizer else None
             if out:
-                row = rows[one.number]
-                prompt = next(row[name] for name in ("text", "messages", "tokens") if name in row)
-                answer = {"row": one.number, "prompt": prompt, "tokens": list(one.answer), "text": text}
+                answer = {"row": number, "prompt": _prompt_of(rows[number]), "tokens": list(one.answer), "text": text}
                 print(json.dumps(answer | {"ended": one.ended}), file=out, flush=True)
             else:
-                label = f"[{one.number}] " if args.prompts else ""
+                label = f"[{number}] " if args.prompts else ""
                 with bar.aside():
                     print(label + printable(" ".join(map(str, one.answer)) if text is None else text), flush=True)
             bar.advance(1)
     if out:
         print(f"{args.out}: {plural(len(rows), 'row')} answered")
+
+
+def _prompt_of(row: Mapping[str, Any]) -> Any:
+    return next(row[name] for name in ("text", "messages", "tokens") if name in row)
+
+
+def _finished_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Returns the numbers of the rows that a file answers, and cuts off a last line that was not written completely.
+
+    Raises UserError if the file does not have answers to these rows.
+    """
+    lines = path.read_bytes().splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith(b"\n")]
+    try:
+        answers = [json.loads(line) for line in whole]
+        answered = {answer["row"] for answer in answers if answer["prompt"] == _prompt_of(rows[answer["row"]])}
+    except (ValueError, KeyError, TypeError, IndexError):
+        answered = set()
+    if len(answered) < len(whole):
+        raise UserError(f"--out={path} has other lines than answers to these prompts: give another file")
+    if len(whole) < len(lines):
+        os.truncate(path, sum(map(len, whole)))
+    return answered
 
 
 def _make_request(args: argparse.Namespace, tokens: tuple[int, ...], where: str, source: Source, seed: int) -> Request:
@@ -153,7 +181,7 @@ def _opened(path: Path | None) -> Iterator[IO[str] | None]:
         yield None
         return
     try:
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             yield file
     except OSError as error:
         remedy = disk_remedy(error)

@@ -69,8 +69,18 @@ def test_a_file_is_answered_row_by_row(folder, prompts, tmp_path, capsys):
     assert all(f"[{number}] {row['text']}" in printed for number, row in rows.items())
     alone = generate(capsys, folder, "--prompt=def x", "--temperature=0.8", "--seed=7", *SHORT)[1]
     assert alone == rows[3]["text"] + "\n"
-    code, _, err = generate(capsys, *command, "--out=out.jsonl")
-    assert code == 2 and "--out=out.jsonl is not empty: give another file" in err
+    code, out, _ = generate(capsys, *command, "--out=out.jsonl")
+    assert code == 0 and "5 rows answered already" in out
+    lines = (tmp_path / "out.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_text("".join(lines[:2]) + lines[2][:9])  # the command was killed while it wrote
+    assert generate(capsys, *command, "--out=out.jsonl")[0] == 0
+    again = list(map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines()))
+    assert len(again) == 5 and {row["row"]: row for row in again} == rows
+    for other in ('{"row": 0, "prompt": "another"}\n', "notes\n", '{"row": 9, "prompt": ""}\n'):
+        (tmp_path / "other.jsonl").write_text(other)
+        code, _, err = generate(capsys, *command, "--out=other.jsonl")
+        assert code == 2 and "--out=other.jsonl has other lines than answers to these prompts" in err
+        assert (tmp_path / "other.jsonl").read_text() == other
     code, _, err = generate(capsys, *command, "--out=/dev/full")
     assert (
         code == 2
