@@ -4,6 +4,7 @@ A layer writes the keys and values of the tokens into its pool first. Then each 
 own. Suffixes are those of page_pool.py, and R is the number of queries that share a head of keys.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -121,6 +122,19 @@ def step(
 
         x_BTD = block.cached(x_BTD, packed, core)
     return model.finish(x_BTD), written_pools
+
+
+def unstack_layers(model: Transformer) -> Transformer:
+    """Replaces the stacked layers of `model` by separate layers, in place, and returns `model`. If its layers are not
+    stacked (`scan` is False), nothing changes. On a CPU, a step would copy each layer's weights out of the stack.
+    """
+    if not model.config.scan:
+        return model
+    blocks = nnx.List(list(_iterate_blocks(model)))
+    for stack in {stack_of(model.config, layer) for layer in range(model.config.n_layers)}:
+        delattr(model, stack)
+    model.blocks, model.config = blocks, dataclasses.replace(model.config, scan=False)
+    return model
 
 
 def _iterate_blocks(model: Transformer) -> Iterator[Block]:

@@ -4,15 +4,21 @@ The engine of train/generate is used, with the parameters in their training layo
 pipeline stages, or whose experts are divided over several devices, generate nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from bytescope.model import ModelConfig
 from bytescope.model.paged.page_pool import PAGE
+from bytescope.model.paged.paged_step import unstack_layers
 from bytescope.model.placement import Placement
+from bytescope.model.runs import BLOCKS, DENSE, layers_of, stack_of
 from bytescope.train.data.batch_algebra import IGNORE
 from bytescope.train.data.batches import Data, TokenSource
 from bytescope.train.data.chat_template import Renderer, find_template
@@ -46,6 +52,37 @@ def can_generate(program: Program) -> bool:
     return program.parts.pipeline is None and not spread
 
 
+def separate_layers(config: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a model with stacked layers as a tree in which every layer has its own arrays.
+
+    On CPU devices, each array is a view of its row of the stack. Rows that do not begin at a multiple of 64 bytes, as
+    XLA requires, are copied. If the stack is donated while views exist, XLA copies it instead of reusing its memory.
+
+    Args:
+      config: the model with stacked layers.
+      params: the parameters, as arrays or as ShapeDtypeStructs with shardings. The axis of layers is not sharded.
+    """
+
+    def one(leaf: jax.Array | jax.ShapeDtypeStruct, row: int) -> jax.Array | jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding)
+        spec = PartitionSpec(*leaf.sharding.spec[1:])
+        sharding = NamedSharding(leaf.sharding.mesh, spec, memory_kind=leaf.sharding.memory_kind)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, sharding=sharding)
+        views = [
+            jax.device_put(np.asarray(shard.data)[row], jax.sharding.SingleDeviceSharding(shard.device), may_alias=True)
+            for shard in leaf.addressable_shards
+        ]
+        return jax.make_array_from_single_device_arrays(leaf.shape[1:], sharding, views)
+
+    layers = {}
+    for layer in range(config.n_layers):
+        stack = stack_of(config, layer)
+        row = layers_of(config, stack).index(layer)
+        layers[layer] = jax.tree.map(partial(one, row=row), params[stack])
+    return {**{name: leaf for name, leaf in params.items() if name not in (BLOCKS, DENSE)}, BLOCKS: layers}
+
+
 class Sampler:
     """Answers prompts with the engine during training, one after the other. The engine's programs are compiled once.
 
@@ -58,9 +95,14 @@ class Sampler:
     def __init__(self, program: Program, count: int, longest: int):
         self.program, self.count = program, count
         length = min(longest + count, program.batch.seq_len)
-        abstract = program.abstract(place=Placement())
-        graph = nnx.split(abstract)[0]
-        model = Model(abstract.config, program.precision, graph, program.state.model_params, program.layout)
+        # On a CPU, a step would copy each layer's weights out of the stack of layers.
+        self.separate = program.model.scan and program.mesh.devices.flat[0].platform == "cpu"
+        abstract, shapes = program.abstract(place=Placement()), program.state.model_params
+        if self.separate:
+            place = Placement()
+            abstract = nnx.eval_shape(lambda: unstack_layers(program.transformer(nnx.Rngs(params=0), place=place)))
+            shapes = separate_layers(program.model, shapes)
+        model = Model(abstract.config, program.precision, nnx.split(abstract)[0], shapes, program.layout)
         self.steps = Steps(model, program.precision.compute)
         pages = -(-length // PAGE)
         self.sizes = EngineSizes(pages + 1, 1, min(CHUNK, PAGE * pages), length)
@@ -75,6 +117,8 @@ class Sampler:
         read = read_part(list(prompt), self.count, longest) or [0]
         seed = self.program.config.seed % 2**32
         request = Request(tuple(read), min(self.count, longest - len(read)), temperature=temperature, seed=seed)
+        if self.separate:
+            params = separate_layers(self.program.model, params)
         [running] = Engine(self.steps, params, self.sizes).answers([request])
         return list(running.answer)
 

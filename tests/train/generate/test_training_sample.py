@@ -13,12 +13,14 @@ from bytescope.train.data.batches import open_data
 from bytescope.train.data.settings import DataConfig
 from bytescope.train.generate.steps import own_bytes
 from bytescope.train.generate.training_sample import (
+    Sampler,
     can_generate,
     generate,
     read_part,
     sample_bytes,
     sample_prompt,
     sample_text,
+    separate_layers,
 )
 from support.exhaustive import exhaustive
 from support.toy import compiled_once, first_state, small_config, small_program
@@ -65,6 +67,19 @@ def by_whole_passes(keys, prompt, count):
         padded[0, : len(tokens)] = tokens
         tokens = [*tokens, int(logits(padded)[0, len(tokens) - 1].argmax())]
     return tokens[-count:]
+
+
+def test_layers_are_not_copied_out_of_a_stack():
+    program = small_program({**LENGTH, "model.d_ff": 512})
+    params = first_state(program).model_params
+    sampler = Sampler(program, 4, 8)
+    compiled = sampler.steps.compilation(sampler.sizes, 1, 1, False).executable
+    layer_bytes = params["blocks"]["mlp"]["w_up"][0].nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < layer_bytes
+    layers = separate_layers(program.model, params)["blocks"]
+    start = params["blocks"]["mlp"]["w_up"].unsafe_buffer_pointer()
+    for number, layer in layers.items():
+        assert layer["mlp"]["w_up"].unsafe_buffer_pointer() == start + number * layer_bytes
 
 
 @pytest.mark.exhaustive
