@@ -53,9 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs",
         metavar="FILE|DIR",
-        help="compare predictions with your own runs, and correct the rates by them: CSV files, run directories of "
-        "bytescope train, or folders of them, separated by commas. Columns of a file: config (a shipped config, a run "
-        "directory or hf:FOLDER), target, seconds, bytes, notes, and config keys such as model.n_layers",
+        help="correct the rates by your own runs: CSV files or run directories of bytescope train, separated by commas. "
+        "A CSV has a row per run with the columns config, target, seconds per update, bytes, and config keys",
     )
     add_rates(parser)
 

@@ -77,11 +77,11 @@ def add_config(parser: argparse.ArgumentParser, forms: Mapping[str, str] = CONFI
     `Subject.has`.
     """
     parser.set_defaults(needs=needs)
-    word, what = ("CONFIG", "config") if forms is CONFIG_FORMS else ("SUBJECT", "program")
-    example = "llama_8b" if forms is CONFIG_FORMS else "llama_8b or step.py:program"
-    parser.add_argument(
-        "word", nargs="?", metavar=word, help=f"the {what}, such as {example}; all forms are listed below"
+    word = "CONFIG" if forms is CONFIG_FORMS else "SUBJECT"
+    example = (
+        "program, such as llama_8b or step.py:program" if "FILE.py:FUNCTION" in forms else "config, such as llama_8b"
     )
+    parser.add_argument("word", nargs="?", metavar=word, help=f"the {example}; all forms are listed below")
     add_forms(parser, word, forms)
 
 

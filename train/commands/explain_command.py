@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         nargs="?",
         default=STANDARD,
-        help="the log of the failed job; - for standard input (default). Instead of a log, give a command after --: it "
-        "is run, and its output is explained on standard error",
+        help="the log of the failed job (default: standard input). bytescope explain -- COMMAND runs COMMAND instead, "
+        "and explains its failure",
     )
     parser.add_argument(
         "word",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from bytescope.memory.commands import fit_program
-from bytescope.memory.commands.arguments import add_compiling
+from bytescope.memory.commands.arguments import add_compiling, add_forms
 from bytescope.memory.errors import ReportError
 from bytescope.train.commands import fit_config
 from bytescope.train.commands.config_arguments import PROGRAM_FORMS, add_lora, add_subject, require_subject
@@ -39,8 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vary",
         metavar="NAME,NAME",
-        help=f"what the search may change, such as --vary=remat,micro (default: all of {', '.join(fit_space.LEVERS)})",
+        help="what the search may change, such as --vary=remat,micro; the names are listed below (default: all)",
     )
+    add_forms(parser, "NAME of --vary", fit_space.LEVERS)
     add_lora(
         parser, "; then also show the longest sequence and largest micro-batch that fit for ranks 8, 16, 64 and 256"
     )

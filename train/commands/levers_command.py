@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory savings to add one by one, in this order (default: "
         f"{', '.join(levers.DEFAULT)}; also available: {', '.join(levers.OPTIONAL)})",
     )
-    add_compiling(parser, "the memory after each saving")
+    add_compiling(parser, "the memory with each saving added")
     parser.set_defaults(measure=False)
 
 

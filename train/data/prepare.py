@@ -190,7 +190,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--field",
         default="text",
         metavar="NAME",
-        help="record field with the document (default %(default)s)",
+        help="name of the field of a record that holds the document (default %(default)s)",
     )
     parser.add_argument(
         "--skip-bad",

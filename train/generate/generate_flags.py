@@ -46,7 +46,8 @@ def add_dtype(parser: argparse._ActionsContainer) -> None:
         choices=DTYPES,
         metavar="DTYPE",
         default="",
-        help="dtype of weights and arithmetic: float32, bfloat16 or float16 (default: float32 on a CPU, else bfloat16)",
+        help="dtype of weights and arithmetic: float32, bfloat16 or float16 (default: float32 if the target is a CPU, "
+        "else bfloat16)",
     )
 
 
@@ -96,8 +97,8 @@ def add_pool(parser: argparse._ActionsContainer) -> None:
         "--length",
         type=int,
         metavar="N",
-        help="largest number of tokens of a sequence, prompt and answer (default: the model's limit, or less if no "
-        "request needs it)",
+        help="largest number of tokens of a sequence, prompt and answer (default: what the longest request needs, at "
+        "most the model's limit)",
     )
     parser.add_argument(
         "--kv",
