@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs",
         metavar="FILE|DIR",
-        help="correct the rates by your own runs: CSV files or run directories of bytescope train, separated by commas. "
+        help="correct the rates by your own runs: CSV files or folders of bytescope train, separated by commas. "
         "A CSV has a row per run with the columns config, target, seconds per update, bytes, and config keys",
     )
     add_rates(parser)
