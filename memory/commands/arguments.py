@@ -188,8 +188,7 @@ def add_rates(parser: argparse.ArgumentParser) -> None:
         "--rates",
         metavar="FILE",
         type=user_path,
-        help="predict seconds with the device speeds in FILE, which bytescope calibrate --out=FILE measured (default: "
-        "built-in speeds of the target's chip)",
+        help="predict with speeds that bytescope calibrate measured",
     )
 
 
@@ -199,7 +198,7 @@ def add_host_memory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host-memory",
         metavar="SIZE",
-        help="host memory (RAM) of one node, such as 512GiB (default: that of the target)",
+        help="host memory of one node, e.g. 512GiB (default: target's)",
     )
 
 

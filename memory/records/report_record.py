@@ -201,6 +201,12 @@ def _is_prediction(value: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_roofline(value: Mapping[str, Any]) -> bool:
+    # The fields that the roofline's Prediction.to_json writes, or the reason why there is none.
+    parts = [value.get(key, {}) for key in ("by_phase", "by_term")]
+    return all(isinstance(part, dict) and all(map(is_number, part.values())) for part in parts)
+
+
 def _is_target(value: Mapping[str, Any]) -> bool:
     return all(isinstance(value.get(key, ""), str) for key in ("name", "kind", "platform"))
 
@@ -296,7 +302,7 @@ class ReportRecord(JudgedProgram):
     transfers: tuple[Transfer, ...] = ()
     parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
     schedule: Annotated[Steps, JsonForm(list[Any], schedule_json, read_schedule)] = ()
-    roofline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    roofline: Annotated[Mapping[str, Any], Check(_is_roofline)] = dataclasses.field(default_factory=dict)
     prediction: Annotated[Mapping[str, Any], Check(_is_prediction)] = dataclasses.field(default_factory=dict)
     subject: Description = Description()
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)

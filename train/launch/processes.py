@@ -68,7 +68,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="maximum seconds to wait for all processes at the start (default %(default)g)",
+        help="maximum seconds to wait for all to start (default %(default)g)",
     )
 
 

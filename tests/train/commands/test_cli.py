@@ -293,7 +293,7 @@ MEANINGS = {
     "--measure": "on this machine",
     "--out": "write|new or empty",
     "--step": "the checkpoint of step N",
-    "--timeout": "maximum seconds to wait for all processes|stop the script after",
+    "--timeout": "maximum seconds to wait for all to start|stop the script after",
     "--verbose": "the reason for each chosen setting",
     "--tensor": "number of tensor-parallel devices, which divide heads, MLP width and vocabulary",
 }

@@ -178,7 +178,7 @@ def test_a_resumed_run_traces_its_own_updates(runs, tmp_path):
     with pytest.raises(UserError, match="--profile=4-7 begins at update 4, but this run has already done 6"):
         train(traced, source, "4-7", steps=9, extend=True)
     out = train(traced, source, "9-9", steps=9, extend=True)
-    assert "resumed at step 6" in out and "update 9," in out
+    assert "resumed at step 6" in out and " update 9 ·" in out
     assert json.loads((traced / "profile.json").read_text())["steps"] == [9]
     assert len(list((traced / "profile").rglob("*.xplane.pb"))) == 2
 
