@@ -382,14 +382,7 @@ def _remedies(explanation: ExplanationRecord) -> Rows:
         ColumnView("instruction", kind="sentence", terminal=instruction, only=TERMINAL),
         ColumnView("words", "what to do", only=PAGE),
         ColumnView("flags", "flags", "words", only=PAGE),
-        ColumnView(
-            "saves",
-            "frees up to",
-            "bytes",
-            read=lambda remedy: remedy.bytes,
-            skip_zero=True,
-            only=PAGE,
-        ),
+        ColumnView("saves", "frees up to", "bytes", path="bytes", skip_zero=True, only=PAGE),
     )
     limits = {TERMINAL: MAX_REMEDIES}
     return Rows(TableView(columns, explanation.remedies), limits, lambda remedies: "", id="explained-remedies")

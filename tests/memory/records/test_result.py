@@ -138,6 +138,7 @@ def test_a_damaged_value_names_its_field(change, said):
         ({"buffers": [{"name": "b", "bytes": "many"}]}, "Buffer.bytes is 'many'"),
         ({"breakdown": {"params": None}}, "ReportRecord.breakdown is None"),
         ({"prediction": {"seconds": -1}}, "ReportRecord.prediction is {'seconds': -1}"),
+        ({"roofline": {"total": 1.0, "by_term": {"memory": None}}}, "ReportRecord.roofline is {'total': 1.0"),
         ({"target": {"name": 3}}, "ReportRecord.target is {'name': 3}"),
         ({"host_memory": {"processes": "two"}}, "HostMemory.processes is 'two'"),
         ({"notes": 3}, "ReportRecord.notes is 3"),
